@@ -1,0 +1,100 @@
+"""Where did the time go? Timeline in, tidy tables out: compute, exposed communication, overlap, idle.
+
+A rank is busy while a span of kind compute, comm, memcpy or other runs on it. All streams of a rank are merged, so two
+kernels side by side count once. Definitions as in Holistic Trace Analysis' temporal breakdown and overlap.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.intervals import intersection, pack, subtraction, total, union
+from madmax_lib.kinds import collective_names
+from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.units import NS_PER_S
+
+__all__ = ["breakdown", "exposed_by_collective", "top_kernels"]
+
+
+def breakdown(timeline: Timeline) -> pd.DataFrame:
+    """Time of each rank in seconds, one row per rank.
+
+    total_s: first start to last end of device work. compute_s, comm_s, memory_s: union of those spans.
+    non_compute_s: busy but not computing. exposed_comm_s: communication that no compute hides. idle_s: total - busy.
+    overlap: share of communication under compute, 0..1, NaN without communication.
+    """
+    rows = [{"rank": rank, **_rank_breakdown(_busy(timeline, rank))} for rank in timeline.ranks]
+    table = pd.DataFrame(rows)
+    table.attrs["provenance"] = timeline.meta.provenance
+    return table
+
+
+def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
+    """Communication by collective: rank, collective, count, comm_s, exposed_s (not under compute), size_bytes.
+
+    Collectives that run side by side each count in full, so the exposed times of a rank can sum to more than its
+    exposed_comm_s. size_bytes is NaN when a span of the collective does not tell its size.
+    """
+    rows = []
+    for rank in timeline.ranks:
+        spans = _busy(timeline, rank)
+        compute = union(_intervals(spans, "compute"))
+        comm = spans[spans["kind"] == "comm"]
+        names = comm["name"].cat.remove_unused_categories()
+        collective = collective_names(list(names.cat.categories))[names.cat.codes] if len(comm) else []
+        for name, part in comm.groupby(np.asarray(collective, dtype=object)):
+            times = _intervals(part)
+            rows.append(
+                {
+                    "rank": rank,
+                    "collective": name,
+                    "count": len(part),
+                    "comm_s": total(times) / NS_PER_S,
+                    "exposed_s": total(subtraction(times, compute)) / NS_PER_S,
+                    "size_bytes": part["size_bytes"].sum(skipna=False),
+                }
+            )
+    table = pd.DataFrame(rows, columns=["rank", "collective", "count", "comm_s", "exposed_s", "size_bytes"])
+    table.attrs["provenance"] = timeline.meta.provenance
+    return table
+
+
+def top_kernels(timeline: Timeline, count: int = 10) -> pd.DataFrame:
+    """The kernels that take most device time over all ranks: name, kind, count, total_s, mean_s, share (0..1)."""
+    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    table = spans.groupby(["name", "kind"], observed=True)["dur_ns"].agg(["count", "sum", "mean"]).reset_index()
+    table = table.sort_values(["sum", "name"], ascending=[False, True]).reset_index(drop=True)
+    table["share"] = table["sum"] / max(table["sum"].sum(), 1)
+    table = table.assign(total_s=table["sum"] / NS_PER_S, mean_s=table["mean"] / NS_PER_S)
+    table = table[["name", "kind", "count", "total_s", "mean_s", "share"]].head(count)
+    table.attrs["provenance"] = timeline.meta.provenance
+    return table
+
+
+def _busy(timeline: Timeline, rank: int) -> pd.DataFrame:
+    spans = timeline.spans
+    return spans[(spans["rank"] == rank) & spans["kind"].isin(BUSY_KINDS)]
+
+
+def _intervals(spans: pd.DataFrame, kind: str | None = None) -> np.ndarray:
+    spans = spans if kind is None else spans[spans["kind"] == kind]
+    return pack(spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy())
+
+
+def _rank_breakdown(spans: pd.DataFrame) -> dict[str, float]:
+    every = _intervals(spans)
+    compute, comm = _intervals(spans, "compute"), _intervals(spans, "comm")
+    span_ns = int(every[:, 1].max() - every[:, 0].min()) if len(every) else 0
+    busy_ns, compute_ns, comm_ns = total(every), total(compute), total(comm)
+    hidden_ns = total(intersection(comm, compute))
+    return {
+        "total_s": span_ns / NS_PER_S,
+        "compute_s": compute_ns / NS_PER_S,
+        "comm_s": comm_ns / NS_PER_S,
+        "memory_s": total(_intervals(spans, "memcpy")) / NS_PER_S,
+        "non_compute_s": (busy_ns - compute_ns) / NS_PER_S,
+        "exposed_comm_s": (comm_ns - hidden_ns) / NS_PER_S,
+        "idle_s": (span_ns - busy_ns) / NS_PER_S,
+        "overlap": hidden_ns / comm_ns if comm_ns else float("nan"),
+    }

@@ -1,0 +1,80 @@
+"""What does a kernel's name say about its work? One table, `data/kernel_kinds.csv`, first matching row wins.
+
+`rules="exact"` patterns are searched anywhere in the name, ignoring case; `rules="hta"` are HTA 0.5.0's own, matched
+with case from the start of the name. An empty pattern matches everything. A user's table is put in front of ours.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+__all__ = ["COLLECTIVES", "collective_names", "kernel_kinds", "load_kinds"]
+
+_COLUMNS = ["rules", "kind", "collective", "pattern", "source"]
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv", "broadcast", "reduce",
+               "dispatch", "combine", "barrier", "generic")  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def load_kinds(user_table: str | Path | None = None) -> pd.DataFrame:
+    """The table of kernel kinds; rows of `user_table` (CSV with columns kind and pattern, others optional) come first.
+
+    Switching peer copies to communication, for example, is a user table with the row `comm,^Memcpy PtoP`.
+    Raises ValueError for a missing column, an unknown kind or a pattern that is not a regular expression.
+    """
+    table = _read_csv(files("madmax_lib") / "data" / "kernel_kinds.csv")
+    if user_table is not None:
+        table = pd.concat([_read_csv(Path(user_table)), table], ignore_index=True)
+    return table
+
+
+def kernel_kinds(names: list[str], *, rules: str = "exact", table: pd.DataFrame | None = None) -> np.ndarray:
+    """Kind of each name, (n,) of str: compute, comm, memcpy or other.
+
+    >>> kernel_kinds(["ncclDevKernel_AllGather_RING_LL(...)", "Memset (Device)", "sgemm"]).tolist()
+    ['comm', 'memcpy', 'compute']
+    """
+    return _first_match(names, rules, table)["kind"].to_numpy()
+
+
+def collective_names(names: list[str], *, table: pd.DataFrame | None = None) -> np.ndarray:
+    """Collective of each communication name, (n,) of str, empty where the name is not communication.
+
+    >>> collective_names(["gloo:all_reduce", "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(...)"]).tolist()
+    ['all_reduce', 'send_recv']
+    """
+    return _first_match(names, "exact", table)["collective"].to_numpy()
+
+
+def _first_match(names: list[str], rules: str, table: pd.DataFrame | None) -> pd.DataFrame:
+    table = load_kinds() if table is None else table
+    table = table[table["rules"] == rules]
+    if rules == "hta":
+        compiled = [re.compile(p).match for p in table["pattern"]]
+    else:
+        compiled = [re.compile(p, re.IGNORECASE).search for p in table["pattern"]]
+    hit = [next(i for i, match in enumerate(compiled) if match(name)) for name in names]
+    return table.iloc[hit]
+
+
+def _read_csv(path) -> pd.DataFrame:
+    with path.open("r", encoding="utf-8") as file:
+        table = pd.read_csv(file, dtype=str, keep_default_na=False)
+    if not {"kind", "pattern"} <= set(table.columns):
+        raise ValueError(f"{path}: a table of kernel kinds needs the columns kind and pattern, got {list(table)}")
+    table = table.reindex(columns=_COLUMNS, fill_value="")
+    table["rules"] = table["rules"].replace("", "exact")
+    for row in table.itertuples():
+        if row.kind not in ("compute", "comm", "memcpy", "other"):
+            raise ValueError(f"{path}: kind {row.kind!r} is not one of compute, comm, memcpy, other")
+        try:
+            re.compile(row.pattern)
+        except re.error as error:
+            raise ValueError(f"{path}: pattern {row.pattern!r} is not a regular expression: {error}") from None
+    return table

@@ -1,0 +1,230 @@
+"""What happened when, on which rank and stream? The one type that measured and simulated steps share.
+
+`Timeline.spans` has one row per span of time. Everything that analyses, plots, compares or exports starts from it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+__all__ = ["BUSY_KINDS", "EDGES", "KINDS", "SPANS", "Meta", "Timeline", "concat"]
+
+KINDS = ("compute", "comm", "memcpy", "other", "memory", "idle", "cpu", "annotation")
+BUSY_KINDS = ("compute", "comm", "memcpy", "other")  # a device (or, on CPU-only traces, a worker thread) is at work
+
+SPANS = {
+    "rank": "int32",  # global rank
+    "stream": "int32",  # device stream >= 0; host threads are -1, -2, ... (meta.provenance["threads"] names them)
+    "kind": "category",  # one of KINDS; memory: allocator event, idle: a stream that waits for an event
+    "name": "category",
+    "start_ns": "int64",
+    "dur_ns": "int64",
+    "step": "int32",  # training step, -1 outside of any
+    "correlation": "int64",  # joins a launch with its kernel, -1 without
+    "op": "int64",  # operator id (External id in Kineto, index in a simulation), -1 without
+    "group": "category",  # process group of a collective, missing otherwise
+    "size_bytes": "float64",  # bytes moved, NaN where unknown
+}
+EDGES = {"source": "int64", "target": "int64", "why": "category"}  # row numbers of spans: target waits for source
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Where a timeline comes from.
+
+    source: "measured" or "simulated". represents: {rank in spans: ranks it stands for}, one entry for every rank, also
+    for one without spans. device: name, empty if unknown. clock: "unix" (ns since 1970) or "relative".
+    provenance: files with sha256, reader rules, warnings; free-form but JSON.
+    """
+
+    source: str = "measured"
+    world_size: int = 1
+    represents: dict[int, list[int]] = field(default_factory=dict)
+    device: str = ""
+    clock: str = "relative"
+    provenance: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.source not in ("measured", "simulated"):
+            raise ValueError(f"source={self.source!r} is neither measured nor simulated")
+        if self.clock not in ("unix", "relative"):
+            raise ValueError(f"clock={self.clock!r} is neither unix nor relative")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans, dependencies between them and their origin; checked when it is made.
+
+    spans: DataFrame with the columns of SPANS. edges: DataFrame with the columns of EDGES, empty if unknown.
+    Raises ValueError naming the column and the rule when the spans do not fit the schema.
+    """
+
+    spans: pd.DataFrame
+    meta: Meta = field(default_factory=Meta)
+    edges: pd.DataFrame | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "spans", _conform(self.spans, SPANS, "spans"))
+        edges = self.edges if self.edges is not None else pd.DataFrame({c: [] for c in EDGES})
+        object.__setattr__(self, "edges", _conform(edges, EDGES, "edges"))
+        if not self.meta.represents:
+            ranks = {int(r): [int(r)] for r in np.unique(self.spans["rank"])}
+            object.__setattr__(self, "meta", replace(self.meta, represents=ranks))
+        _check(self)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks in order, also those without spans."""
+        return sorted(self.meta.represents)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps in order, without -1 (outside of any step)."""
+        return sorted(int(s) for s in np.unique(self.spans["step"]) if s >= 0)
+
+    def select(self, *, ranks: Sequence[int] | None = None, steps: Sequence[int] | None = None) -> Timeline:
+        """The part of a timeline on some ranks and in some steps; edges that leave the part are dropped."""
+        keep = np.ones(len(self.spans), dtype=bool)
+        represents = self.meta.represents
+        if ranks is not None:
+            keep &= self.spans["rank"].isin(ranks).to_numpy()
+            represents = {r: v for r, v in represents.items() if r in set(ranks)}
+        if steps is not None:
+            keep &= self.spans["step"].isin(steps).to_numpy()
+        new_row = np.where(keep, np.cumsum(keep) - 1, -1)
+        edges = self.edges.assign(source=new_row[self.edges["source"]], target=new_row[self.edges["target"]])
+        edges = edges[(edges["source"] >= 0) & (edges["target"] >= 0)].reset_index(drop=True)
+        spans = self.spans[keep].reset_index(drop=True)
+        return Timeline(spans, replace(self.meta, represents=represents), edges)
+
+    def save(self, path: str | Path) -> Path:
+        """Write to one Parquet file (zstd); the file appears whole or not at all."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = Path(path)
+        table = pa.Table.from_pandas(self.spans, preserve_index=False)
+        sink = pa.BufferOutputStream()
+        edges = pa.Table.from_pandas(self.edges, preserve_index=False)
+        with pa.ipc.new_stream(sink, edges.schema) as writer:
+            writer.write_table(edges)
+        extra = {
+            b"madmax.meta": json.dumps(asdict(self.meta)).encode(),
+            b"madmax.edges": base64.b64encode(sink.getvalue()),
+        }
+        table = table.replace_schema_metadata({**(table.schema.metadata or {}), **extra})
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        os.close(handle)
+        try:
+            pq.write_table(table, temporary, compression="zstd")
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        """Read what `save` wrote. Raises ValueError when the file is not a saved timeline."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            table = pq.read_table(path)
+            extra = table.schema.metadata or {}
+            meta = json.loads(extra[b"madmax.meta"])
+            edges = pa.ipc.open_stream(base64.b64decode(extra[b"madmax.edges"])).read_pandas()
+        except (pa.ArrowInvalid, KeyError, ValueError) as error:
+            raise ValueError(f"{path}: not a saved timeline ({error})") from None
+        meta["represents"] = {int(rank): ranks for rank, ranks in meta["represents"].items()}
+        return cls(table.to_pandas(), Meta(**meta), edges)
+
+
+def concat(timelines: Sequence[Timeline]) -> Timeline:
+    """One timeline of several with different ranks, in order of rank.
+
+    Raises ValueError for an empty list, for a rank that occurs twice, and for measured beside simulated.
+    """
+    if not timelines:
+        raise ValueError("concat needs at least one timeline")
+    seen: set[int] = set()
+    for timeline in timelines:
+        if twice := seen & set(timeline.ranks):
+            raise ValueError(f"rank {min(twice)} is in more than one timeline")
+        seen |= set(timeline.ranks)
+    if len({t.meta.source for t in timelines}) > 1:
+        raise ValueError("cannot concatenate measured and simulated timelines")
+    timelines = sorted(timelines, key=lambda t: t.ranks)
+    if len(timelines) == 1:
+        return timelines[0]
+    spans = {c: _joined([t.spans[c] for t in timelines]) for c in SPANS}
+    offsets = np.cumsum([0] + [len(t) for t in timelines[:-1]])
+    edges = [t.edges.assign(source=t.edges["source"] + o, target=t.edges["target"] + o)
+             for t, o in zip(timelines, offsets, strict=True)]  # fmt: skip
+    return Timeline(
+        pd.DataFrame(spans),
+        _joined_meta([t.meta for t in timelines]),
+        pd.DataFrame({c: _joined([e[c] for e in edges]) for c in EDGES}),
+    )
+
+
+def _joined_meta(metas: list[Meta]) -> Meta:
+    represents = {rank: ranks for meta in metas for rank, ranks in meta.represents.items()}
+    provenance: dict = {}
+    for meta in metas:
+        for key, value in meta.provenance.items():
+            if isinstance(value, dict):
+                provenance[key] = {**provenance.get(key, {}), **value}
+            elif isinstance(value, list):
+                provenance[key] = provenance.get(key, []) + value
+            else:
+                provenance.setdefault(key, value)
+    clock = "unix" if all(meta.clock == "unix" for meta in metas) else "relative"
+    world_size = max(len(represents), *(meta.world_size for meta in metas))
+    return replace(metas[0], world_size=world_size, represents=represents, clock=clock, provenance=provenance)
+
+
+def _joined(columns: list[pd.Series]):
+    if isinstance(columns[0].dtype, pd.CategoricalDtype):
+        return pd.api.types.union_categoricals([c.array for c in columns])
+    return np.concatenate([c.to_numpy() for c in columns])
+
+
+def _conform(frame: pd.DataFrame, schema: dict[str, str], what: str) -> pd.DataFrame:
+    missing = [c for c in schema if c not in frame.columns]
+    if missing:
+        raise ValueError(f"{what} lack the column(s) {', '.join(missing)}")
+    wrong = {c: d for c, d in schema.items() if str(frame[c].dtype) != d}
+    try:
+        frame = frame[list(schema)].astype(wrong)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{what} do not fit the schema: {error}") from None
+    return frame
+
+
+def _check(timeline: Timeline) -> None:
+    spans, edges = timeline.spans, timeline.edges
+    if unknown := set(spans["kind"].cat.categories) - set(KINDS):
+        raise ValueError(f"kind {sorted(unknown)[0]!r} is not one of {', '.join(KINDS)}")
+    if spans["kind"].isna().any() or spans["name"].isna().any():
+        raise ValueError("every span needs a kind and a name")
+    by_hta = timeline.meta.provenance.get("rules") == "hta"  # whose rounding turns short spans around
+    if len(spans) and spans["dur_ns"].min() < 0 and not by_hta:
+        row = int(spans["dur_ns"].argmin())
+        raise ValueError(f"dur_ns={spans['dur_ns'].iloc[row]} of span {row} ({spans['name'].iloc[row]}) is negative")
+    if lost := set(np.unique(spans["rank"])) - set(timeline.meta.represents):
+        raise ValueError(f"rank {min(lost)} has spans but is not in meta.represents")
+    if len(edges) and not edges[["source", "target"]].stack().between(0, len(spans) - 1).all():
+        raise ValueError(f"an edge points outside of the {len(spans)} spans")

@@ -1,0 +1,1 @@
+"""Reading, analysing, comparing and writing profiler traces."""

@@ -1,0 +1,64 @@
+"""Which files hold the traces of a run? Single files, lists, directories and torchtitan's `iteration_N` folders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["find_traces", "rank_in_name"]
+
+_TRACE_SUFFIXES = (".json", ".gz")
+_ITERATION = re.compile(r"iteration_(\d+)$")
+
+
+def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None = None) -> list[Path]:
+    """Trace files of a source in a fixed order, without opening them.
+
+    Raises FileNotFoundError for what is not there and ValueError for an empty directory, list or unknown iteration.
+    """
+    if isinstance(source, (list, tuple)):
+        if not source:
+            raise ValueError("no trace files in an empty list")
+        return [path for item in source for path in find_traces(item, iteration)]
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or directory")
+    if not path.is_dir():
+        return [path]
+    found = _in_folder(path)
+    if not found or iteration is not None:
+        found = _in_folder(_iteration_folder(path, iteration))
+    if not found:
+        raise ValueError(f"{path}: no trace files (.json, .json.gz) in this directory")
+    return found
+
+
+def rank_in_name(path: Path) -> int | None:
+    """Rank that a file name tells: rank-3.json, rank0_trace.json, worker7_step_12.json.gz.
+
+    >>> rank_in_name(Path("trace_rank12.json.gz")), rank_in_name(Path("trace.json"))
+    (12, None)
+    """
+    for word in ("rank", "worker", "gpu", "device"):
+        if match := re.search(rf"{word}[-_.]?(\d+)", path.name, re.IGNORECASE):
+            return int(match[1])
+    return None
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    files = [p for p in folder.iterdir() if p.is_file() and p.suffix in _TRACE_SUFFIXES and not p.name.startswith(".")]
+    return sorted(files, key=lambda p: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", p.name)])
+
+
+def _iteration_folder(folder: Path, iteration: int | None) -> Path:
+    """The folder of one iteration, at most two levels down; the newest unless one is asked for."""
+    folders = {int(m[1]): p for pattern in ("*", "*/*") for p in sorted(folder.glob(pattern))
+               if p.is_dir() and (m := _ITERATION.match(p.name))}  # fmt: skip
+    if not folders and iteration is None:
+        return folder
+    wanted = max(folders) if iteration is None else iteration
+    if wanted not in folders:
+        known = ", ".join(map(str, sorted(folders))) or "none"
+        raise ValueError(f"{folder}: no iteration_{iteration}; found {known}")
+    return folders[wanted]

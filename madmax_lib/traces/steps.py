@@ -1,0 +1,82 @@
+"""Which training step does a span belong to?
+
+Steps are the ProfilerStep#N annotations, else annotations that look like an iteration, else the whole trace is step 0.
+Host spans belong to the step they start in; device spans to the step of the launch with their correlation, because
+they often run after the host has gone on; without a launch, to the step in which they start.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.timeline import KINDS, Timeline
+
+__all__ = ["assign_steps", "hta_rows"]
+
+_PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
+_ITERATION = re.compile(r"^\W*(?:train(?:ing)?[_ ]?)?(?:step|iter|iteration|batch)\W*(\d+)\W*$", re.IGNORECASE)
+
+
+def assign_steps(spans: pd.DataFrame) -> np.ndarray:
+    """Step number (n,) int32 of the spans of one rank, -1 outside of all steps."""
+    if not len(spans):
+        return np.zeros(0, dtype=np.int32)
+    steps = _step_spans(spans)
+    if steps is None:
+        return np.zeros(len(spans), dtype=np.int32)
+    start_ns = spans["start_ns"].to_numpy()
+    step = _by_time(start_ns, steps)
+    launch = (spans["stream"].to_numpy() < 0) & (spans["correlation"].to_numpy() >= 0)
+    if launch.any():
+        correlation = spans["correlation"].to_numpy()
+        order = np.argsort(correlation[launch], kind="stable")
+        keys, values = correlation[launch][order], step[launch][order]
+        place = np.minimum(np.searchsorted(keys, correlation), len(keys) - 1)
+        launched = (spans["stream"].to_numpy() >= 0) & (correlation >= 0) & (keys[place] == correlation)
+        step = np.where(launched, values[place], step)
+    return step.astype(np.int32)
+
+
+def hta_rows(timelines: dict[int, Timeline]) -> dict[int, Timeline]:
+    """HTA 0.5.0's selection: with two or more step names, all that starts with or after the last step is dropped.
+
+    A device row stays if a host row that stays has its correlation; one without correlation counts as a host row.
+    """
+    names = {n for t in timelines.values() for n in t.spans["name"].unique() if "ProfilerStep" in n}
+    if len(names) < 2:
+        return timelines
+    return {rank: _before_last_step(timeline, names) for rank, timeline in timelines.items()}
+
+
+def _before_last_step(timeline: Timeline, step_names: set[str]) -> Timeline:
+    spans = timeline.spans
+    sync = spans["name"].isin(["Event Sync", "Context Sync"])
+    device = ((spans["stream"] >= 0) & (spans["correlation"] >= 0)) | sync
+    starts = spans.loc[~device & spans["name"].isin(step_names), "start_ns"]
+    host = ~device & (spans["start_ns"] < (starts.max() if len(starts) else -np.inf))
+    launched = device & spans["correlation"].isin(spans.loc[host, "correlation"])
+    return Timeline(spans[host | launched].reset_index(drop=True), timeline.meta)
+
+
+def _step_spans(spans: pd.DataFrame) -> np.ndarray | None:
+    """(k, 3) start, end and number of each step on the host, sorted by start; None without steps."""
+    annotations = spans[(spans["kind"].cat.codes == KINDS.index("annotation")) & (spans["stream"] < 0)]
+    names = annotations["name"].cat.categories
+    for pattern in (_PROFILER_STEP, _ITERATION):
+        number = np.array([int(m[1]) if (m := pattern.search(name)) else -1 for name in names], dtype=np.int64)
+        of_row = number[annotations["name"].cat.codes.to_numpy()] if len(annotations) else number[:0]
+        if (found := of_row >= 0).any():
+            start = annotations["start_ns"].to_numpy()[found]
+            end = start + annotations["dur_ns"].to_numpy()[found]
+            table = np.stack([start, end, of_row[found]], axis=1)
+            return table[np.argsort(table[:, 0], kind="stable")]
+    return None
+
+
+def _by_time(start_ns: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    place = np.searchsorted(steps[:, 0], start_ns, side="right") - 1
+    inside = (place >= 0) & (start_ns < steps[np.maximum(place, 0), 1])
+    return np.where(inside, steps[np.maximum(place, 0), 2], -1)
