@@ -211,6 +211,9 @@ def _conform(frame: pd.DataFrame, schema: dict[str, str], what: str) -> pd.DataF
         frame = frame[list(schema)].astype(wrong)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{what} do not fit the schema: {error}") from None
+    for column in [c for c, d in schema.items() if d == "category" and frame[c].cat.categories.dtype != object]:
+        text = pd.Index(list(map(str, frame[column].cat.categories)), dtype=object)
+        frame = frame.assign(**{column: frame[column].cat.rename_categories(text)})
     return frame
 
 

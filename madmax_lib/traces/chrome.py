@@ -28,10 +28,12 @@ _MAGIC = b"\x1f\x8b"
 _CONTROL = bytes(32 if i < 32 else i for i in range(256))  # control characters to spaces, valid inside and outside text
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
+_EVENT_START = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|cat|name|pid|tid|ts|dur|args|bp|s)"\s*:)')
 _LIST_END = re.compile(rb'\}\s*\](?=\s*(?:,\s*"|\}\s*$|$))')
 _ERROR_AT = re.compile(r"\(byte (\d+)\)")
 _NOT_JSON_NUMBER = re.compile(rb"(?<=[:,\[])(\s*)(?:-?(?:Infinity|inf)|NaN|nan)(?=\s*[,\]}])")
-_STRAY_BACKSLASH = re.compile(rb'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
+_PAIR = rb"u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # half of it alone is no character
+_STRAY_BACKSLASH = re.compile(rb'\\(?:(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|' + _PAIR + rb")|)")
 
 
 class _Short(Exception):
@@ -137,7 +139,7 @@ def _text_blocks(trace: RawTrace) -> Iterator[bytes]:
 
 
 def _inflate(trace: RawTrace, file) -> Iterator[bytes]:
-    stream, data = isal_zlib.decompressobj(wbits=31), b""
+    stream, data, done = isal_zlib.decompressobj(wbits=31), b"", 0
     while True:
         data = data or file.read(1 << 20)
         if not data:
@@ -147,14 +149,31 @@ def _inflate(trace: RawTrace, file) -> Iterator[bytes]:
             block = stream.decompress(data, _BLOCK)
         except isal_zlib.error as error:
             trace.damage = f"damaged gzip ({error})"
+            yield _up_to_damage(file, done)
             return
         yield block
+        done += len(block)
         data = stream.unconsumed_tail
         if stream.eof:
-            data = stream.unused_data or file.read(1 << 20)
+            data = stream.unused_data
+            data += file.read(1 << 20) if len(data) < len(_MAGIC) else b""
             if not data.startswith(_MAGIC):  # the end, or padding after it
                 return
             stream = isal_zlib.decompressobj(wbits=31)
+
+
+def _up_to_damage(file, done: int) -> bytes:
+    """Text of a damaged gzip file after its first `done` bytes, unpacked again in bites no longer than the checksum."""
+    stream, parts = isal_zlib.decompressobj(wbits=31), []
+    file.seek(0)
+    with contextlib.suppress(isal_zlib.error):
+        for bite in iter(lambda: file.read(8), b""):
+            if stream.eof:
+                stream, bite = isal_zlib.decompressobj(wbits=31), stream.unused_data + bite
+            part = stream.decompress(bite)
+            parts.append(part[done:])
+            done -= min(done, len(part))
+    return b"".join(parts)
 
 
 def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
@@ -162,9 +181,9 @@ def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
     text = b""
     for block in blocks:
         text = (text + block).removeprefix(b"\xef\xbb\xbf").lstrip()
-        if text.startswith(b"["):
+        if text.startswith(b"[") and b'"ph"' in text:
             return text[1:]
-        if text and not text.startswith(b"{"):
+        if text and text[:1] not in b"[{":
             break
         for match in _EVENTS_KEY.finditer(text):
             try:
@@ -175,7 +194,9 @@ def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
             return text[match.end() :]
     if not text:
         raise ValueError(f"{trace.path}: empty file, not a profiler trace")
-    reason = "JSON without traceEvents" if text.startswith(b"{") else "neither a JSON object nor a list"
+    reason = {b"{": "JSON without traceEvents", b"[": "a list, but not of events"}.get(
+        text[:1], "neither a JSON object nor a list"
+    )
     raise ValueError(f"{trace.path}: not a profiler trace ({reason})")
 
 
@@ -216,11 +237,12 @@ def _decode_piece(trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes) -
         try:
             raws, at = _decode(_RAW, text), len(text)
         except msgspec.DecodeError as error:
-            if "truncated" in str(error):
+            if _breaks_off(text):
                 raise _Short from None
             raws, at = [], max(int(_ERROR_AT.search(f"{error} (byte 0)")[1]) - 1, 0)
             if "trailing characters" in str(error):
                 end = text.rfind(b"]", 0, at)
+                trace.skipped += skipped
                 return events + _decode_piece(trace, decoder, text[:end])[0], text[end + 1 :]
             if not repaired:
                 text, repaired = _repaired(text), True
@@ -236,16 +258,34 @@ def _decode_piece(trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes) -
     return events, None
 
 
+def _breaks_off(text: bytes) -> bool:
+    """Whether a text is sound as far as it goes."""
+    try:
+        _RAW.decode(b"[" + text)
+    except msgspec.DecodeError as error:
+        return "truncated" in str(error)
+    return False
+
+
 def _around(text: bytes, at: int) -> tuple[list[msgspec.Raw], bytes]:
-    """Events before the one that is unreadable at a position, and the text after it."""
-    after = _BETWEEN.search(text, max(at - 1, 0))
-    rest = text[after.end() :] if after else b""
+    """Events before the one that is unreadable at a position, and the text after it. Raises _Short if it has no end."""
+    after = _EVENT_START.search(text, max(at - 1, 0))
+    rest = text[after.end() :] if after else _behind_last(text, max(at - 1, 0))
     for match in reversed(list(_BETWEEN.finditer(text, 0, at))):
         try:
             return _decode(_RAW, text[: match.end()]), rest
         except msgspec.DecodeError:  # this boundary stands inside a string
             continue
     return [], rest
+
+
+def _behind_last(text: bytes, at: int) -> bytes:
+    """From the ] of the events on, if the last of them is unreadable; lists inside of its args end otherwise."""
+    for end in _LIST_END.finditer(text, at):
+        with contextlib.suppress(msgspec.DecodeError):
+            _json(b"{" + (text[end.end() :].lstrip(b" ,\r\n\t") or b"}"))
+            return text[end.end() - 1 :]
+    raise _Short
 
 
 def _valid_ones(decoder: msgspec.json.Decoder, raws: list[msgspec.Raw]) -> list[Event]:
@@ -271,7 +311,7 @@ def _decode_end(trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes) -> 
             continue
         if rest is None:
             trace.damage = trace.damage or "truncated JSON"
-            trace.lost_bytes = len(text) - cut
+            trace.lost_bytes = len(text[cut:].lstrip())
         return events, rest or b""
     raise AssertionError("an empty text always decodes")
 

@@ -34,7 +34,7 @@ class _Codes(dict):
         try:
             return np.fromiter(map(self.__getitem__, values), dtype=np.int32, count=len(values))
         except TypeError:  # a name or thread that is a list
-            return self.of([str(value) for value in values])
+            return self.of([tuple(map(str, value)) if isinstance(value, tuple) else str(value) for value in values])
 
 
 @dataclass
@@ -89,9 +89,11 @@ def _gather(trace: RawTrace, exact: bool) -> Columns:
         rows = [
             e for e in events if e.dur is not None and e.cat is not None and e.ph in ("X", None) and e.cat != "Trace"
         ]
-        if "distributedInfo" not in trace.envelope and group_rank is None:
+        if group_rank is None and not _tells_rank(trace.envelope.get("distributedInfo")):
             group_rank = next((r for e in rows if (r := _global_rank(e.args)) is not None), None)
         parts.append(_piece(rows, codes, exact))
+        lost = len(rows) - len(parts[-1]["start_ns"])
+        trace.events, trace.skipped = trace.events - lost, trace.skipped + lost
     arrays = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     return Columns(
         **arrays,
@@ -136,9 +138,9 @@ def _nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
         values = np.array(us)
     except ValueError:
         values = np.array([None] * len(us))
-    if values.dtype.kind == "i":
+    if values.dtype.kind == "i" and values.ndim == 1 and np.abs(values).max(initial=0) < 2**52:
         return values.astype(np.int64) * 1000, np.ones(len(us), bool)
-    if values.dtype.kind == "f" and not exact:
+    if values.dtype.kind == "f" and values.ndim == 1 and not exact:
         sound = np.isfinite(values)
         values = np.where(sound, values, 0.0)
         if len(values) and np.abs(values).max() >= _FLOAT_IS_EXACT_US:
@@ -165,9 +167,10 @@ def _decimal_ns(us) -> int | None:
 def _integers(values: list) -> np.ndarray:
     """(n,) int64, -1 for what is missing or no integer."""
     try:
-        return np.array([-1 if v is None else v for v in values], dtype=np.int64)
+        numbers = np.array([-1 if v is None else v for v in values], dtype=np.int64)
     except (ValueError, TypeError, OverflowError):
-        return np.array([_integer(v) for v in values], dtype=np.int64)
+        numbers = np.empty(0)
+    return numbers if numbers.shape == (len(values),) else np.array([_integer(v) for v in values], dtype=np.int64)
 
 
 def _integer(value) -> int:
@@ -220,10 +223,13 @@ def _dtype_bytes(dtype: str) -> float:
     return 1 if dtype.startswith("float8") else _DTYPE_BYTES.get(dtype, float("nan"))
 
 
+def _tells_rank(info) -> bool:
+    return isinstance(info, dict) and "rank" in info
+
+
 def _global_rank(args: Args | None) -> int | None:
     """Rank from a collective's metadata: Rank counts inside the group, whose members the event may list."""
     if args is None or (position := _integer(args.group_rank)) < 0:
         return None
-    members = str(args.group_ranks or "")
-    ranks = [] if "..." in members else re.findall(r"\d+", members)
+    ranks = re.findall(r"\d+", str(args.group_ranks or "").split("...")[0])
     return int(ranks[position]) if position < len(ranks) else position

@@ -17,7 +17,7 @@ from madmax_lib.timeline import KINDS, Timeline
 __all__ = ["assign_steps", "hta_rows"]
 
 _PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
-_ITERATION = re.compile(r"^\W*(?:train(?:ing)?[_ ]?)?(?:step|iter|iteration|batch)\W*(\d+)\W*$", re.IGNORECASE)
+_ITERATION = re.compile(r"^\W*(?:train(?:ing)?[_ ]?)?(?:step|iter|iteration|batch)[\W_]*(\d+)\W*$", re.IGNORECASE)
 
 
 def assign_steps(spans: pd.DataFrame) -> np.ndarray:

@@ -1,0 +1,35 @@
+# make run: every notebook headless    make test: the test suite    make lab: JupyterLab on the notebooks
+PYTHON ?= python3
+BIN := .venv/bin
+SETUP := .venv/installed
+
+.PHONY: run test lab lint strip clean
+
+run: $(SETUP)
+	$(BIN)/python -m madmax_lib run
+
+test: $(SETUP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lab: $(SETUP)
+	$(BIN)/jupyter lab --notebook-dir=notebooks
+
+lint: $(SETUP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m nbstripout --verify $(STRIP) notebooks/*.ipynb
+
+strip: $(SETUP)
+	$(BIN)/python -m nbstripout $(STRIP) notebooks/*.ipynb
+
+# what a run leaves in a notebook beside outputs
+STRIP := --extra-keys "metadata.papermill metadata.language_info.version cell.metadata.papermill cell.metadata.execution"
+
+$(SETUP): requirements.txt .ci/constraints.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -r requirements.txt -c .ci/constraints.txt
+	touch $@
+
+clean:
+	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,106 @@
+"""python -m madmax_lib run | report | doctor: the workbench without opening a notebook."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+
+from madmax_lib import __version__
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit status. Bad input is one line on standard error and status 2."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except (OSError, ValueError) as error:
+        print(f"madmax: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="madmax", description="MAD-Max Workbench", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    run = commands.add_parser(
+        "run", help="run notebooks headless", description="Run notebooks headless with papermill."
+    )
+    run.add_argument("notebook", nargs="?", help="name such as 20_overlap; all notebooks if left out")
+    run.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE", help="set a parameter")
+    run.add_argument("-o", "--output", type=Path, help="folder for executed notebooks and HTML (default: build)")
+    run.set_defaults(command=_run)
+    report = commands.add_parser("report", help="one HTML page about a directory of traces")
+    report.add_argument("traces", type=Path, help="trace file or directory of traces, one per rank")
+    report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
+    report.set_defaults(command=_report)
+    doctor = commands.add_parser("doctor", help="what is installed and which inputs are found")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    from tqdm.auto import tqdm
+
+    from madmax_lib.datasets import PROJECT
+    from madmax_lib.view.runner import notebooks, parse_parameters, run_notebook
+
+    known = notebooks()
+    chosen = list(known) if options.notebook is None else [Path(options.notebook).stem]
+    if unknown := [name for name in chosen if name not in known]:
+        raise ValueError(f"no notebook {unknown[0]!r}; there are {', '.join(known)}")
+    if options.parameter and len(chosen) > 1:
+        raise ValueError("-p needs the name of one notebook")
+    build = options.output or PROJECT / "build"
+    parameters = parse_parameters(known[chosen[0]], options.parameter) if options.parameter else {"quick": True}
+    figures = build / "figures" if options.parameter else None  # the committed figures show the default parameters
+    bar = tqdm(chosen, desc="notebooks", unit="nb", disable=len(chosen) == 1)
+    results = []
+    for name in bar:
+        bar.set_postfix_str(name)
+        one = len(chosen) == 1
+        results.append(run_notebook(known[name], parameters, build=build, figures=figures, progress=one))
+    width = max(len(name) for name in chosen)
+    print(f"{'notebook':<{width}}  seconds  figures  status")
+    for result in results:
+        status = f"failed: {result.error}" if result.error else "ok"
+        print(f"{result.name:<{width}}  {result.seconds:7.1f}  {len(result.figures):7d}  {status}")
+    print(f"executed notebooks and HTML in {build}, figures in {figures or PROJECT / 'figures'}")
+    return 1 if any(result.error for result in results) else 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from madmax_lib.traces.kineto import read_trace
+    from madmax_lib.view.report import write_report
+
+    timeline = read_trace(options.traces)
+    path = write_report(timeline, options.output, title=options.traces.resolve().name)
+    print(f"{path}: {len(timeline.ranks)} ranks, {len(timeline):,} spans")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from madmax_lib.datasets import dataset, datasets
+
+    print(f"madmax-workbench {__version__}, Python {platform.python_version()}, {platform.machine()}")
+    for package in ("torch", "holistictraceanalysis", "pandas", "papermill", "jupyterlab", "ipywidgets", "matplotlib"):
+        try:
+            print(f"  {package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"  {package} is not installed")
+    print("datasets")
+    for name in datasets()["dataset"].unique():
+        try:
+            print(f"  {name}: {dataset(name, download=False)}")
+        except (OSError, ValueError) as error:
+            print(f"  {name}: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Where is the input called NAME? Found on this machine, else downloaded once and checked by its sha256.
+
+The registry is `data/datasets.csv`: one row per file, with a URL at a pinned commit. Looked for in this order:
+the folder MADMAX_DATA_DIR, the checkout's own `traces/`, a `shared/data` folder beside the checkout, the user cache,
+and then one download (never with MADMAX_OFFLINE=1). Content is compared uncompressed, so a re-packed copy is as good
+as the original; a file with another content is refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+
+import pandas as pd
+
+__all__ = ["PROJECT", "dataset", "datasets", "local_data"]
+
+PROJECT = Path(__file__).resolve().parents[1]  # the checkout; a plain installation has no traces/ there
+
+
+@lru_cache(maxsize=1)
+def datasets() -> pd.DataFrame:
+    """The registry, one row per file: dataset, local_path, url, hashes, download_bytes, licence, description."""
+    with (files("madmax_lib") / "data" / "datasets.csv").open() as file:
+        return pd.read_csv(file)
+
+
+def dataset(name: str, *, download: bool = True) -> Path:
+    """Folder or file of a named input: a set of `datasets()`, or one of this project's own in `traces/`.
+
+    Raises ValueError for an unknown name (listing the known ones) or a file with wrong content, and FileNotFoundError
+    when it is nowhere and may not or cannot be downloaded.
+    """
+    shipped = PROJECT / "traces" / name
+    if (shipped / "rank0.json.gz").exists():
+        return shipped
+    table = datasets()
+    rows = table[table["dataset"] == name]
+    if not len(rows):
+        own = {p.parent.name for p in (PROJECT / "traces").glob("*/rank0.json.gz")}
+        raise ValueError(f"unknown dataset {name!r}; known: {', '.join(sorted({*table['dataset'], *own}))}")
+    for root in _roots():
+        paths = [root / path for path in rows["local_path"]]
+        if all(path.exists() for path in paths):
+            for path, sha256 in zip(paths, rows["content_sha256"], strict=True):
+                _check_content(path, sha256)
+            return paths[0] if len(paths) == 1 else paths[0].parent
+    if not download:
+        raise FileNotFoundError(f"dataset {name} is not on this machine (download=False)")
+    return _download(name, rows)
+
+
+def local_data(relative: str) -> Path:
+    """A file or folder of the data directories that is never downloaded, such as reference tables for tests.
+
+    Raises FileNotFoundError naming the places that were looked at.
+    """
+    for root in _roots():
+        if (root / relative).exists():
+            return root / relative
+    raise FileNotFoundError(f"{relative} is in none of {', '.join(map(str, _roots()))}; set MADMAX_DATA_DIR")
+
+
+def _roots() -> list[Path]:
+    given = os.environ.get("MADMAX_DATA_DIR")
+    return [*([Path(given).expanduser()] if given else []), PROJECT.parent / "shared" / "data", _cache()]
+
+
+def _cache() -> Path:
+    import pooch
+
+    return Path(pooch.os_cache("madmax-workbench"))
+
+
+def _download(name: str, rows: pd.DataFrame) -> Path:
+    import pooch
+
+    url, sha256, size_bytes = rows[["url", "download_sha256", "download_bytes"]].iloc[0]
+    if os.environ.get("MADMAX_OFFLINE", "0") not in ("", "0"):
+        raise FileNotFoundError(f"dataset {name} is not on this machine and MADMAX_OFFLINE is set; it is at {url}")
+    try:
+        packed = Path(pooch.retrieve(url, f"sha256:{sha256}", path=_cache() / "downloads", progressbar=True))
+    except ValueError:
+        raise ValueError(f"dataset {name}: {url} does not have the sha256 {sha256}; refused") from None
+    except OSError as error:
+        raise FileNotFoundError(
+            f"dataset {name} ({size_bytes} bytes) cannot be downloaded from {url}: {error}"
+        ) from None
+    targets = [_cache() / path for path in rows["local_path"]]
+    targets[0].parent.mkdir(parents=True, exist_ok=True)
+    if len(rows) == 1:
+        contents = {targets[0].name: packed.read_bytes()}
+    else:
+        members = map(Path, pooch.Untar()(str(packed), "download", None))
+        contents = {path.name.removesuffix(".gz"): path.read_bytes() for path in members}
+    for target, content_sha256 in zip(targets, rows["content_sha256"], strict=True):
+        content = contents.get(target.name) or contents.get(target.name.removesuffix(".gz"))
+        if content is None:
+            raise ValueError(f"dataset {name}: {url} does not hold {target.name}")
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        temporary.write_bytes(content if content.startswith(b"\x1f\x8b") else gzip.compress(content, mtime=0))
+        try:
+            _check_content(temporary, content_sha256)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return targets[0] if len(targets) == 1 else targets[0].parent
+
+
+def _check_content(path: Path, sha256: str) -> None:
+    with open(path, "rb") as file:
+        opened = gzip.open(file) if file.read(2) == b"\x1f\x8b" else file
+        file.seek(0)
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != sha256:
+        raise ValueError(f"{path}: content has sha256 {found}, the registry says {sha256}; refused")

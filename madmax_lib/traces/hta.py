@@ -1,0 +1,139 @@
+"""What does Holistic Trace Analysis say about the same traces? The only module that imports `hta`.
+
+Each function gives one of HTA's results as a tidy table in seconds and ratios. Where HTA 0.5.0 itself fails (traces
+without a GPU, queues without launches) the table is empty and a `TraceWarning` says so. HTA reads the files anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from madmax_lib.accounting import breakdown
+from madmax_lib.traces.files import find_traces
+from madmax_lib.traces.kineto import TraceWarning, read_trace
+
+if TYPE_CHECKING:
+    from hta.trace_analysis import TraceAnalysis
+
+__all__ = ["analysis", "beside_hta", "idle", "kernels", "launches", "overlap", "queue", "temporal"]
+
+
+def analysis(source: str | Path | Sequence[str | Path]) -> TraceAnalysis:
+    """HTA's TraceAnalysis of a file, list or directory; ranks as `read_trace` finds them, also without distributedInfo.
+
+    Raises what `read_trace` raises, and ImportError when HTA is not installed.
+    """
+    files = {read_trace(path).ranks[0]: str(path.resolve()) for path in find_traces(source)}
+    with _quiet():
+        from hta.trace_analysis import TraceAnalysis
+
+        return TraceAnalysis(trace_files=files, trace_dir="/")
+
+
+def beside_hta(source: str | Path | Sequence[str | Path]) -> pd.DataFrame:
+    """Our breakdown beside HTA's: rank, quantity, exact, compatible, hta, error (compatible - hta).
+
+    exact is our default, compatible our reading with `hta_compatible=True`. Times in seconds, overlap in 0..1.
+    """
+    hta = analysis(source)
+    theirs = temporal(hta).merge(overlap(hta), on="rank", how="right")
+    exact, compatible = (breakdown(read_trace(source, hta_compatible=flag)) for flag in (False, True))
+    table = None
+    for name, frame in (("exact", exact), ("compatible", compatible), ("hta", theirs)):
+        long = frame[list(theirs)].melt(id_vars="rank", var_name="quantity", value_name=name)
+        table = long if table is None else table.merge(long, on=["rank", "quantity"])
+    table["error"] = table["compatible"] - table["hta"]
+    return table
+
+
+def temporal(hta: TraceAnalysis) -> pd.DataFrame:
+    """rank, total_s, compute_s, non_compute_s, idle_s (HTA get_temporal_breakdown)."""
+    names = {"kernel_time(us)": "total_s", "compute_time(us)": "compute_s", "non_compute_time(us)": "non_compute_s",
+             "idle_time(us)": "idle_s"}  # fmt: skip
+    if not _has_gpu(hta, "temporal breakdown"):
+        return pd.DataFrame(columns=["rank", *names.values()])
+    with _quiet():
+        table = hta.get_temporal_breakdown(visualize=False)
+    return _seconds(table.rename(columns=names)[["rank", *names.values()]])
+
+
+def overlap(hta: TraceAnalysis) -> pd.DataFrame:
+    """rank, overlap in 0..1, rounded by HTA to 0.01 percentage points (HTA get_comm_comp_overlap)."""
+    with _quiet():
+        table = hta.get_comm_comp_overlap(visualize=False)
+    return pd.DataFrame({"rank": table["rank"], "overlap": table["comp_comm_overlap_pctg"] / 100})
+
+
+def kernels(hta: TraceAnalysis) -> pd.DataFrame:
+    """rank, name, kernel_type, total_s, max_s, min_s, mean_s of the longest kernels (HTA get_gpu_kernel_breakdown)."""
+    names = {"sum (us)": "total_s", "max (us)": "max_s", "min (us)": "min_s", "mean (us)": "mean_s"}
+    with _quiet():
+        _, table = hta.get_gpu_kernel_breakdown(visualize=False)
+    return _seconds(table.rename(columns=names)[["rank", "name", "kernel_type", *names.values()]])
+
+
+def idle(hta: TraceAnalysis) -> pd.DataFrame:
+    """rank, stream, cause, idle_s, share of the stream's idle time in 0..1 (HTA get_idle_time_breakdown)."""
+    columns = ["rank", "stream", "cause", "idle_s", "share"]
+    if not _has_gpu(hta, "idle time breakdown"):
+        return pd.DataFrame(columns=columns)
+    with _quiet():
+        table, _ = hta.get_idle_time_breakdown(ranks=sorted(hta.t.traces), visualize=False)
+    names = {"idle_category": "cause", "idle_time": "idle_s", "idle_time_ratio": "share"}
+    return _seconds(table.rename(columns=names)[columns])
+
+
+def queue(hta: TraceAnalysis) -> pd.DataFrame:
+    """rank, stream, count, mean, std, min, 25%, 50%, 75%, max of kernels waiting (HTA get_queue_length_summary)."""
+    columns = ["rank", "stream", "count", "mean", "std", "min", "25%", "50%", "75%", "max"]
+    with _quiet():
+        table = hta.get_queue_length_summary(ranks=sorted(hta.t.traces))
+    if table is None:
+        warnings.warn("HTA found no kernel launches: queue length is empty", TraceWarning, stacklevel=2)
+        return pd.DataFrame(columns=columns)
+    table = table.droplevel(0, axis="columns").reset_index()
+    return table[columns]
+
+
+def launches(hta: TraceAnalysis) -> pd.DataFrame:
+    """rank, correlation, cpu_s, gpu_s, delay_s of every kernel launch (HTA get_cuda_kernel_launch_stats)."""
+    names = {"cpu_duration": "cpu_s", "gpu_duration": "gpu_s", "launch_delay": "delay_s"}
+    with _quiet():
+        per_rank = hta.get_cuda_kernel_launch_stats(ranks=sorted(hta.t.traces), visualize=False)
+    tables = [table.rename(columns=names).assign(rank=rank) for rank, table in per_rank.items()]
+    return _seconds(pd.concat(tables, ignore_index=True)[["rank", "correlation", *names.values()]])
+
+
+def _seconds(table: pd.DataFrame) -> pd.DataFrame:
+    times = [column for column in table.columns if column.endswith("_s")]
+    return table.assign(**{column: table[column].astype(float) * 1e-6 for column in times}).reset_index(drop=True)
+
+
+def _has_gpu(hta: TraceAnalysis, what: str) -> bool:
+    """HTA raises on ranks without a GPU row; it has nothing to say about such a set."""
+    without = [rank for rank, table in hta.t.traces.items() if not (table["stream"] >= 0).any()]
+    if without:
+        text = f"HTA has no {what} for traces without GPU rows (rank {', '.join(map(str, sorted(without)))})"
+        warnings.warn(text, TraceWarning, stacklevel=3)
+    return not without
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """HTA logs every step as a warning and trips over pandas' deprecations; neither helps its reader."""
+    logger = logging.getLogger("hta")
+    level = logger.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

@@ -1,0 +1,1 @@
+"""Pictures, notebooks, reports: everything that draws."""

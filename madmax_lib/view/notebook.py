@@ -1,0 +1,131 @@
+"""What is the same in every notebook? Theme, seeds, where output goes, and saving a figure with its data and origin."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from madmax_lib.datasets import PROJECT, dataset
+from madmax_lib.view.plots import figure_data
+
+__all__ = ["Place", "optional_dataset", "save_figure", "setup"]
+
+_VERSIONS = ("numpy", "pandas", "matplotlib", "torch", "holistictraceanalysis")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a notebook runs (local, ci, colab or kaggle) and the folder its figures go to."""
+
+    name: str
+    figures: Path
+
+
+def setup(seed: int = 0) -> Place:
+    """Theme, seeds and output folder; the first call of every notebook.
+
+    Figures go to MADMAX_FIGURES if set, to `figures/` of the checkout, else to `figures/` of the working folder.
+    """
+    plt.style.use(Path(__file__).with_name("paper.mplstyle"))
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - also what other libraries draw from
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+    return _place()
+
+
+def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
+    """Write figures/<topic>/<name>.svg, .csv (its data) and .json (parameters, versions, commit, inputs); returns the svg.
+
+    data: the table that is shown; pictures of `view.plots` bring it along. Files whose figure has not changed are left
+    alone, so the recorded commit is the one that made them. Raises ValueError for a name that is not topic/name or a
+    figure without data.
+    """
+    if name.count("/") != 1 or not all(part.replace("_", "").replace("-", "").isalnum() for part in name.split("/")):
+        raise ValueError(f"figure name {name!r} is not of the form topic/name")
+    data = figure_data(ax) if data is None else data
+    if data is None:
+        raise ValueError(f"figure {name}: pass the table it shows as data=")
+    svg = _place().figures / f"{name}.svg"
+    svg.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=svg.parent) as folder:
+        new = Path(folder) / svg.name
+        with plt.rc_context({"svg.hashsalt": name}):
+            ax.figure.savefig(new, metadata={"Date": None, "Creator": None})
+        data.to_csv(new.with_suffix(".csv"), index=False, float_format="%.9g")
+        new.with_suffix(".json").write_text(json.dumps(_origin(data), indent=1, sort_keys=True) + "\n")
+        same = [_same(new.with_suffix(suffix), svg.with_suffix(suffix)) for suffix in (".svg", ".csv")]
+        if not all([*same, svg.with_suffix(".json").exists()]):
+            for suffix in (".svg", ".csv", ".json"):
+                new.with_suffix(suffix).replace(svg.with_suffix(suffix))
+    if log := os.environ.get("MADMAX_FIGURE_LOG"):
+        with open(log, "a") as file:
+            file.write(f"{name}\n")
+    return svg
+
+
+def optional_dataset(name: str, figure: str, *, download: bool = False) -> Path | None:
+    """A dataset that may be absent: its path, or None after saying which figure is skipped and why."""
+    try:
+        return dataset(name, download=download)
+    except FileNotFoundError as reason:
+        print(f"skipped figure {figure}: {reason}")
+        return None
+
+
+def _place() -> Place:
+    if "google.colab" in sys.modules:
+        name = "colab"
+    elif "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
+        name = "kaggle"
+    else:
+        name = "ci" if os.environ.get("CI") else "local"
+    root = PROJECT if (PROJECT / "notebooks").is_dir() else Path.cwd()
+    return Place(name, Path(os.environ.get("MADMAX_FIGURES", root / "figures")))
+
+
+def _origin(data: pd.DataFrame) -> dict:
+    provenance = data.attrs.get("provenance", {})
+    return {
+        "inputs": provenance.get("files", {}),
+        "rules": provenance.get("rules", ""),
+        "parameters": _parameters(),
+        "versions": {"python": platform.python_version(), **{p: v for p in _VERSIONS if (v := _version(p))}},
+        "commit": _commit(),
+    }
+
+
+def _parameters() -> dict:
+    """Values of the notebook's parameters cell: the annotated names of the notebook's namespace."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    names = shell.user_ns.get("__annotations__", {}) if shell else {}
+    return {name: shell.user_ns[name] for name in names if name in shell.user_ns}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=PROJECT, capture_output=True, text=True, check=False)
+    return run.stdout.strip() or "unknown"
+
+
+def _same(new: Path, old: Path) -> bool:
+    return old.exists() and old.read_bytes() == new.read_bytes()

@@ -1,0 +1,117 @@
+"""What does a performance engineer want to know first? One self-contained HTML page from a directory of traces."""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+import re
+import tempfile
+from pathlib import Path
+from string import Template
+
+import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from madmax_lib import __version__
+from madmax_lib.accounting import breakdown, exposed_by_collective, top_kernels
+from madmax_lib.timeline import Timeline
+from madmax_lib.traces.collectives import waiting
+from madmax_lib.units import format_s
+from madmax_lib.view.plots import plot_breakdown, plot_exposed, plot_overlap, plot_timeline, plot_waiting
+
+__all__ = ["write_report"]
+
+_MOST_RANKS_DRAWN = 16
+
+
+def write_report(timeline: Timeline, path: str | Path, title: str) -> Path:
+    """Write the report of a timeline; the file appears whole or not at all."""
+    path = Path(path)
+    style = Path(__file__).with_name("paper.mplstyle")
+    with plt.style.context(style), plt.rc_context({"svg.fonttype": "path"}):
+        sections = _sections(timeline)
+    table = breakdown(timeline)
+    page = Template(Path(__file__).with_name("report.html").read_text()).substitute(
+        title=html.escape(title),
+        about=html.escape(_about(timeline)),
+        message=html.escape(_message(table)),
+        sections="\n".join(sections),
+        version=__version__,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(page)
+    Path(temporary).chmod(0o644)
+    return Path(temporary).replace(path)
+
+
+def _sections(timeline: Timeline) -> list[str]:
+    table, by_collective, waits = breakdown(timeline), exposed_by_collective(timeline), waiting(timeline)
+    drawn = timeline.select(ranks=timeline.ranks[:_MOST_RANKS_DRAWN])
+    part = table.head(_MOST_RANKS_DRAWN)
+    sections = [_section("Where the time goes", _svg(plot_breakdown(part)), _table(table))]
+    if table["comm_s"].sum() > 0:
+        sections.append(_section("Overlap of communication and compute", _svg(plot_overlap(part))))
+        sections.append(_section("Exposed communication", _svg(plot_exposed(by_collective)), _table(by_collective)))
+    if len(waits):
+        text = f"<p>{html.escape(_slowest(waits))}</p>"
+        picture = _svg(plot_waiting(waits, ranks=timeline.ranks)) if len(timeline.ranks) <= _MOST_RANKS_DRAWN else ""
+        sections.append(_section("Who waits for whom", text, picture, _table(waits.nlargest(10, "wait_s"))))
+    sections.append(_section("Top kernels", _table(top_kernels(timeline, 20))))
+    if len(drawn.spans) and table["total_s"].sum() > 0:
+        sections.append(_section("Timeline of one step", _svg(plot_timeline(drawn))))
+    return sections
+
+
+def _about(timeline: Timeline) -> str:
+    steps = f"{len(timeline.steps)} steps" if timeline.steps != [0] else "no step marks"
+    device = timeline.meta.device or "no device named"
+    missing = timeline.meta.world_size - len(timeline.ranks)
+    absent = f" ({missing} of {timeline.meta.world_size} ranks have no trace here)" if missing > 0 else ""
+    return f"{len(timeline.ranks)} ranks{absent}, {steps}, {len(timeline):,} spans, {device}"
+
+
+def _message(table: pd.DataFrame) -> str:
+    worst = table.loc[table["exposed_comm_s"].idxmax()]
+    total_s = max(table["total_s"].sum(), 1e-12)
+    return (
+        f"{table['exposed_comm_s'].sum() / total_s:.1%} of the device time is exposed communication, "
+        f"{table['idle_s'].sum() / total_s:.1%} is idle; rank {int(worst['rank'])} exposes most "
+        f"({format_s(worst['exposed_comm_s'])} of {format_s(worst['total_s'])})."
+    )
+
+
+def _slowest(waits: pd.DataFrame) -> str:
+    by_last = waits.groupby("waits_for")["wait_s"].sum()
+    rank, wait_s = by_last.idxmax(), by_last.max()
+    return f"Rank {rank} arrives last most: the others wait {format_s(wait_s)} for it, of {format_s(by_last.sum())} in all."
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<h2>{html.escape(title)}</h2>\n" + "\n".join(f'<div class="scroll">{part}</div>' for part in parts if part)
+
+
+def _table(table: pd.DataFrame) -> str:
+    """HTML of a table with times as text and text cells aligned left."""
+    table = table.dropna(axis="columns", how="all")
+    text = table.copy()
+    for column in table.columns:
+        if column.endswith("_s"):
+            text[column] = [format_s(value) for value in table[column]]
+        elif column in ("overlap", "share"):
+            text[column] = ["" if pd.isna(value) else f"{value:.1%}" for value in table[column]]
+        elif column == "size_bytes":
+            text[column] = ["" if pd.isna(value) else f"{value:,.0f}" for value in table[column]]
+    text.columns = [column.removesuffix("_s").replace("_", " ") for column in text.columns]
+    page = text.to_html(index=False, border=0, justify="right")
+    return re.sub(r"<td>(?=[A-Za-z_(])", '<td class="text">', page)
+
+
+def _svg(ax: Axes) -> str:
+    buffer = io.StringIO()
+    ax.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    plt.close(ax.figure)
+    return buffer.getvalue()[buffer.getvalue().index("<svg") :]

@@ -1,0 +1,37 @@
+"""What all tests share: inputs by name that skip with the reason when absent, and small timelines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+import pytest
+
+from madmax_lib.datasets import dataset, local_data
+from madmax_lib.timeline import Meta, Timeline
+
+matplotlib.use("agg")
+
+
+def local_or_skip(relative: str) -> Path:
+    """A file of the data directories, or a skip that names it."""
+    try:
+        return local_data(relative)
+    except FileNotFoundError as reason:
+        pytest.skip(str(reason))
+
+
+def dataset_or_skip(name: str) -> Path:
+    """A registered dataset on this machine, or a skip that names it; tests never download."""
+    try:
+        return dataset(name, download=False)
+    except FileNotFoundError as reason:
+        pytest.skip(str(reason))
+
+
+def make_timeline(rows: list[tuple], **meta) -> Timeline:
+    """Timeline of (rank, stream, kind, name, start_ns, dur_ns) rows."""
+    spans = pd.DataFrame(rows, columns=["rank", "stream", "kind", "name", "start_ns", "dur_ns"])
+    spans = spans.assign(step=0, correlation=-1, op=-1, group=None, size_bytes=float("nan"))
+    return Timeline(spans, Meta(**meta))

@@ -1,0 +1,87 @@
+import pytest
+
+from madmax_lib.kinds import COLLECTIVES, collective_names, kernel_kinds, load_kinds
+
+NAMES = [
+    ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "comm", "all_reduce"),
+    ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096>)", "comm", "all_reduce"),
+    ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096>)", "comm", "all_gather"),
+    ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "comm", "reduce_scatter"),
+    ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*)", "comm", "send_recv"),
+    ("ncclKernel_Broadcast_RING_LL_Sum_int8_t", "comm", "broadcast"),
+    ("ncclDevKernel_Reduce_Sum_f32", "comm", "reduce"),
+    ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "comm", "generic"),
+    ("void rcclGenericKernel<1, false>", "comm", "generic"),
+    ("NCCLDEVKERNEL_ALLREDUCE", "comm", "all_reduce"),
+    ("multimem_all_reduce_kernel<c10::BFloat16>", "comm", "all_reduce"),
+    ("void vllm::cross_device_reduce_1stage<half>", "comm", "all_reduce"),
+    ("one_shot_all_reduce_kernel", "comm", "all_reduce"),
+    ("void deep_ep::internode::dispatch<false, 8>", "comm", "dispatch"),
+    ("void dpsk::ep::internode::combine<false, 8>", "comm", "combine"),
+    ("void deep_ep::intranode::cached_notify_combine<2>", "comm", "dispatch"),
+    ("gloo:all_reduce", "comm", "all_reduce"),
+    ("gloo:send", "comm", "send_recv"),
+    ("gloo:barrier", "comm", "barrier"),
+    ("Memcpy DtoD (Device -> Device)", "memcpy", ""),
+    ("Memset (Device)", "memcpy", ""),
+    ("dma_request", "memcpy", ""),
+    ("void at::native::reduce_kernel<512, 1>", "compute", ""),
+    ("void dpsk::ep::cuda::get_dispatch_layout<256, 32, 8>", "compute", ""),
+    ("groupnorm_kernel_dispatch_up<__hip_bfloat16>", "compute", ""),
+    ("triton_poi_fused_all_reduce_0", "compute", ""),
+    ("FSDP::all_gather (layers.0)", "compute", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "collective"), NAMES)
+def test_names_of_the_field(name, kind, collective):
+    assert kernel_kinds([name])[0] == kind
+    if kind == "comm":
+        assert collective_names([name])[0] == collective
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ncclKernel_AllReduce", "comm"),
+        ("NcclKernel", "compute"),
+        ("void ncclKernel", "compute"),
+        ("Memcpy DtoH", "memcpy"),
+        ("dma_request", "memcpy"),
+        ("my Memcpy", "other"),
+        ("Event Sync", "other"),
+        ("Stream Wait Event", "compute"),
+        ("volta_sgemm", "compute"),
+    ],
+)
+def test_rules_of_hta(name, kind):
+    assert kernel_kinds([name], rules="hta")[0] == kind
+
+
+def test_user_rows_come_first(tmp_path):
+    table = tmp_path / "kinds.csv"
+    table.write_text("kind,pattern,collective\ncomm,^Memcpy PtoP,send_recv\n")
+    kinds = load_kinds(table)
+    assert kernel_kinds(["Memcpy PtoP (Device -> Device)", "Memset"], table=kinds).tolist() == ["comm", "memcpy"]
+    assert collective_names(["Memcpy PtoP (Device -> Device)"], table=kinds)[0] == "send_recv"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kind\ncomm\n", "needs the columns kind and pattern"),
+        ("kind,pattern\nmagic,x\n", "kind 'magic' is not one of"),
+        ("kind,pattern\ncomm,(\n", "is not a regular expression"),
+    ],
+)
+def test_bad_user_tables_are_refused(tmp_path, text, message):
+    table = tmp_path / "kinds.csv"
+    table.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_kinds(table)
+
+
+def test_every_row_has_a_source_and_a_known_collective():
+    table = load_kinds()
+    assert (table["source"] != "").all()
+    assert set(table.loc[(table["rules"] == "exact") & (table["kind"] == "comm"), "collective"]) <= set(COLLECTIVES)

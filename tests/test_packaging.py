@@ -1,0 +1,52 @@
+"""requirements.txt, pyproject.toml, environment.yml and the constraints say the same."""
+
+import re
+import tomllib
+
+from madmax_lib.datasets import PROJECT
+
+WORD = re.compile(r"^([A-Za-z0-9._-]+)\s*(.*)$")
+
+
+def names(lines):
+    """{normalised name: version rule} of requirement lines."""
+    found = (
+        WORD.match(line.split("#")[0].strip()) for line in lines if line.strip() and not line.startswith(("#", "-"))
+    )
+    return {re.sub(r"[-_.]+", "-", match[1]).lower(): match[2] for match in found if match}
+
+
+PYPROJECT = tomllib.loads((PROJECT / "pyproject.toml").read_text())
+REQUIREMENTS = (PROJECT / "requirements.txt").read_text().splitlines()
+CONSTRAINTS = names((PROJECT / ".ci" / "constraints.txt").read_text().splitlines())
+
+
+def test_everything_required_is_pinned():
+    assert not set(names(REQUIREMENTS)) - set(CONSTRAINTS)
+    assert all(rule.startswith("==") and "+" not in rule for rule in CONSTRAINTS.values())
+    assert CONSTRAINTS["torch"] == "==2.13.0"
+
+
+def test_requirements_are_the_project_with_all_extras():
+    extras = [line for lines in PYPROJECT["project"]["optional-dependencies"].values() for line in lines]
+    declared = set(names(PYPROJECT["project"]["dependencies"])) | set(names(extras))
+    assert declared == set(names(REQUIREMENTS))
+    assert REQUIREMENTS[-1] == "-e ."
+
+
+def test_pandas_is_held_back_only_where_hta_needs_it():
+    assert names(REQUIREMENTS)["pandas"] == ">=2.2,<3"
+    assert names(PYPROJECT["project"]["dependencies"])["pandas"] == ">=2.2"
+    assert not {"torch", "jupyterlab"} & set(names(PYPROJECT["project"]["dependencies"]))
+
+
+def test_environment_installs_the_requirements():
+    text = (PROJECT / "environment.yml").read_text()
+    assert "-r requirements.txt -c .ci/constraints.txt" in text and "python>=3.11" in text
+
+
+def test_ci_is_one_script():
+    workflow = (PROJECT / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.findall(r"run: (.*)", workflow) == ["bash .ci/run"]
+    script = (PROJECT / ".ci" / "run").read_text()
+    assert "make lint" in script and "make test" in script

@@ -1,0 +1,16 @@
+import pytest
+
+from madmax_lib.units import format_bytes, format_s
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "text"),
+    [(0, "0 ns"), (1e-9, "1 ns"), (2.5e-6, "2.5 us"), (0.0131, "13.1 ms"), (94.42, "94.4 s"), (-0.002, "-2 ms")],
+)
+def test_format_s(duration_s, text):
+    assert format_s(duration_s) == text
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (1e3, "1 kB"), (2_622_640_000, "2.62 GB")])
+def test_format_bytes(size, text):
+    assert format_bytes(size) == text

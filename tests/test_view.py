@@ -1,0 +1,139 @@
+import json
+
+import pandas as pd
+import pytest
+from conftest import make_timeline
+from matplotlib import pyplot as plt
+
+from madmax_lib.accounting import breakdown, exposed_by_collective
+from madmax_lib.traces.collectives import waiting
+from madmax_lib.view.notebook import optional_dataset, save_figure, setup
+from madmax_lib.view.plots import (
+    COLORS,
+    figure_data,
+    plot_breakdown,
+    plot_exposed,
+    plot_overlap,
+    plot_timeline,
+    plot_waiting,
+)
+from madmax_lib.view.report import write_report
+
+AR = "ncclDevKernel_AllReduce"
+
+
+@pytest.fixture
+def step():
+    rows = []
+    for rank, late in ((0, 0), (1, 2_000_000)):
+        rows += [
+            (rank, 7, "compute", "gemm", late, 10_000_000),
+            (rank, 20, "comm", AR, 8_000_000 + late, 6_000_000 - late),
+            (rank, 7, "compute", "adam <&>", 15_000_000 + late, 1_000),
+            (rank, -1, "cpu", "aten::mm", 0, 1_000_000),
+        ]
+    return make_timeline(rows, provenance={"files": {"0": {"name": "a", "sha256": "b"}}, "rules": "exact"})
+
+
+@pytest.fixture(autouse=True)
+def figures(tmp_path, monkeypatch):
+    monkeypatch.setenv("MADMAX_FIGURES", str(tmp_path))
+    with plt.rc_context():
+        setup()
+        yield tmp_path
+    plt.close("all")
+
+
+def test_timeline_draws_every_block_in_its_colour(step):
+    ax = plot_timeline(step)
+    assert [t.get_text() for t in ax.get_yticklabels()] == [f"rank {r} · stream {s}" for r in (0, 1) for s in (7, 20)]
+    data = figure_data(ax)
+    assert data.groupby("kind")["dur_s"].sum()["comm"] == pytest.approx(10e-3)
+    thin = data[(data["kind"] == "compute") & (data["start_s"] > 14e-3)]
+    assert (thin["dur_s"] > 1e-6).all()  # widened until it can be seen
+    assert len(COLORS) == len(set(COLORS.values()))
+
+
+def test_timeline_refuses_an_unknown_step_and_nothing_to_draw(step):
+    with pytest.raises(ValueError, match=r"step 5 is not in the timeline; it has \[0\]"):
+        plot_timeline(step, step=5)
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plot_timeline(make_timeline([(0, -1, "cpu", "aten::mm", 0, 1)]))
+
+
+def test_bars_add_up_to_the_total(step):
+    table = breakdown(step)
+    ax = plot_breakdown(table)
+    drawn_ms = sum(patch.get_width() for patch in ax.patches)
+    assert drawn_ms == pytest.approx(table["total_s"].sum() * 1e3)
+    drawn_ms = sum(patch.get_width() for patch in plot_overlap(table).patches)
+    assert drawn_ms == pytest.approx(table["comm_s"].sum() * 1e3)
+
+
+def test_simulated_is_hatched(step):
+    rows = [(0, 0, "compute", "a", 0, 10)]
+    assert plot_timeline(make_timeline(rows, source="simulated")).collections[0].get_hatch()
+    assert not plot_timeline(make_timeline(rows)).collections[0].get_hatch()
+
+
+def test_exposed_and_waiting(step):
+    exposed = figure_data(plot_exposed(exposed_by_collective(step)))
+    assert exposed["collective"].tolist() == ["all_reduce"]
+    ax = plot_waiting(waiting(step))
+    assert [t.get_text() for t in ax.texts] == ["2"]
+
+
+def test_save_figure_writes_picture_data_and_origin(step, figures):
+    svg = save_figure(plot_overlap(breakdown(step)), "overlap/per_rank")
+    assert svg == figures / "overlap" / "per_rank.svg" and svg.read_text().startswith("<?xml")
+    pd.testing.assert_frame_equal(pd.read_csv(svg.with_suffix(".csv")), breakdown(step), check_dtype=False)
+    origin = json.loads(svg.with_suffix(".json").read_text())
+    assert origin["inputs"] == {"0": {"name": "a", "sha256": "b"}}
+    assert {"parameters", "versions", "commit", "rules"} <= set(origin)
+
+
+def test_an_unchanged_figure_is_left_alone(step, figures):
+    svg = save_figure(plot_overlap(breakdown(step)), "overlap/per_rank")
+    svg.with_suffix(".json").write_text("made by an earlier commit")
+    save_figure(plot_overlap(breakdown(step)), "overlap/per_rank")
+    assert svg.with_suffix(".json").read_text() == "made by an earlier commit"
+    save_figure(plot_overlap(breakdown(step.select(ranks=[0]))), "overlap/per_rank")
+    assert svg.with_suffix(".json").read_text().startswith("{")
+    assert sorted(p.name for p in svg.parent.iterdir()) == ["per_rank.csv", "per_rank.json", "per_rank.svg"]
+
+
+@pytest.mark.parametrize("name", ["overlap", "a/b/c", "../x", "overlap/../x", "a/"])
+def test_figure_names_are_topic_and_name(step, name):
+    with pytest.raises(ValueError, match="is not of the form topic/name"):
+        save_figure(plot_overlap(breakdown(step)), name)
+
+
+def test_a_figure_without_data_is_refused():
+    with pytest.raises(ValueError, match="pass the table it shows"):
+        save_figure(plt.subplots()[1], "overlap/none")
+
+
+def test_absent_input_skips_the_figure_by_name(monkeypatch, capsys):
+    def absent(name, *, download):
+        raise FileNotFoundError("dataset x is not on this machine")
+
+    monkeypatch.setattr("madmax_lib.view.notebook.dataset", absent)
+    assert optional_dataset("x", "optional/x") is None
+    assert capsys.readouterr().out == "skipped figure optional/x: dataset x is not on this machine\n"
+
+
+def test_report_is_one_self_contained_page(step, tmp_path):
+    page = write_report(step, tmp_path / "out" / "report.html", "a <run>").read_text()
+    for heading in ("Where the time goes", "Overlap", "Exposed communication", "Who waits for whom", "Top kernels"):
+        assert f"<h2>{heading}" in page
+    assert page.count("<svg") == 5 and "a &lt;run&gt;" in page and "adam &lt;&amp;&gt;" in page
+    assert "src=" not in page and "<link" not in page and "$" not in page
+    assert "Rank 1 arrives last most: the others wait 2 ms for it" in page
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["report.html"]
+
+
+def test_report_of_one_rank_without_communication(tmp_path):
+    timeline = make_timeline([(0, 7, "compute", "a", 0, 10)], world_size=8)
+    page = write_report(timeline, tmp_path / "r.html", "one").read_text()
+    assert "Who waits" not in page and "Exposed communication</h2>" not in page
+    assert "7 of 8 ranks have no trace here" in page
