@@ -25,9 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="madmax", description="MAD-Max Workbench", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    run = commands.add_parser(
-        "run", help="run notebooks headless", description="Run notebooks headless with papermill."
-    )
+    run = commands.add_parser("run", help="run notebooks headless with papermill")
     run.add_argument("notebook", nargs="?", help="name such as 20_overlap; all notebooks if left out")
     run.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE", help="set a parameter")
     run.add_argument("-o", "--output", type=Path, help="folder for executed notebooks and HTML (default: build)")
@@ -53,7 +51,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError(f"no notebook {unknown[0]!r}; there are {', '.join(known)}")
     if options.parameter and len(chosen) > 1:
         raise ValueError("-p needs the name of one notebook")
-    build = options.output or PROJECT / "build"
+    build = (options.output or PROJECT / "build").resolve()
     parameters = parse_parameters(known[chosen[0]], options.parameter) if options.parameter else {"quick": True}
     figures = build / "figures" if options.parameter else None  # the committed figures show the default parameters
     bar = tqdm(chosen, desc="notebooks", unit="nb", disable=len(chosen) == 1)

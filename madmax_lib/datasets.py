@@ -87,9 +87,7 @@ def _download(name: str, rows: pd.DataFrame) -> Path:
     except ValueError:
         raise ValueError(f"dataset {name}: {url} does not have the sha256 {sha256}; refused") from None
     except OSError as error:
-        raise FileNotFoundError(
-            f"dataset {name} ({size_bytes} bytes) cannot be downloaded from {url}: {error}"
-        ) from None
+        raise FileNotFoundError(f"dataset {name} ({size_bytes} bytes): no download from {url}: {error}") from None
     targets = [_cache() / path for path in rows["local_path"]]
     targets[0].parent.mkdir(parents=True, exist_ok=True)
     if len(rows) == 1:
@@ -112,9 +110,9 @@ def _download(name: str, rows: pd.DataFrame) -> Path:
 
 
 def _check_content(path: Path, sha256: str) -> None:
-    with open(path, "rb") as file:
-        opened = gzip.open(file) if file.read(2) == b"\x1f\x8b" else file
-        file.seek(0)
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    content = path.read_bytes()
+    if content.startswith(b"\x1f\x8b"):
+        content = gzip.decompress(content)
+    found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise ValueError(f"{path}: content has sha256 {found}, the registry says {sha256}; refused")

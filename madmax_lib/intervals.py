@@ -1,6 +1,7 @@
 """How much time is covered, shared or left over? Interval algebra on int64 arrays.
 
-A set of intervals is an array of shape (n, 2): columns start and end, half open, in any order, overlaps allowed. Results are normal form: sorted, disjoint, not touching, none empty. Everything is O(n log n) NumPy, no loops.
+A set of intervals is an array of shape (n, 2): columns start and end, half open, in any order, overlaps allowed.
+Results are normal form: sorted, disjoint, not touching, none empty. Everything is O(n log n) NumPy, no loops.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Timeline:
         os.close(handle)
         try:
             pq.write_table(table, temporary, compression="zstd")
-            os.replace(temporary, path)
+            Path(temporary).replace(path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise

@@ -1,5 +1,4 @@
 import numpy as np
-import pandas as pd
 import pytest
 from conftest import make_timeline
 from hypothesis import given
@@ -77,7 +76,6 @@ def test_no_communication_gives_an_empty_table():
 def test_top_kernels_share_and_order():
     rows = [(r, 7, "compute", name, 0, dur) for r in (0, 1) for name, dur in (("big", 30), ("small", 10))]
     table = top_kernels(make_timeline(rows), 1)
-    expected = pd.Series(
-        {"name": "big", "kind": "compute", "count": 2, "total_s": 60e-9, "mean_s": 30e-9, "share": 0.75}
-    )
-    pd.testing.assert_series_equal(table.iloc[0], expected, check_names=False)
+    assert len(table) == 1
+    assert table.loc[0, ["name", "kind", "count"]].tolist() == ["big", "compute", 2]
+    assert table.loc[0, ["total_s", "mean_s", "share"]].tolist() == pytest.approx([60e-9, 30e-9, 0.75])

@@ -10,9 +10,8 @@ WORD = re.compile(r"^([A-Za-z0-9._-]+)\s*(.*)$")
 
 def names(lines):
     """{normalised name: version rule} of requirement lines."""
-    found = (
-        WORD.match(line.split("#")[0].strip()) for line in lines if line.strip() and not line.startswith(("#", "-"))
-    )
+    wanted = (line.split("#")[0].strip() for line in lines if not line.startswith("-"))
+    found = (WORD.match(line) for line in wanted if line)
     return {re.sub(r"[-_.]+", "-", match[1]).lower(): match[2] for match in found if match}
 
 

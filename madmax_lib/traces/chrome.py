@@ -193,7 +193,7 @@ def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
             trace.envelope.pop("traceEvents")
             return text[match.end() :]
     if not text:
-        raise ValueError(f"{trace.path}: empty file, not a profiler trace")
+        raise ValueError(f"{trace.path}: {trace.damage or 'empty file'}, not a profiler trace")
     reason = {b"{": "JSON without traceEvents", b"[": "a list, but not of events"}.get(
         text[:1], "neither a JSON object nor a list"
     )
@@ -231,8 +231,12 @@ def _decode_piece(trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes) -
     except (msgspec.DecodeError, UnicodeDecodeError, InvalidOperation) as error:
         if "truncated" in str(error):
             raise _Short from None
+        if "trailing characters" not in str(error):
+            text = _repaired(text)
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, InvalidOperation):
+                return _decode(decoder, text), None
     events: list[Event] = []
-    skipped, repaired = 0, False
+    skipped = 0
     while text.strip(b" ,\r\n\t"):
         try:
             raws, at = _decode(_RAW, text), len(text)
@@ -244,9 +248,6 @@ def _decode_piece(trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes) -
                 end = text.rfind(b"]", 0, at)
                 trace.skipped += skipped
                 return events + _decode_piece(trace, decoder, text[:end])[0], text[end + 1 :]
-            if not repaired:
-                text, repaired = _repaired(text), True
-                continue
             raws, text = _around(text, at)
             skipped += 1
         else:
@@ -293,7 +294,7 @@ def _valid_ones(decoder: msgspec.json.Decoder, raws: list[msgspec.Raw]) -> list[
     events = []
     for raw in raws:
         with contextlib.suppress(msgspec.ValidationError):
-            events += _decode(decoder, _repaired(bytes(raw)))
+            events += _decode(decoder, bytes(raw))
     return events
 
 

@@ -48,11 +48,11 @@ def setup(seed: int = 0) -> Place:
 
 
 def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
-    """Write figures/<topic>/<name>.svg, .csv (its data) and .json (parameters, versions, commit, inputs); returns the svg.
+    """Write figures/<topic>/<name>.svg, .csv (its data) and .json (its origin); returns the path of the svg.
 
-    data: the table that is shown; pictures of `view.plots` bring it along. Files whose figure has not changed are left
-    alone, so the recorded commit is the one that made them. Raises ValueError for a name that is not topic/name or a
-    figure without data.
+    data: the table that is shown; pictures of `view.plots` bring it along. The origin is the notebook's parameters,
+    versions, commit and sha256 of the inputs. Files whose figure has not changed are left alone, so the recorded
+    commit is the one that made them. Raises ValueError for a name that is not topic/name or a figure without data.
     """
     if name.count("/") != 1 or not all(part.replace("_", "").replace("-", "").isalnum() for part in name.split("/")):
         raise ValueError(f"figure name {name!r} is not of the form topic/name")

@@ -116,13 +116,13 @@ def plot_waiting(table: pd.DataFrame, ax: Axes | None = None, *, ranks: list[int
     """Who waits for whom: rows wait, columns arrive last, of `waiting`; values in ms."""
     ranks = sorted({*table["rank"], *table["waits_for"]}) if ranks is None else ranks
     grid = table.pivot_table(index="rank", columns="waits_for", values="wait_s", aggfunc="sum", observed=False)
-    grid = grid.reindex(index=ranks, columns=ranks).fillna(0.0) * 1e3
+    grid = grid.reindex(index=ranks, columns=ranks).fillna(0.0).to_numpy() * 1e3
+    most = max(grid.max(initial=0.0), 1e-9)
     ax = ax or _new_axes(height=1.4 + 0.32 * len(ranks), width=2.6 + 0.5 * len(ranks))
-    ax.imshow(grid.to_numpy(), cmap="Oranges", vmin=0, vmax=max(grid.to_numpy().max(initial=0.0), 1e-9))
-    for row, column in np.argwhere(grid.to_numpy() > 0):
-        dark = grid.iat[row, column] > 0.6 * grid.to_numpy().max()
-        ax.text(column, row, f"{grid.iat[row, column]:.3g}", ha="center", va="center", fontsize=7,
-                color="white" if dark else "black")  # fmt: skip
+    ax.imshow(grid, cmap="Oranges", vmin=0, vmax=most)
+    for row, column in np.argwhere(grid > 0):
+        color = "white" if grid[row, column] > 0.6 * most else "black"
+        ax.text(column, row, f"{grid[row, column]:.3g}", ha="center", va="center", fontsize=7, color=color)
     ax.set_xticks(range(len(ranks)), [f"{rank}" for rank in ranks])
     ax.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     ax.set(xlabel="rank that arrives last", title="Waiting in collectives [ms]")

@@ -87,7 +87,8 @@ def _message(table: pd.DataFrame) -> str:
 def _slowest(waits: pd.DataFrame) -> str:
     by_last = waits.groupby("waits_for")["wait_s"].sum()
     rank, wait_s = by_last.idxmax(), by_last.max()
-    return f"Rank {rank} arrives last most: the others wait {format_s(wait_s)} for it, of {format_s(by_last.sum())} in all."
+    of_all = f"of {format_s(by_last.sum())} in all"
+    return f"Rank {rank} arrives last most: the others wait {format_s(wait_s)} for it, {of_all}."
 
 
 def _section(title: str, *parts: str) -> str:

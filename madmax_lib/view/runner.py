@@ -78,14 +78,8 @@ def run_notebook(path: Path, parameters: dict, *, build: Path, figures: Path | N
         error = ""
         try:
             with _environment(env):
-                papermill.execute_notebook(
-                    str(path),
-                    str(output),
-                    parameters,
-                    kernel_name="python3",
-                    progress_bar=progress,
-                    cwd=str(Path.cwd()),
-                )
+                options = {"kernel_name": "python3", "progress_bar": progress, "cwd": str(Path.cwd())}
+                papermill.execute_notebook(str(path), str(output), parameters, **options)
         except papermill.exceptions.PapermillExecutionError as failure:
             error = f"{failure.ename}: {failure.evalue}".strip().splitlines()[0]
         written = log.read_text().splitlines() if log.exists() else []
