@@ -187,7 +187,7 @@ def _hta_times(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
 
 def _stream_of_thread(columns: Columns) -> np.ndarray:
     """Stream of device rows whose args have none: Kineto shows a stream as thread, as a number or as `stream 7`."""
-    digits = [re.search(r"\d+$", str(tid)) for _, tid in columns.threads]
+    digits = [re.search(r"(?<![-\d])\d+$", str(tid)) for _, tid in columns.threads]
     streams = np.array([int(d[0]) if d and int(d[0]) < 2**31 else 0 for d in digits], dtype=np.int64)
     return streams[columns.thread] if len(columns) else np.zeros(0, dtype=np.int64)
 

@@ -30,7 +30,7 @@ def write_report(timeline: Timeline, path: str | Path, title: str) -> Path:
     """Write the report of a timeline; the file appears whole or not at all."""
     path = Path(path)
     style = Path(__file__).with_name("paper.mplstyle")
-    with plt.style.context(style), plt.rc_context({"svg.fonttype": "path"}):
+    with plt.style.context(style):
         sections = _sections(timeline)
     table = breakdown(timeline)
     page = Template(Path(__file__).with_name("report.html").read_text()).substitute(

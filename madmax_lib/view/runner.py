@@ -78,8 +78,15 @@ def run_notebook(path: Path, parameters: dict, *, build: Path, figures: Path | N
         error = ""
         try:
             with _environment(env):
-                options = {"kernel_name": "python3", "progress_bar": progress, "cwd": str(Path.cwd())}
-                papermill.execute_notebook(str(path), str(output), parameters, **options)
+                papermill.execute_notebook(
+                    str(path),
+                    str(output),
+                    parameters,
+                    kernel_name="python3",
+                    progress_bar=progress,
+                    cwd=str(Path.cwd()),
+                    extra_arguments=["--log-level=ERROR"],  # the kernel's own start-up remarks
+                )
         except papermill.exceptions.PapermillExecutionError as failure:
             error = f"{failure.ename}: {failure.evalue}".strip().splitlines()[0]
         written = log.read_text().splitlines() if log.exists() else []
