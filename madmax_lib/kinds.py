@@ -21,17 +21,19 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send
                "dispatch", "combine", "barrier", "generic")  # fmt: skip
 
 
-@lru_cache(maxsize=8)
 def load_kinds(user_table: str | Path | None = None) -> pd.DataFrame:
     """The table of kernel kinds; rows of `user_table` (CSV with columns kind and pattern, others optional) come first.
 
     Switching peer copies to communication, for example, is a user table with the row `comm,^Memcpy PtoP`.
     Raises ValueError for a missing column, an unknown kind or a pattern that is not a regular expression.
     """
-    table = _read_csv(files("madmax_lib") / "data" / "kernel_kinds.csv")
-    if user_table is not None:
-        table = pd.concat([_read_csv(Path(user_table)), table], ignore_index=True)
-    return table
+    own = _own_kinds()
+    return own if user_table is None else pd.concat([_read_csv(Path(user_table)), own], ignore_index=True)
+
+
+@lru_cache(maxsize=1)
+def _own_kinds() -> pd.DataFrame:
+    return _read_csv(files("madmax_lib") / "data" / "kernel_kinds.csv")
 
 
 def kernel_kinds(names: list[str], *, rules: str = "exact", table: pd.DataFrame | None = None) -> np.ndarray:

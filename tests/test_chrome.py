@@ -85,7 +85,7 @@ FORMS = {
     "kineto.json": NATIVE,
     "reordered.json": json.dumps({key: OBJECT[key] for key in reversed(OBJECT)}, sort_keys=True).encode(),
     "events first.json": json.dumps({"traceEvents": EVENTS} | OBJECT).encode(),
-    "events last.json": json.dumps({k: OBJECT[k] for k in OBJECT if k != "traceEvents"} | {"traceEvents": EVENTS}).encode(),
+    "events last.json": json.dumps({k: OBJECT[k] for k in sorted(OBJECT, key="traceEvents".__eq__)}).encode(),
 }  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def test_decimals_are_kept_on_request(tmp_path, exact, kind):
     assert row.ts == kind("1712102341234567.891")
 
 
-def expected_cut(text: bytes, ends: list[int], starts: list[int], cut: int) -> tuple[int, int]:
+def expected_cut(ends: list[int], starts: list[int], cut: int) -> tuple[int, int]:
     """How many events are complete before a cut, and how many bytes of the next one have begun."""
     kept = sum(end <= cut for end in ends)
     return kept, max(0, cut - starts[kept]) if kept < len(starts) else 0
@@ -185,7 +185,7 @@ def test_a_cut_at_any_byte_keeps_all_complete_events(tmp_path, indent, block):
     list_end = text.index(b"]", ends[-1]) + 1
     for cut in range(text.index(b"[") + 1, len(text)):
         rows, trace = read(write(tmp_path / "t.json", text[:cut]), block)
-        kept, begun = expected_cut(text, ends, starts, cut)
+        kept, begun = expected_cut(ends, starts, cut)
         tail = len(text[list_end:cut].strip().lstrip(b","))
         assert [row.name for row in rows] == [f"k{i}" for i in range(kept)], text[:cut]
         assert trace.skipped == 0
@@ -194,29 +194,34 @@ def test_a_cut_at_any_byte_keeps_all_complete_events(tmp_path, indent, block):
             assert "truncated JSON" in warned(trace) and warned(trace).endswith(message), text[:cut]
 
 
+NOISE = random.Random(0)
+NOISY = [event(i, "".join(NOISE.choices("abcdefghij{}[]", k=30))) for i in range(20)]
+
+
 def test_a_gzip_cut_at_any_byte_keeps_all_complete_events(tmp_path):
-    noise = random.Random(0)
-    rows = [event(i, "".join(noise.choices("abcdefghij{}[]", k=30))) for i in range(20)]
-    text = json.dumps({"traceEvents": rows}).encode()
+    text = json.dumps({"traceEvents": NOISY}).encode()
     packed, (starts, ends) = gzip.compress(text), spots(text)
     for cut in range(len(packed)):
         readable = len(zlib.decompressobj(wbits=31).decompress(packed[:cut]))
         if readable > text.index(b"["):
-            found, trace = read(write(tmp_path / "t.gz", packed[:cut]))
-            kept, begun = expected_cut(text, ends, starts, readable)
-            assert [row.name for row in found] == [row["name"] for row in rows[:kept]]
-            assert "truncated gzip" in warned(trace)
-            assert f"kept {kept} complete events, lost the last {begun} bytes" in warned(trace)
+            rows, trace = read(write(tmp_path / "t.gz", packed[:cut]))
+            kept, begun = expected_cut(ends, starts, readable)
+            assert [row.name for row in rows] == [row["name"] for row in NOISY[:kept]]
+            message = f"truncated gzip; kept {kept} complete events, lost the last {begun} bytes"
+            assert warned(trace) == f"{trace.path}: {message}"
 
 
-@pytest.mark.parametrize("at", [-6, -1, 150])
+@pytest.mark.parametrize("at", [-6, -1, 0.5], ids=["checksum", "length", "middle"])
 def test_a_damaged_gzip_keeps_what_stands_before_the_damage(tmp_path, at):
-    packed = bytearray(gzip.compress(json.dumps({"traceEvents": FOUR * 200}).encode(), 1))
+    text = json.dumps({"traceEvents": NOISY}).encode()
+    packed = bytearray(in_members(text, 2))
+    at = at if at < 0 else int(at * len(packed)) + 200
     packed[at] ^= 0x55
     rows, trace = read(write(tmp_path / "t.gz", bytes(packed)))
-    assert rows[0].name == "k0"
-    assert len(rows) == 800 or at > 0
-    assert "gzip" in warned(trace)
+    readable = len(text) if at < 0 else len(text) // 2  # the first member at least
+    sound = sum(end <= readable for end in spots(text)[1])
+    assert [row.name for row in rows[:sound]] == [row["name"] for row in NOISY[:sound]]
+    assert f"damaged gzip (Error -6 Incorrect checksum found); kept {len(rows)} complete events" in warned(trace)
 
 
 DAMAGE = {  # old text, new text, names that remain (None: all four), how many events are skipped

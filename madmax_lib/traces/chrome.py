@@ -293,7 +293,7 @@ def _valid_ones(decoder: msgspec.json.Decoder, raws: list[msgspec.Raw]) -> list[
     """Events of those texts that are one; sound JSON of another shape is left out."""
     events = []
     for raw in raws:
-        with contextlib.suppress(msgspec.ValidationError):
+        with contextlib.suppress(msgspec.ValidationError, InvalidOperation):
             events += _decode(decoder, bytes(raw))
     return events
 
@@ -302,7 +302,7 @@ def _decode_end(trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes) -> 
     """Events of the end of a file: up to the ] of the list, or to the last complete event if the text breaks off."""
     ends = [match.end() - 1 for match in _LIST_END.finditer(text, max(0, len(text) - (1 << 16)))]
     if ends:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, InvalidOperation):
             return _decode(decoder, text[: ends[-1]]), text[ends[-1] + 1 :]
     cuts = [len(text), *(match.end() for match in reversed(list(_BETWEEN.finditer(text)))), 0]
     for cut in cuts:

@@ -138,9 +138,10 @@ def _nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
         values = np.array(us)
     except ValueError:
         values = np.array([None] * len(us))
-    if values.dtype.kind == "i" and values.ndim == 1 and np.abs(values).max(initial=0) < 2**52:
+    flat = values.ndim == 1
+    if values.dtype.kind == "i" and flat and -(2**52) < values.min(initial=0) <= values.max(initial=0) < 2**52:
         return values.astype(np.int64) * 1000, np.ones(len(us), bool)
-    if values.dtype.kind == "f" and values.ndim == 1 and not exact:
+    if values.dtype.kind == "f" and flat and not exact:
         sound = np.isfinite(values)
         values = np.where(sound, values, 0.0)
         if len(values) and np.abs(values).max() >= _FLOAT_IS_EXACT_US:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["find_traces", "rank_in_name"]
+__all__ = ["find_traces", "iteration_folder", "rank_in_name"]
 
 _TRACE_SUFFIXES = (".json", ".gz")
 _ITERATION = re.compile(r"iteration_(\d+)$")
@@ -27,8 +27,8 @@ def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None
     if not path.is_dir():
         return [path]
     found = _in_folder(path)
-    if not found or iteration is not None:
-        found = _in_folder(_iteration_folder(path, iteration))
+    below = iteration_folder(path, iteration) if not found or iteration is not None else None
+    found = _in_folder(below) if below else found
     if not found:
         raise ValueError(f"{path}: no trace files (.json, .json.gz) in this directory")
     return found
@@ -51,14 +51,16 @@ def _in_folder(folder: Path) -> list[Path]:
     return sorted(files, key=lambda p: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", p.name)])
 
 
-def _iteration_folder(folder: Path, iteration: int | None) -> Path:
-    """The folder of one iteration, at most two levels down; the newest unless one is asked for."""
+def iteration_folder(folder: Path, iteration: int | None = None) -> Path | None:
+    """Folder of one iteration, at most two levels down: the newest unless one is asked for, None if there is none.
+
+    Raises ValueError, listing the known ones, for an iteration that is not there.
+    """
     folders = {int(m[1]): p for pattern in ("*", "*/*") for p in sorted(folder.glob(pattern))
                if p.is_dir() and (m := _ITERATION.match(p.name))}  # fmt: skip
-    if not folders and iteration is None:
-        return folder
-    wanted = max(folders) if iteration is None else iteration
-    if wanted not in folders:
+    if iteration is None:
+        return folders[max(folders)] if folders else None
+    if iteration not in folders:
         known = ", ".join(map(str, sorted(folders))) or "none"
         raise ValueError(f"{folder}: no iteration_{iteration}; found {known}")
-    return folders[wanted]
+    return folders[iteration]

@@ -20,7 +20,7 @@ from madmax_lib.kinds import kernel_kinds, load_kinds
 from madmax_lib.timeline import KINDS, Meta, Timeline, concat
 from madmax_lib.traces.chrome import RawTrace, TraceWarning
 from madmax_lib.traces.columns import Columns, read_columns
-from madmax_lib.traces.files import find_traces, rank_in_name
+from madmax_lib.traces.files import find_traces, iteration_folder, rank_in_name
 from madmax_lib.traces.steps import assign_steps, hta_rows
 
 __all__ = ["TraceWarning", "read_trace"]
@@ -46,26 +46,34 @@ def read_trace(
     Raises FileNotFoundError, and ValueError with file and reason for what is no trace or has the rank of another file.
     """
     paths = find_traces(source, iteration)
-    whole_directory = not isinstance(source, (list, tuple)) and Path(source).is_dir()
+    is_directory = not isinstance(source, (list, tuple)) and Path(source).expanduser().is_dir()
+    timelines = _read_files(paths, hta_compatible, kinds, skip_others=is_directory)
+    if not timelines and (below := iteration_folder(Path(source).expanduser(), iteration)):
+        timelines = _read_files(find_traces(below), hta_compatible, kinds, skip_others=True)
+    if not timelines:
+        _read_files(paths[:1], hta_compatible, kinds, skip_others=False)  # raises: says what is wrong with the first
+    if hta_compatible:
+        timelines = hta_rows(timelines)
+    return concat(list(timelines.values()))
+
+
+def _read_files(paths: list[Path], hta: bool, user_kinds, *, skip_others: bool) -> dict[int, Timeline]:
+    """Timeline of each rank; with skip_others, files of another kind (configurations, metrics) are passed over."""
     timelines: dict[int, Timeline] = {}
     files: dict[int, Path] = {}
     for path in paths:
         try:
             columns, trace = read_columns(path)
         except ValueError as error:
-            if whole_directory and len(paths) > 1 and "not a profiler trace" in str(error):
-                continue  # run directories hold other JSON files too
+            if skip_others and "not a profiler trace" in str(error):
+                continue
             raise
         rank = _rank(columns, trace)
         if rank in files:
             raise ValueError(f"{files[rank]} and {path} are both rank {rank}; read them one by one or remove one")
         files[rank] = path
-        timelines[rank] = _timeline(columns, trace, rank, hta_compatible, kinds)
-    if not timelines:
-        raise ValueError(f"{source}: no profiler trace in this directory ({len(paths)} other JSON or gzip files)")
-    if hta_compatible:
-        timelines = hta_rows(timelines)
-    return concat(list(timelines.values()))
+        timelines[rank] = _timeline(columns, trace, rank, hta, user_kinds)
+    return timelines
 
 
 def _rank(columns: Columns, trace: RawTrace) -> int:
@@ -87,13 +95,13 @@ def _timeline(columns: Columns, trace: RawTrace, rank: int, hta: bool, user_kind
     if (dur_ns < 0).any() and not hta:
         warnings.warn(f"{trace.path}: {(dur_ns < 0).sum()} negative durations taken as 0", TraceWarning, stacklevel=3)
     base_ns = trace.envelope.get("baseTimeNanoseconds", 0)
-    base_ns = base_ns if isinstance(base_ns, int) else 0
+    base_ns = base_ns if isinstance(base_ns, int) and abs(base_ns) < 2**62 else 0
     table = load_kinds(user_kinds)
     kind, stream = _hta_kinds(columns, table) if hta else _exact_kinds(columns, table)
     spans = pd.DataFrame(
         {
             "rank": np.full(len(columns), rank, dtype=np.int32),
-            "stream": stream.astype(np.int32),
+            "stream": np.where(stream < 2**31, stream, stream % 2**31).astype(np.int32),
             "kind": pd.Categorical.from_codes(kind, KINDS),
             "name": pd.Categorical.from_codes(columns.name, columns.names),
             "start_ns": start_ns + base_ns,
@@ -108,12 +116,11 @@ def _timeline(columns: Columns, trace: RawTrace, rank: int, hta: bool, user_kind
     spans["step"] = assign_steps(spans)
     info = trace.envelope.get("distributedInfo")
     world_size = info.get("world_size", 1) if isinstance(info, dict) else 1
-    devices = trace.envelope.get("deviceProperties") or [{}]
     meta = Meta(
         source="measured",
         world_size=world_size if isinstance(world_size, int) else 1,
         represents={rank: [rank]},
-        device=str(devices[0].get("name", "")) if isinstance(devices[0], dict) else "",
+        device=_device_name(trace.envelope.get("deviceProperties")),
         clock="unix" if len(spans) and spans["start_ns"].min() > _EPOCH_NS else "relative",
         provenance={
             "files": {str(rank): {"name": trace.path.name, "sha256": _sha256(trace.path)}},
@@ -122,6 +129,11 @@ def _timeline(columns: Columns, trace: RawTrace, rank: int, hta: bool, user_kind
         },
     )
     return Timeline(spans, meta)
+
+
+def _device_name(properties) -> str:
+    first = properties[0] if isinstance(properties, list) and properties else None
+    return str(first.get("name", "")) if isinstance(first, dict) else ""
 
 
 def _exact_kinds(columns: Columns, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
@@ -148,8 +160,10 @@ def _classify_cpu(columns: Columns, kind: np.ndarray, category: np.ndarray, tabl
     comm = annotation.copy()
     comm[annotation] = _kind_of_name(columns, annotation, "exact", table) == KINDS.index("comm")
     kind[comm] = KINDS.index("comm")
-    work = comm | np.isin(category, ("cpu_op", "operator"))[columns.category]
-    rows = np.flatnonzero(work)
+    operator = np.isin(category, ("cpu_op", "operator"))[columns.category]
+    c10d = np.array([name.startswith("c10d::") for name in columns.names], dtype=bool)[columns.name]
+    in_flight = np.isin(columns.thread, columns.thread[operator & c10d])  # the span of an asynchronous send or receive
+    rows = np.flatnonzero(operator | (comm & ~in_flight))
     end = columns.start_ns + np.maximum(columns.dur_ns, 0)
     order = np.lexsort((~comm[rows], -end[rows], columns.start_ns[rows], columns.thread[rows]))
     rows = rows[order]
