@@ -9,9 +9,14 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "Plan": "plan",
     "Timeline": "timeline",
     "breakdown": "accounting",
+    "cluster": "catalog",
+    "clusters": "catalog",
     "dataset": "datasets",
+    "model": "catalog",
+    "models": "catalog",
     "plot_timeline": "view.plots",
     "read_trace": "traces.kineto",
     "save_figure": "view.notebook",

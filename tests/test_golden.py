@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import csv
-import os
-from pathlib import Path
 
 import pytest
 
 from madmax_lib.accounting import breakdown
+from madmax_lib.datasets import local_data
 from madmax_lib.traces.kineto import read_trace
 
-PLACES = [Path(__file__).parents[2] / "shared" / "data" / "traces"]
-if "MADMAX_DATA_DIR" in os.environ:
-    PLACES.append(Path(os.environ["MADMAX_DATA_DIR"]) / "traces")
-FOLDER = next((place for place in PLACES if (place / "golden.csv").is_file()), None)
+try:
+    FOLDER, WHY = local_data("traces/golden.csv").parent, ""
+except FileNotFoundError as reason:
+    FOLDER, WHY = None, str(reason)
 ROWS = list(csv.DictReader((FOLDER / "golden.csv").read_text().splitlines())) if FOLDER else []
-ABSENT = pytest.param(None, marks=pytest.mark.skip(reason=f"no golden.csv in {' or '.join(map(str, PLACES))}"))
+ABSENT = pytest.param(None, marks=pytest.mark.skip(reason=WHY))
 COLUMNS = {"total_s": "kernel_time_us", "compute_s": "compute_time_us", "non_compute_s": "non_compute_time_us",
            "idle_s": "idle_time_us"}  # fmt: skip
 HTA_PRINTS = {("tracelens-samples/resnet_act_checkpoint.json.gz", "hta"): 22.45}  # where golden.csv differs from HTA

@@ -1,0 +1,174 @@
+"""Which devices, clusters and models are known? Names and spellings to specs, every number with unit, source and date.
+
+The tables are `data/devices.csv`, `links.csv`, `clusters.csv`, `models.csv` and `aliases.csv`. Tables of the same names
+in the folder MADMAX_CATALOG come after ours and override them. Human units stand in the tables, SI units in the specs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from dataclasses import fields, replace
+from importlib.resources import files
+from pathlib import Path
+
+import pandas as pd
+
+from madmax_lib.specs import DLRM, Cluster, Device, Link, Model, Transformer
+
+__all__ = ["canonical", "cluster", "clusters", "device", "devices", "dtype", "model", "models", "table"]
+
+_UNITS = {"GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0}
+_KINDS = {"transformer": Transformer, "dlrm": DLRM}
+_DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
+_USER_FOLDER = "MADMAX_CATALOG"
+
+
+def table(name: str) -> pd.DataFrame:
+    """One of the tables as text, ours followed by the user's."""
+    with (files("madmax_lib") / "data" / f"{name}.csv").open() as file:
+        rows = pd.read_csv(file, dtype=str, keep_default_na=False)
+    user = Path(os.environ.get(_USER_FOLDER, "")) / f"{name}.csv"
+    if os.environ.get(_USER_FOLDER) and user.exists():
+        own = pd.read_csv(user, dtype=str, keep_default_na=False)
+        if missing := [c for c in rows.columns if c not in own.columns and c not in ("source", "date")]:
+            raise ValueError(f"{user}: column(s) {', '.join(missing)} missing")
+        rows = pd.concat([rows, own.reindex(columns=rows.columns, fill_value="")], ignore_index=True)
+    return rows
+
+
+def devices() -> list[str]:
+    """Names of all devices."""
+    return sorted(table("devices")["name"].unique())
+
+
+def clusters() -> list[str]:
+    """Names of all clusters."""
+    return sorted(table("clusters")["name"].unique())
+
+
+def models() -> list[str]:
+    """Names of all models."""
+    return sorted(table("models")["name"].unique())
+
+
+def canonical(name: str, what: str, known: list[str]) -> str:
+    """The catalog's spelling of a name: H100_80GB and h100-80 are one device, amp_bf16 and bf16 one dtype.
+
+    Raises ValueError with the three nearest names.
+    """
+    aliases = table("aliases")
+    aliases = dict(aliases.loc[aliases["what"] == what, ["alias", "name"]].to_numpy())
+    plain = re.sub(r"[\s_]+", "-", name.strip().lower())
+    without_unit = re.sub(r"(\d+)-?gi?b\b", r"\1", plain)
+    for spelling in (plain, without_unit):
+        if spelling in known:
+            return spelling
+        if spelling in aliases:
+            return aliases[spelling]
+    near = difflib.get_close_matches(plain, [*known, *aliases], n=3, cutoff=0.0)
+    raise ValueError(f"unknown {what} {name!r}; nearest: {', '.join(near)}")
+
+
+def dtype(name: str) -> str:
+    """Canonical dtype of a spelling such as amp_bf16, FP8-CS or float32."""
+    return canonical(name, "dtype", list(_DTYPES))
+
+
+def device(name: str) -> Device:
+    """A device by name or alias. Raises ValueError for an unknown one."""
+    rows = table("devices")
+    name = canonical(name, "device", sorted(rows["name"].unique()))
+    values = {r.quantity: float(r.value) * _UNITS[r.unit] for r in rows[rows["name"] == name].itertuples()}
+    peaks = {key: value for key, value in values.items() if key in _DTYPES}
+    return Device(name, values["memory"], values["memory_bandwidth"], peaks, values.get("tdp", float("nan")))
+
+
+def cluster(name: str, *, nodes: int | None = None) -> Cluster:
+    """A cluster by name, with `nodes` nodes if given. Raises ValueError for an unknown one."""
+    rows = table("clusters")
+    name = canonical(name, "cluster", sorted(rows["name"].unique()))
+    row = rows[rows["name"] == name].iloc[-1]
+    links = [_link(row["intra"]), _link(row["inter"])]
+    found = Cluster(name, device(row["device"]), int(row["devices_per_node"]), int(row["nodes"]), *links)
+    return found if nodes is None else replace(found, nodes=nodes)
+
+
+def model(name: str | Path) -> Model:
+    """A model by name or alias, or from a Hugging Face `config.json`.
+
+    Raises ValueError for an unknown name or architecture and FileNotFoundError for a configuration that is not there.
+    """
+    if str(name).endswith(".json"):
+        return _from_hugging_face(Path(name))
+    rows = table("models")
+    name = canonical(str(name), "model", sorted(rows["name"].unique()))
+    values = dict(rows.loc[rows["name"] == name, ["field", "value"]].to_numpy())
+    kind = values.pop("kind")
+    if kind not in _KINDS:
+        raise ValueError(f"model {name}: kind={kind!r} is not one of {', '.join(_KINDS)}")
+    types = {f.name: f.type for f in fields(_KINDS[kind])}
+    if unknown := set(values) - set(types):
+        raise ValueError(f"model {name}: {sorted(unknown)[0]!r} is not a field of a {kind}")
+    typed = {key: value if types[key] == "str" else int(value) for key, value in values.items()}
+    return _KINDS[kind](name, **{key: bool(v) if types[key] == "bool" else v for key, v in typed.items()})
+
+
+def _link(name: str) -> Link:
+    rows = table("links")
+    name = canonical(name, "link", sorted(rows["name"].unique()))
+    rows = rows[rows["name"] == name]
+    values = {r.quantity: float(r.value) * (1e-6 if r.unit == "us" else _UNITS[r.unit]) for r in rows.itertuples()}
+    return Link(name, values["bandwidth_one_way_per_device"], values.get("latency", 0.0))
+
+
+def _from_hugging_face(path: Path) -> Transformer:
+    """Shapes of the GPT-2, LLaMA, Mistral, Mixtral, Qwen and ViT families from their configuration files."""
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    kind = config.get("model_type", "")
+    reader = {"gpt2": _gpt2, "vit": _vit}.get(kind, _llama if kind in _LLAMA_LIKE else None)
+    if reader is None:
+        raise ValueError(f"{path}: model_type {kind!r} is not one of {', '.join(['gpt2', 'vit', *_LLAMA_LIKE])}")
+    try:
+        return reader(config.get("_name_or_path") or path.parent.name or path.stem, config)
+    except KeyError as error:
+        raise ValueError(f"{path}: field {error} is missing") from None
+
+
+_LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+
+
+def _gpt2(name: str, config: dict) -> Transformer:
+    hidden = config["n_embd"]
+    return Transformer(
+        name, config["n_layer"], hidden, config["n_head"], config.get("n_inner") or 4 * hidden,
+        config["n_positions"], config["vocab_size"],
+    )  # fmt: skip
+
+
+def _vit(name: str, config: dict) -> Transformer:
+    return Transformer(
+        name, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"],
+        config["intermediate_size"], image=config["image_size"], patch=config["patch_size"],
+        classes=len(config.get("id2label", {})) or config.get("num_labels", 1000),
+    )  # fmt: skip
+
+
+def _llama(name: str, config: dict) -> Transformer:
+    kind = config["model_type"]
+    experts = config.get("num_local_experts") or config.get("num_experts") or 0
+    bias = "qkv" if kind in ("qwen2", "qwen2_moe") else "all" if config.get("attention_bias") else "none"
+    return Transformer(
+        name, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"],
+        config["intermediate_size"], config["max_position_embeddings"], config["vocab_size"],
+        kv_heads=config.get("num_key_value_heads") or 0, head_dim=config.get("head_dim") or 0, gated=True, norm="rms",
+        positions="rope", attention_bias=bias, qk_norm=kind.startswith("qwen3"), mlp_bias=config.get("mlp_bias", False),
+        tied=config.get("tie_word_embeddings", False), experts=experts,
+        active_experts=config.get("num_experts_per_tok", 0) if experts else 0,
+        expert_ffn=config.get("moe_intermediate_size") or 0,
+    )  # fmt: skip

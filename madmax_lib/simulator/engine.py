@@ -1,0 +1,161 @@
+"""When does each operation start? Ops on in-order streams with dependencies; the longest path is the step.
+
+An op starts when the op issued before it on the same stream of its rank has ended and every op it waits for has ended:
+start = max(end of the stream's previous op, ends of its dependencies). Streams never reorder, so a longer op never
+makes another one start earlier, and more bandwidth never makes a step slower.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.timeline import KINDS, Meta, Timeline
+from madmax_lib.units import NS_PER_S
+
+__all__ = ["Program", "run", "to_timeline"]
+
+
+class Program:
+    """Ops in the order in which they are issued; `op` appends one and returns its number."""
+
+    __slots__ = ("after", "duration_s", "group", "kind", "name", "rank", "size_bytes", "stream")
+
+    def __init__(self):
+        self.rank: list[int] = []
+        self.stream: list[int] = []
+        self.kind: list[str] = []
+        self.name: list[str] = []
+        self.duration_s: list[float] = []
+        self.after: list[tuple[int, ...]] = []
+        self.group: list[str] = []
+        self.size_bytes: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self.duration_s)
+
+    def op(
+        self,
+        stream: int,
+        kind: str,
+        name: str,
+        duration_s: float,
+        after: Iterable[int] = (),
+        *,
+        rank: int = 0,
+        group: str = "",
+        size_bytes: float = float("nan"),
+    ) -> int:
+        """Issue an op on a stream of a rank after the ops numbered in `after`; those may be issued later."""
+        self.rank.append(rank)
+        self.stream.append(stream)
+        self.kind.append(kind)
+        self.name.append(name)
+        self.duration_s.append(duration_s)
+        self.after.append(tuple(after))
+        self.group.append(group)
+        self.size_bytes.append(size_bytes)
+        return len(self.duration_s) - 1
+
+
+def run(program: Program) -> tuple[list[float], list[float]]:
+    """Start and end of each op in seconds, (n,) each, from 0.
+
+    Raises ValueError for a negative duration, a dependency that does not exist, and for ops that wait for each other.
+    """
+    count = len(program)
+    start_s, end_s = [0.0] * count, [-1.0] * count
+    tail: dict[tuple[int, int], float] = {}
+    for op, (rank, stream, duration_s, after) in enumerate(
+        zip(program.rank, program.stream, program.duration_s, program.after, strict=True)
+    ):
+        begin = tail.get((rank, stream), 0.0)
+        for other in after:
+            if other >= op:  # waits for something issued later: this order is not the order of starting
+                return _run_in_any_order(program)
+            if end_s[other] > begin:
+                begin = end_s[other]
+        if not duration_s >= 0:
+            raise ValueError(f"op {op} ({program.name[op]}) has duration {duration_s} s")
+        start_s[op] = begin
+        end_s[op] = tail[rank, stream] = begin + duration_s
+    return start_s, end_s
+
+
+def _run_in_any_order(program: Program) -> tuple[list[float], list[float]]:
+    """As `run`, for programs of several ranks in which an op may wait for one that is issued later."""
+    count = len(program)
+    waits = [0] * count
+    unblocks: list[list[int]] = [[] for _ in range(count)]
+    last: dict[tuple[int, int], int] = {}
+    for op in range(count):
+        lane = (program.rank[op], program.stream[op])
+        needed = [*program.after[op], *([last[lane]] if lane in last else [])]
+        last[lane] = op
+        for other in needed:
+            if not 0 <= other < count:
+                raise ValueError(f"op {op} ({program.name[op]}) waits for op {other}, which does not exist")
+            unblocks[other].append(op)
+        waits[op] = len(needed)
+    start_s, end_s = [0.0] * count, [0.0] * count
+    ready = deque(op for op in range(count) if not waits[op])
+    done = 0
+    while ready:
+        op = ready.popleft()
+        done += 1
+        duration_s = program.duration_s[op]
+        if not duration_s >= 0:
+            raise ValueError(f"op {op} ({program.name[op]}) has duration {duration_s} s")
+        end_s[op] = start_s[op] + duration_s
+        for other in unblocks[op]:
+            start_s[other] = max(start_s[other], end_s[op])
+            waits[other] -= 1
+            if not waits[other]:
+                ready.append(other)
+    if done < count:
+        stuck = next(op for op in range(count) if waits[op])
+        raise ValueError(f"{count - done} ops wait for each other, the first is op {stuck} ({program.name[stuck]})")
+    return start_s, end_s
+
+
+def to_timeline(program: Program, meta: Meta) -> Timeline:
+    """The program as a simulated Timeline; ends are rounded to whole ns, so neighbours stay neighbours.
+
+    edges: target waits for source, why is "data" for a dependency and "stream" for the order on a stream.
+    """
+    start_s, end_s = run(program)
+    start_ns = np.rint(np.array(start_s) * NS_PER_S).astype(np.int64)
+    end_ns = np.rint(np.array(end_s) * NS_PER_S).astype(np.int64)
+    count = len(program)
+    names, name_codes = np.unique(np.array(program.name, dtype=object), return_inverse=True)
+    spans = pd.DataFrame(
+        {
+            "rank": np.array(program.rank, dtype=np.int32),
+            "stream": np.array(program.stream, dtype=np.int32),
+            "kind": pd.Categorical(program.kind, categories=KINDS),
+            "name": pd.Categorical.from_codes(name_codes, names),
+            "start_ns": start_ns,
+            "dur_ns": end_ns - start_ns,
+            "step": np.zeros(count, dtype=np.int32),
+            "correlation": np.full(count, -1, dtype=np.int64),
+            "op": np.arange(count, dtype=np.int64),
+            "group": pd.Categorical([group or None for group in program.group]),
+            "size_bytes": np.array(program.size_bytes, dtype=np.float64),
+        }
+    )
+    return Timeline(spans, meta, _edges(program))
+
+
+def _edges(program: Program) -> pd.DataFrame:
+    data = [(other, op) for op, after in enumerate(program.after) for other in after]
+    order, last = [], {}
+    for op, lane in enumerate(zip(program.rank, program.stream, strict=True)):
+        if lane in last:
+            order.append((last[lane], op))
+        last[lane] = op
+    pairs = np.array(data + order, dtype=np.int64).reshape(-1, 2)
+    why = pd.Categorical(["data"] * len(data) + ["stream"] * len(order), categories=["data", "stream"])
+    return pd.DataFrame({"source": pairs[:, 0], "target": pairs[:, 1], "why": why})

@@ -1,0 +1,156 @@
+import json
+
+import pytest
+
+from madmax_lib import catalog
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-33b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "vit-base": 86_567_656,
+    "vit-large": 304_326_632,
+    "vit-huge": 630_894_181,
+}
+ROUNDED = {"gpt3-175b": 174.6, "megatron-1.7b": 1.7, "megatron-3.6b": 3.6, "megatron-7.5b": 7.5, "megatron-18b": 18.4,
+           "megatron-39b": 39.1, "megatron-76b": 76.1, "megatron-145b": 145.6, "megatron-310b": 310.1,
+           "megatron-530b": 529.6, "megatron-1t": 1008.0, "dlrm-a": 801.2, "dlrm-b": 332.1}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_published_parameter_counts_are_exact(name, parameters):
+    assert catalog.model(name).parameters == parameters
+
+
+@pytest.mark.parametrize(("name", "billions"), ROUNDED.items())
+def test_published_rounded_counts(name, billions):
+    assert catalog.model(name).parameters / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+@pytest.mark.parametrize("name", catalog.models())
+def test_every_model_can_be_made(name):
+    assert catalog.model(name).name == name and catalog.model(name).forward_flops(1) > 0
+
+
+@pytest.mark.parametrize("name", catalog.clusters())
+def test_every_cluster_can_be_made(name):
+    found = catalog.cluster(name, nodes=3)
+    assert found.nodes == 3 and found.intra.bandwidth_bytes_per_s >= found.inter.bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize("name", catalog.devices())
+def test_every_device_has_peaks_in_order(name):
+    found = catalog.device(name)
+    peaks = [found.peak_flops[d] for d in ("fp32", "tf32", "bf16", "fp8", "nvfp4") if d in found.peak_flops]
+    assert peaks == sorted(peaks) and found.memory_bytes >= 11e9
+
+
+def test_rows_have_source_and_date():
+    for name in ("devices", "links", "clusters", "models"):
+        rows = catalog.table(name)
+        assert (rows["source"] != "").all() and rows["date"].str.match(r"20\d\d-\d\d$").all(), name
+
+
+def test_dgx_a100_is_what_the_design_says():
+    found = catalog.cluster("dgx-a100", nodes=8)
+    assert found.world_size == 64 and found.device.name == "a100-80" and found.device.memory_bytes == 80e9
+    assert found.intra.bandwidth_bytes_per_s == 300e9 and found.inter.bandwidth_bytes_per_s == 25e9
+
+
+@pytest.mark.parametrize(
+    ("spelling", "what", "name"),
+    [
+        ("H100_80GB", "device", "h100-80"),
+        ("A100-40GB", "device", "a100-40"),
+        ("H200-141GB", "device", "h200"),
+        ("H100-96GB (500W, 2.4TB/s)", "device", "h100-96"),
+        ("H100", "device", "h100-80"),
+        ("amp_bf16", "dtype", "bf16"),
+        ("bf16/PURE", "dtype", "bf16"),
+        ("FP8-CS", "dtype", "fp8"),
+        ("MXFP8", "dtype", "mxfp8"),
+        ("GPT3", "model", "gpt3-175b"),
+    ],
+)
+def test_spellings_of_the_field(spelling, what, name):
+    known = {"device": catalog.devices(), "dtype": ["bf16", "fp8", "mxfp8"], "model": catalog.models()}[what]
+    assert catalog.canonical(spelling, what, known) == name
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: catalog.model("gtp3"), "unknown model 'gtp3'; nearest: gpt3"),
+        (lambda: catalog.cluster("dgx-a10"), "unknown cluster 'dgx-a10'; nearest: dgx-a100"),
+        (lambda: catalog.dtype("bf61"), "unknown dtype 'bf61'; nearest: bf16"),
+    ],
+)
+def test_unknown_names_give_the_nearest(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_user_tables_override(tmp_path, monkeypatch):
+    (tmp_path / "devices.csv").write_text("name,quantity,value,unit\na100-80,memory_bandwidth,1900,GB/s\n")
+    (tmp_path / "models.csv").write_text("name,field,value\nmine,kind,transformer\nmine,layers,2\nmine,hidden,8\n")
+    with (tmp_path / "models.csv").open("a") as file:
+        file.write("mine,heads,2\nmine,ffn,32\n")
+    monkeypatch.setenv("MADMAX_CATALOG", str(tmp_path))
+    assert catalog.device("a100-80").memory_bandwidth_bytes_per_s == 1.9e12
+    assert catalog.device("a100-80").memory_bytes == 80e9
+    assert catalog.model("mine").layers == 2 and "mine" in catalog.models()
+    (tmp_path / "models.csv").write_text("name,value\nmine,2\n")
+    with pytest.raises(ValueError, match=r"models.csv: column.s. field missing"):
+        catalog.model("mine")
+
+
+CONFIGS = {
+    "gpt2-large": {"model_type": "gpt2", "n_layer": 36, "n_embd": 1280, "n_head": 20, "n_positions": 1024,
+                   "vocab_size": 50257},
+    "qwen2.5-3b": {"model_type": "qwen2", "num_hidden_layers": 36, "hidden_size": 2048, "num_attention_heads": 16,
+                   "num_key_value_heads": 2, "intermediate_size": 11008, "max_position_embeddings": 32768,
+                   "vocab_size": 151936, "tie_word_embeddings": True},
+    "mixtral-8x7b": {"model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+                     "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 32768,
+                     "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3-30b-a3b": {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
+                      "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+                      "moe_intermediate_size": 768, "max_position_embeddings": 40960, "vocab_size": 151936,
+                      "num_experts": 128, "num_experts_per_tok": 8},
+    "vit-base": {"model_type": "vit", "num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12,
+                 "intermediate_size": 3072, "image_size": 224, "patch_size": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "config"), CONFIGS.items())
+def test_hugging_face_configurations(tmp_path, name, config):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert catalog.model(path).parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "config.json: not JSON"),
+        ('{"model_type": "rnn"}', "model_type 'rnn' is not one of gpt2, vit, llama"),
+        ('{"model_type": "llama"}', "config.json: field 'num_hidden_layers' is missing"),
+    ],
+)
+def test_bad_configurations(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        catalog.model(path)
