@@ -21,6 +21,7 @@ _PUBLIC = {
     "read_trace": "traces.kineto",
     "save_figure": "view.notebook",
     "setup": "view.notebook",
+    "simulate": "simulator.simulate",
 }
 __all__ = list(_PUBLIC)
 
