@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import platform
 import sys
+import warnings
 from pathlib import Path
 
 from madmax_lib import __version__
@@ -15,7 +16,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status. Bad input is one line on standard error and status 2."""
     options = _parser().parse_args(arguments)
     try:
-        return options.command(options)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: print(f"madmax: warning: {message}", file=sys.stderr)
+            return options.command(options)
     except (OSError, ValueError) as error:
         print(f"madmax: {error}", file=sys.stderr)
         return 2
@@ -53,7 +56,8 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError("-p needs the name of one notebook")
     build = (options.output or PROJECT / "build").resolve()
     parameters = parse_parameters(known[chosen[0]], options.parameter) if options.parameter else {"quick": True}
-    figures = build / "figures" if options.parameter else None  # the committed figures show the default parameters
+    default = not options.parameter and not options.output  # only a default run redraws the committed figures
+    figures = PROJECT / "figures" if default else build / "figures"
     bar = tqdm(chosen, desc="notebooks", unit="nb", disable=len(chosen) == 1)
     results = []
     for name in bar:
@@ -65,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
     for result in results:
         status = f"failed: {result.error}" if result.error else "ok"
         print(f"{result.name:<{width}}  {result.seconds:7.1f}  {len(result.figures):7d}  {status}")
-    print(f"executed notebooks and HTML in {build}, figures in {figures or PROJECT / 'figures'}")
+    print(f"executed notebooks and HTML in {build}, figures in {figures}")
     return 1 if any(result.error for result in results) else 0
 
 
@@ -76,14 +80,16 @@ def _report(options: argparse.Namespace) -> int:
     from madmax_lib.traces.kineto import read_trace
     from madmax_lib.view.report import write_report
 
+    if options.output.is_dir():
+        raise IsADirectoryError(f"{options.output}: is a directory, give the name of a file for the report")
     timeline = read_trace(options.traces)
     path = write_report(timeline, options.output, title=options.traces.resolve().name)
-    print(f"{path}: {len(timeline.ranks)} ranks, {len(timeline):,} spans")
+    print(f"{path}: {len(timeline.ranks)} rank(s), {len(timeline):,} spans")
     return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from madmax_lib.datasets import dataset, datasets
+    from madmax_lib.datasets import dataset, names, places
 
     print(f"madmax-workbench {__version__}, Python {platform.python_version()}, {platform.machine()}")
     for package in ("torch", "holistictraceanalysis", "pandas", "papermill", "jupyterlab", "ipywidgets", "matplotlib"):
@@ -91,10 +97,14 @@ def _doctor(options: argparse.Namespace) -> int:
             print(f"  {package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             print(f"  {package} is not installed")
-    print("datasets")
-    for name in datasets()["dataset"].unique():
+    print("datasets are looked for in")
+    for place in places():
+        print(f"  {place}{'' if place.is_dir() else ' (not there)'}")
+    for name in names():
         try:
             print(f"  {name}: {dataset(name, download=False)}")
+        except FileNotFoundError:
+            print(f"  {name}: not here; downloaded when first used")
         except (OSError, ValueError) as error:
             print(f"  {name}: {error}")
     return 0

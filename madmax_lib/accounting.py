@@ -24,8 +24,8 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     non_compute_s: busy but not computing. exposed_comm_s: communication that no compute hides. idle_s: total - busy.
     overlap: share of communication under compute, 0..1, NaN without communication.
     """
-    rows = [{"rank": rank, **_rank_breakdown(_busy(timeline, rank))} for rank in timeline.ranks]
-    table = pd.DataFrame(rows)
+    rows = [{"rank": rank, **_rank_breakdown(spans)} for rank, spans in _busy(timeline)]
+    table = pd.DataFrame(rows, columns=["rank", *_rank_breakdown(timeline.spans[:0])])
     table.attrs["provenance"] = timeline.meta.provenance
     return table
 
@@ -36,14 +36,14 @@ def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
     Collectives that run side by side each count in full, so the exposed times of a rank can sum to more than its
     exposed_comm_s. size_bytes is NaN when a span of the collective does not tell its size.
     """
-    rows = []
-    for rank in timeline.ranks:
-        spans = _busy(timeline, rank)
+    rows, known = [], timeline.meta.provenance.get("collectives", {})
+    for rank, spans in _busy(timeline):
         compute = union(_intervals(spans, "compute"))
         comm = spans[spans["kind"] == "comm"]
         names = comm["name"].cat.remove_unused_categories()
-        collective = collective_names(list(names.cat.categories))[names.cat.codes] if len(comm) else []
-        for name, part in comm.groupby(np.asarray(collective, dtype=object)):
+        of_name = [known.get(name) or default or "generic" for name, default in
+                   zip(names.cat.categories, collective_names(list(names.cat.categories)), strict=True)]  # fmt: skip
+        for name, part in comm.groupby(np.array(of_name, dtype=object)[names.cat.codes] if len(comm) else []):
             times = _intervals(part)
             rows.append(
                 {
@@ -72,9 +72,11 @@ def top_kernels(timeline: Timeline, count: int = 10) -> pd.DataFrame:
     return table
 
 
-def _busy(timeline: Timeline, rank: int) -> pd.DataFrame:
-    spans = timeline.spans
-    return spans[(spans["rank"] == rank) & spans["kind"].isin(BUSY_KINDS)]
+def _busy(timeline: Timeline) -> list[tuple[int, pd.DataFrame]]:
+    """Each rank with its spans of device work, also a rank without any."""
+    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    of_rank = dict(iter(spans.groupby("rank")))
+    return [(rank, of_rank.get(rank, spans[:0])) for rank in timeline.ranks]
 
 
 def _intervals(spans: pd.DataFrame, kind: str | None = None) -> np.ndarray:

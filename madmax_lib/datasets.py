@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pandas as pd
 
-__all__ = ["PROJECT", "dataset", "datasets", "local_data"]
+from madmax_lib.atomic import replacing
+
+__all__ = ["PROJECT", "dataset", "datasets", "local_data", "names", "places"]
 
 PROJECT = Path(__file__).resolve().parents[1]  # the checkout; a plain installation has no traces/ there
 
@@ -35,23 +37,36 @@ def dataset(name: str, *, download: bool = True) -> Path:
     Raises ValueError for an unknown name (listing the known ones) or a file with wrong content, and FileNotFoundError
     when it is nowhere and may not or cannot be downloaded.
     """
-    shipped = PROJECT / "traces" / name
-    if (shipped / "rank0.json.gz").exists():
-        return shipped
+    if name not in names():
+        raise ValueError(f"unknown dataset {name!r}; known: {', '.join(names())}")
     table = datasets()
     rows = table[table["dataset"] == name]
     if not len(rows):
-        own = {p.parent.name for p in (PROJECT / "traces").glob("*/rank0.json.gz")}
-        raise ValueError(f"unknown dataset {name!r}; known: {', '.join(sorted({*table['dataset'], *own}))}")
-    for root in _roots():
+        return PROJECT / "traces" / name
+    for root in places():
         paths = [root / path for path in rows["local_path"]]
         if all(path.exists() for path in paths):
             for path, sha256 in zip(paths, rows["content_sha256"], strict=True):
                 _check_content(path, sha256)
             return paths[0] if len(paths) == 1 else paths[0].parent
     if not download:
-        raise FileNotFoundError(f"dataset {name} is not on this machine (download=False)")
+        raise FileNotFoundError(f"dataset {name} is not on this machine")
     return _download(name, rows)
+
+
+def names() -> list[str]:
+    """Names that `dataset` knows: the project's own traces and the registry."""
+    own = {path.parent.name for path in (PROJECT / "traces").glob("*/rank0.json.gz")}
+    return sorted(own) + list(datasets()["dataset"].unique())
+
+
+def places() -> list[Path]:
+    """Folders in which inputs are looked for, in order: MADMAX_DATA_DIR, shared/data beside the checkout, the cache.
+
+    All have one layout: the column local_path of the registry, such as traces/param-dlrm-8xV100/<file>.
+    """
+    given = os.environ.get("MADMAX_DATA_DIR")
+    return [*([Path(given).expanduser()] if given else []), PROJECT.parent / "shared" / "data", _cache()]
 
 
 def local_data(relative: str) -> Path:
@@ -59,15 +74,10 @@ def local_data(relative: str) -> Path:
 
     Raises FileNotFoundError naming the places that were looked at.
     """
-    for root in _roots():
+    for root in places():
         if (root / relative).exists():
             return root / relative
-    raise FileNotFoundError(f"{relative} is in none of {', '.join(map(str, _roots()))}; set MADMAX_DATA_DIR")
-
-
-def _roots() -> list[Path]:
-    given = os.environ.get("MADMAX_DATA_DIR")
-    return [*([Path(given).expanduser()] if given else []), PROJECT.parent / "shared" / "data", _cache()]
+    raise FileNotFoundError(f"{relative} is in none of {', '.join(map(str, places()))}; set MADMAX_DATA_DIR")
 
 
 def _cache() -> Path:
@@ -83,13 +93,16 @@ def _download(name: str, rows: pd.DataFrame) -> Path:
     if os.environ.get("MADMAX_OFFLINE", "0") not in ("", "0"):
         raise FileNotFoundError(f"dataset {name} is not on this machine and MADMAX_OFFLINE is set; it is at {url}")
     try:
+        (_cache() / "downloads").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileNotFoundError(f"dataset {name}: the cache folder {_cache()} cannot be made: {error}") from None
+    try:
         packed = Path(pooch.retrieve(url, f"sha256:{sha256}", path=_cache() / "downloads", progressbar=True))
     except ValueError:
         raise ValueError(f"dataset {name}: {url} does not have the sha256 {sha256}; refused") from None
     except OSError as error:
         raise FileNotFoundError(f"dataset {name} ({size_bytes} bytes): no download from {url}: {error}") from None
     targets = [_cache() / path for path in rows["local_path"]]
-    targets[0].parent.mkdir(parents=True, exist_ok=True)
     if len(rows) == 1:
         contents = {targets[0].name: packed.read_bytes()}
     else:
@@ -99,13 +112,9 @@ def _download(name: str, rows: pd.DataFrame) -> Path:
         content = contents.get(target.name) or contents.get(target.name.removesuffix(".gz"))
         if content is None:
             raise ValueError(f"dataset {name}: {url} does not hold {target.name}")
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        temporary.write_bytes(content if content.startswith(b"\x1f\x8b") else gzip.compress(content, mtime=0))
-        try:
+        with replacing(target) as temporary:
+            temporary.write_bytes(content if content.startswith(b"\x1f\x8b") else gzip.compress(content, mtime=0))
             _check_content(temporary, content_sha256)
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
     return targets[0] if len(targets) == 1 else targets[0].parent
 
 

@@ -17,8 +17,9 @@ import pandas as pd
 __all__ = ["COLLECTIVES", "collective_names", "kernel_kinds", "load_kinds"]
 
 _COLUMNS = ["rules", "kind", "collective", "pattern", "source"]
+_RULES = ("exact", "hta")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv", "broadcast", "reduce",
-               "dispatch", "combine", "barrier", "generic")  # fmt: skip
+               "gather", "scatter", "dispatch", "combine", "barrier", "generic")  # fmt: skip
 
 
 def load_kinds(user_table: str | Path | None = None) -> pd.DataFrame:
@@ -56,6 +57,8 @@ def collective_names(names: list[str], *, table: pd.DataFrame | None = None) -> 
 
 def _first_match(names: list[str], rules: str, table: pd.DataFrame | None) -> pd.DataFrame:
     table = load_kinds() if table is None else table
+    if rules not in _RULES:
+        raise ValueError(f"rules={rules!r} is not one of {', '.join(_RULES)}")
     table = table[table["rules"] == rules]
     if rules == "hta":
         compiled = [re.compile(p).match for p in table["pattern"]]
@@ -67,7 +70,10 @@ def _first_match(names: list[str], rules: str, table: pd.DataFrame | None) -> pd
 
 def _read_csv(path) -> pd.DataFrame:
     with path.open("r", encoding="utf-8") as file:
-        table = pd.read_csv(file, dtype=str, keep_default_na=False)
+        try:
+            table = pd.read_csv(file, dtype=str, keep_default_na=False)
+        except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
+            raise ValueError(f"{path}: not a table of kernel kinds ({error})") from None
     if not {"kind", "pattern"} <= set(table.columns):
         raise ValueError(f"{path}: a table of kernel kinds needs the columns kind and pattern, got {list(table)}")
     table = table.reindex(columns=_COLUMNS, fill_value="")
@@ -75,6 +81,8 @@ def _read_csv(path) -> pd.DataFrame:
     for row in table.itertuples():
         if row.kind not in ("compute", "comm", "memcpy", "other"):
             raise ValueError(f"{path}: kind {row.kind!r} is not one of compute, comm, memcpy, other")
+        if row.rules not in _RULES:
+            raise ValueError(f"{path}: rules {row.rules!r} is not one of {', '.join(_RULES)}")
         try:
             re.compile(row.pattern)
         except re.error as error:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+
+from madmax_lib.atomic import replacing
 
 __all__ = ["BUSY_KINDS", "EDGES", "KINDS", "SPANS", "Meta", "Timeline", "concat"]
 
@@ -60,7 +60,7 @@ class Meta:
             raise ValueError(f"clock={self.clock!r} is neither unix nor relative")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """Spans, dependencies between them and their origin; checked when it is made.
 
@@ -83,6 +83,10 @@ class Timeline:
 
     def __len__(self) -> int:
         return len(self.spans)
+
+    def __repr__(self) -> str:
+        shape = f"{len(self.ranks)} ranks, {len(self.steps)} steps, {len(self):,} spans"
+        return f"Timeline({self.meta.source}, {shape}, {self.meta.device or 'no device named'})"
 
     @property
     def ranks(self) -> list[int]:
@@ -125,14 +129,8 @@ class Timeline:
             b"madmax.edges": base64.b64encode(sink.getvalue()),
         }
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), **extra})
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        os.close(handle)
-        try:
+        with replacing(path) as temporary:
             pq.write_table(table, temporary, compression="zstd")
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
         return path
 
     @classmethod
@@ -207,10 +205,14 @@ def _conform(frame: pd.DataFrame, schema: dict[str, str], what: str) -> pd.DataF
     if missing:
         raise ValueError(f"{what} lack the column(s) {', '.join(missing)}")
     wrong = {c: d for c, d in schema.items() if str(frame[c].dtype) != d}
+    given = frame
     try:
         frame = frame[list(schema)].astype(wrong)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{what} do not fit the schema: {error}") from None
+    for column in [c for c, d in wrong.items() if d.startswith("int")]:
+        if (changed := frame[column] != given[column]).any():
+            raise ValueError(f"{what}: {column}={given[column][changed].iloc[0]} does not fit {schema[column]}")
     for column in [c for c, d in schema.items() if d == "category" and frame[c].cat.categories.dtype != object]:
         text = pd.Index(list(map(str, frame[column].cat.categories)), dtype=object)
         frame = frame.assign(**{column: frame[column].cat.rename_categories(text)})

@@ -5,10 +5,9 @@ Only `Timeline` stores integers (nanoseconds), because profiler traces are exact
 
 from __future__ import annotations
 
-__all__ = ["NS_PER_S", "NS_PER_US", "format_bytes", "format_s"]
+__all__ = ["NS_PER_S", "format_bytes", "format_s"]
 
 NS_PER_S = 1_000_000_000
-NS_PER_US = 1_000
 
 
 def _scaled(value: float, steps: list[tuple[float, str]]) -> str:

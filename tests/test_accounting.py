@@ -68,6 +68,17 @@ def test_exposed_by_collective():
     assert table["size_bytes"].isna().all()
 
 
+def test_collectives_of_a_user_table_are_known():
+    rows = [(0, 20, "comm", "Memcpy PtoP", 0, 5), (0, 20, "comm", "mystery", 5, 5)]
+    timeline = make_timeline(rows, provenance={"collectives": {"Memcpy PtoP": "send_recv"}})
+    assert exposed_by_collective(timeline)["collective"].tolist() == ["generic", "send_recv"]
+
+
+def test_no_ranks_gives_an_empty_table_with_columns():
+    table = breakdown(make_timeline([]))
+    assert not len(table) and "non_compute_s" in table
+
+
 def test_no_communication_gives_an_empty_table():
     table = exposed_by_collective(make_timeline([(0, 7, "compute", "a", 0, 10)]))
     assert not len(table) and "exposed_s" in table

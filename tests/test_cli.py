@@ -4,7 +4,8 @@ import nbformat
 import pytest
 
 from madmax_lib.__main__ import main
-from madmax_lib.datasets import dataset
+from madmax_lib.datasets import PROJECT, dataset
+from madmax_lib.view.runner import run_notebook
 
 
 def test_unknown_parameter_lists_the_known_ones(capsys):
@@ -27,7 +28,13 @@ def test_wrong_type_is_refused(capsys, pair):
         (["run", "99_nothing"], "no notebook '99_nothing'; there are 00_tour, 20_overlap"),
         (["run", "-p", "quick=True"], "-p needs the name of one notebook"),
         (["run", "20_overlap", "-p", "quick"], "'quick' is not of the form name=value"),
+        (["run", "20_overlap", "-p", "step=1", "-p", "step=2"], "parameter step is given twice"),
         (["report", "/no/such/run"], "/no/such/run: no such file or directory"),
+        (
+            ["report", str(PROJECT / "traces")],
+            "no trace files (.json, .json.gz) in this directory; its folders gpt-ddp",
+        ),
+        (["report", str(PROJECT / "traces" / "vit-ddp"), "-o", "/"], "/: is a directory"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
@@ -54,10 +61,27 @@ def test_a_failing_cell_leaves_the_executed_notebook(tmp_path, capsys):
     assert (tmp_path / "20_overlap.html").exists()
 
 
+def test_a_dead_kernel_is_a_failed_notebook(tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import os; os._exit(1)")])
+    nbformat.write(notebook, tmp_path / "dies.ipynb")
+    result = run_notebook(tmp_path / "dies.ipynb", {}, build=tmp_path / "build")
+    assert result.error.startswith("DeadKernelError") and (tmp_path / "build" / "dies.html").exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_line(tmp_path, capsys):
+    trace = tmp_path / "trace.json"
+    trace.write_text('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": 0, "dur": 1, "tid": 7}]}')
+    assert main(["report", str(trace), "-o", str(tmp_path / "r.html")]) == 0
+    assert capsys.readouterr().err == (
+        f"madmax: warning: {trace}: no rank in distributedInfo, events or file name; taken as rank 0\n"
+    )
+
+
 def test_report_of_a_directory(tmp_path, capsys):
     output = tmp_path / "report.html"
     assert main(["report", str(dataset("gpt-ddp")), "-o", str(output)]) == 0
-    assert "2 ranks" in capsys.readouterr().out and "Who waits for whom" in output.read_text()
+    assert "2 rank(s)" in capsys.readouterr().out and "Who waits for whom" in output.read_text()
 
 
 def test_doctor_names_versions_and_inputs(capsys):

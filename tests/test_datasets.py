@@ -77,7 +77,7 @@ def test_wrong_hash_is_refused_and_nothing_kept(registry):
 def test_what_cannot_be_had_says_why(registry, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"dataset gone \(9 bytes\): no download from"):
         datasets.dataset("gone")
-    with pytest.raises(FileNotFoundError, match=r"one is not on this machine .download=False"):
+    with pytest.raises(FileNotFoundError, match=r"one is not on this machine$"):
         datasets.dataset("one", download=False)
     monkeypatch.setenv("MADMAX_OFFLINE", "1")
     with pytest.raises(FileNotFoundError, match="one is not on this machine and MADMAX_OFFLINE is set"):
@@ -95,7 +95,7 @@ def test_own_folder_comes_first_and_is_checked(registry):
 
 
 def test_unknown_name_lists_the_known():
-    with pytest.raises(ValueError, match=r"unknown dataset 'vit'; known: .*dlrm-8xv100.*vit-ddp"):
+    with pytest.raises(ValueError, match=r"unknown dataset 'vit'; known: .*vit-ddp.*dlrm-8xv100"):
         datasets.dataset("vit")
 
 

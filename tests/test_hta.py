@@ -72,6 +72,13 @@ def test_idle_shares_and_queue(dlrm):
     assert sorted(queue["rank"].unique()) == list(range(8)) and (queue["max"] >= queue["mean"]).all()
 
 
+def test_a_rank_without_gpu_does_not_hide_the_others():
+    files = [local_or_skip("traces/hta-samples/nccl_data.json.gz"), dataset_or_skip("vit-ddp") / "rank1.json.gz"]
+    with pytest.warns(TraceWarning, match=r"without GPU rows .rank 1."):
+        table = hta.beside_hta(files)
+    assert table.loc[(table["rank"] == 0), "error"].abs().max() <= 1e-4 and len(table) == 10
+
+
 def test_cpu_traces_give_empty_tables_and_say_so():
     path = dataset_or_skip("vit-ddp")
     analysis = hta.analysis(path)

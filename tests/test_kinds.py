@@ -22,6 +22,10 @@ NAMES = [
     ("gloo:all_reduce", "comm", "all_reduce"),
     ("gloo:send", "comm", "send_recv"),
     ("gloo:barrier", "comm", "barrier"),
+    ("gloo:reduce", "comm", "reduce"),
+    ("gloo:gather", "comm", "gather"),
+    ("void allreduce_fusion_kernel_oneshot_lamport<bf16>", "comm", "all_reduce"),
+    ("nccl:all_reduce", "compute", ""),
     ("Memcpy DtoD (Device -> Device)", "memcpy", ""),
     ("Memset (Device)", "memcpy", ""),
     ("dma_request", "memcpy", ""),
@@ -72,6 +76,8 @@ def test_user_rows_come_first(tmp_path):
         ("kind\ncomm\n", "needs the columns kind and pattern"),
         ("kind,pattern\nmagic,x\n", "kind 'magic' is not one of"),
         ("kind,pattern\ncomm,(\n", "is not a regular expression"),
+        ("kind,pattern,rules\ncomm,x,Exact\n", "rules 'Exact' is not one of exact, hta"),
+        ("", "not a table of kernel kinds"),
     ],
 )
 def test_bad_user_tables_are_refused(tmp_path, text, message):
@@ -79,6 +85,11 @@ def test_bad_user_tables_are_refused(tmp_path, text, message):
     table.write_text(text)
     with pytest.raises(ValueError, match=message):
         load_kinds(table)
+
+
+def test_unknown_rules_are_refused():
+    with pytest.raises(ValueError, match="rules='hat' is not one of exact, hta"):
+        kernel_kinds(["x"], rules="hat")
 
 
 def test_every_row_has_a_source_and_a_known_collective():

@@ -12,7 +12,7 @@ import madmax_lib
 
 PACKAGE = Path(madmax_lib.__file__).parent
 LAYERS = [
-    {"units", "intervals"},
+    {"units", "intervals", "atomic"},
     {"specs", "plan", "timeline"},
     {"kinds"},
     {"catalog", "profiles", "datasets", "accounting"},
@@ -22,7 +22,18 @@ LAYERS = [
     {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-FREE_SIBLINGS = {"units", "intervals", "specs", "plan", "timeline", "catalog", "profiles", "datasets", "accounting"}
+FREE_SIBLINGS = {
+    "units",
+    "intervals",
+    "atomic",
+    "specs",
+    "plan",
+    "timeline",
+    "catalog",
+    "profiles",
+    "datasets",
+    "accounting",
+}
 ONLY_IN = {
     "torch": {"runs/"},
     "hta": {"traces/hta.py"},
@@ -31,6 +42,9 @@ ONLY_IN = {
     "ipywidgets": {"view/"},
     "papermill": {"view/"},
     "IPython": {"view/"},
+    "anywidget": {"view/"},
+    "dask": {"traces/", "planner/"},
+    "distributed": {"traces/", "planner/"},
 }
 HEAVY = ["torch", "hta", "matplotlib", "dask", "ipywidgets", "pandas", "pyarrow"]
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))

@@ -3,6 +3,8 @@
 import re
 import tomllib
 
+import yaml
+
 from madmax_lib.datasets import PROJECT
 
 WORD = re.compile(r"^([A-Za-z0-9._-]+)\s*(.*)$")
@@ -39,9 +41,11 @@ def test_pandas_is_held_back_only_where_hta_needs_it():
     assert not {"torch", "jupyterlab"} & set(names(PYPROJECT["project"]["dependencies"]))
 
 
-def test_environment_installs_the_requirements():
-    text = (PROJECT / "environment.yml").read_text()
-    assert "-r requirements.txt -c .ci/constraints.txt" in text and "python>=3.11" in text
+def test_environment_installs_the_requirements_with_the_pins():
+    """As separate lines: pip takes one option per line of the file that conda makes of them."""
+    python, _, pip = yaml.safe_load((PROJECT / "environment.yml").read_text())["dependencies"]
+    assert pip["pip"] == ["-r requirements.txt", "-c .ci/constraints.txt"]
+    assert python == "python" + PYPROJECT["project"]["requires-python"]
 
 
 def test_ci_is_one_script():

@@ -24,6 +24,8 @@ def test_schema_is_enforced_and_ranks_are_known():
         ({"dur_ns": [1, -2, 3]}, "dur_ns=-2 of span 1 .nccl. is negative"),
         ({"kind": ["compute", "magic", "cpu"]}, "kind 'magic' is not one of compute"),
         ({"start_ns": ["a", "b", "c"]}, "do not fit the schema"),
+        ({"start_ns": [0.0, 0.7, 1.0]}, "start_ns=0.7 does not fit int64"),
+        ({"rank": [0, 2**40, 0]}, "rank=1099511627776 does not fit int32"),
         ({"name": ["a", None, "c"]}, "every span needs a kind and a name"),
     ],
 )

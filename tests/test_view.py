@@ -6,6 +6,7 @@ from conftest import make_timeline
 from matplotlib import pyplot as plt
 
 from madmax_lib.accounting import breakdown, exposed_by_collective
+from madmax_lib.timeline import Timeline
 from madmax_lib.traces.collectives import waiting
 from madmax_lib.view.notebook import optional_dataset, save_figure, setup
 from madmax_lib.view.plots import (
@@ -80,7 +81,48 @@ def test_exposed_and_waiting(step):
     exposed = figure_data(plot_exposed(exposed_by_collective(step)))
     assert exposed["collective"].tolist() == ["all_reduce"]
     ax = plot_waiting(waiting(step))
-    assert [t.get_text() for t in ax.texts] == ["2"]
+    assert [text.get_text() for text in ax.texts if text.get_text()] == ["2"]
+    assert ax.get_title(loc="left") == "Waiting [ms]: 100% for rank 1"
+
+
+def test_nothing_to_show_is_said(step):
+    one = make_timeline([(0, 7, "compute", "a", 0, 10)])
+    assert plot_exposed(exposed_by_collective(one)).get_title(loc="left") == "No communication"
+    assert plot_waiting(waiting(one)).get_title(loc="left").startswith("Nobody waits")
+    hidden = make_timeline([(0, 7, "compute", "a", 0, 10), (0, 20, "comm", AR, 2, 3)])
+    assert plot_exposed(exposed_by_collective(hidden)).get_title(loc="left") == "No communication is exposed"
+
+
+def test_timeline_starts_with_the_first_step_that_works_on_the_device(tmp_path):
+    timeline = make_timeline([(0, -1, "cpu", "aten::mm", 0, 5), (0, 7, "compute", "a", 10, 5)])
+    spans = timeline.spans.assign(step=[3, -1])
+    assert plot_timeline(Timeline(spans, timeline.meta)).get_title(loc="left").startswith("One step")
+    assert write_report(Timeline(spans, timeline.meta), tmp_path / "r.html", "t").exists()
+
+
+def test_report_of_many_ranks_says_what_it_draws(tmp_path):
+    rows = [(rank, 20, "comm", AR, 0, 10 + rank) for rank in range(20)]
+    page = write_report(make_timeline(rows), tmp_path / "r.html", "many").read_text()
+    assert "Drawn: the 16 of 20 ranks with the most exposed communication" in page
+    assert "name no process groups" in page
+
+
+def test_report_names_calls_it_cannot_match(tmp_path):
+    rows = [(0, 20, "comm", AR, 0, 5), (0, 20, "comm", AR, 9, 5), (1, 20, "comm", AR, 0, 5)]
+    page = write_report(make_timeline(rows), tmp_path / "r.html", "t").read_text()
+    assert f"3 calls of {AR} are left out" in page
+
+
+def test_report_over_a_folder_is_refused_and_leaves_nothing(step, tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a directory, give a file name"):
+        write_report(step, tmp_path, "t")
+    assert not list(tmp_path.iterdir())
+
+
+def test_save_figure_without_git(step, figures, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    origin = save_figure(plot_overlap(breakdown(step)), "overlap/x").with_suffix(".json")
+    assert json.loads(origin.read_text())["commit"] == "unknown"
 
 
 def test_save_figure_writes_picture_data_and_origin(step, figures):
@@ -102,7 +144,7 @@ def test_an_unchanged_figure_is_left_alone(step, figures):
     assert sorted(p.name for p in svg.parent.iterdir()) == ["per_rank.csv", "per_rank.json", "per_rank.svg"]
 
 
-@pytest.mark.parametrize("name", ["overlap", "a/b/c", "../x", "overlap/../x", "a/"])
+@pytest.mark.parametrize("name", ["overlap", "a/b/c", "../x", "overlap/../x", "a/", "tour/²", 5])
 def test_figure_names_are_topic_and_name(step, name):
     with pytest.raises(ValueError, match="is not of the form topic/name"):
         save_figure(plot_overlap(breakdown(step)), name)

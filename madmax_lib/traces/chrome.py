@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from isal import isal_zlib
 
-__all__ = ["Args", "Event", "RawTrace", "TraceWarning", "decode_pieces"]
+__all__ = ["Args", "Event", "NotATrace", "RawTrace", "TraceWarning", "decode_pieces"]
 
 _BLOCK = 16 << 20  # bytes of JSON text per piece
 _MAGIC = b"\x1f\x8b"
@@ -38,6 +38,10 @@ _STRAY_BACKSLASH = re.compile(rb'\\(?:(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F
 
 class _Short(Exception):
     """A piece of text breaks off inside an event."""
+
+
+class NotATrace(ValueError):
+    """A file that is something else than a profiler trace."""
 
 
 class TraceWarning(UserWarning):
@@ -193,11 +197,11 @@ def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
             trace.envelope.pop("traceEvents")
             return text[match.end() :]
     if not text:
-        raise ValueError(f"{trace.path}: {trace.damage or 'empty file'}, not a profiler trace")
+        raise NotATrace(f"{trace.path}: {trace.damage or 'empty file'}, not a profiler trace")
     reason = {b"{": "JSON without traceEvents", b"[": "a list, but not of events"}.get(
         text[:1], "neither a JSON object nor a list"
     )
-    raise ValueError(f"{trace.path}: not a profiler trace ({reason})")
+    raise NotATrace(f"{trace.path}: not a profiler trace ({reason})")
 
 
 def _last_cut(buffer: bytes) -> re.Match | None:

@@ -125,7 +125,7 @@ def _piece(rows: list[Event], codes: dict[str, _Codes], exact: bool) -> dict[str
         "name": codes["name"].of([e.name for e in rows]),
         "category": codes["category"].of([e.cat for e in rows]),
         "thread": codes["thread"].of([(e.pid, e.tid) for e in rows]),
-        "group": codes["group"].of(["" if a.group is None else str(a.group) for a in args]),
+        "group": codes["group"].of([_group(a) if a.group is not None else "" for a in args]),
     }
 
 
@@ -217,6 +217,11 @@ def _size_bytes(args: Args) -> float:
     except (TypeError, ValueError):
         pass
     return float("nan")
+
+
+def _group(args: Args) -> str:
+    """Name of a process group with its ranks, as far as the event lists them: groups of one name may differ."""
+    return f"{args.group} {args.group_ranks}" if args.group_ranks else str(args.group)
 
 
 def _dtype_bytes(dtype: str) -> float:

@@ -21,6 +21,8 @@ def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None
         if not source:
             raise ValueError("no trace files in an empty list")
         return [path for item in source for path in find_traces(item, iteration)]
+    if not str(source):
+        raise ValueError("no trace: the path is empty")
     path = Path(source).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or directory")
@@ -30,7 +32,9 @@ def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None
     below = iteration_folder(path, iteration) if not found or iteration is not None else None
     found = _in_folder(below) if below else found
     if not found:
-        raise ValueError(f"{path}: no trace files (.json, .json.gz) in this directory")
+        inside = [folder.name for folder in sorted(path.iterdir()) if folder.is_dir() and _in_folder(folder)]
+        hint = f"; its folders {', '.join(inside[:5])} have some" if inside else ""
+        raise ValueError(f"{path}: no trace files (.json, .json.gz) in this directory{hint}")
     return found
 
 

@@ -57,9 +57,9 @@ def temporal(hta: TraceAnalysis) -> pd.DataFrame:
     """rank, total_s, compute_s, non_compute_s, idle_s (HTA get_temporal_breakdown)."""
     names = {"kernel_time(us)": "total_s", "compute_time(us)": "compute_s", "non_compute_time(us)": "non_compute_s",
              "idle_time(us)": "idle_s"}  # fmt: skip
-    if not _has_gpu(hta, "temporal breakdown"):
+    if not (ranks := _gpu_ranks(hta, "temporal breakdown")):
         return pd.DataFrame(columns=["rank", *names.values()])
-    with _quiet():
+    with _quiet(), _only(hta, ranks):
         table = hta.get_temporal_breakdown(visualize=False)
     return _seconds(table.rename(columns=names)[["rank", *names.values()]])
 
@@ -82,10 +82,10 @@ def kernels(hta: TraceAnalysis) -> pd.DataFrame:
 def idle(hta: TraceAnalysis) -> pd.DataFrame:
     """rank, stream, cause, idle_s, share of the stream's idle time in 0..1 (HTA get_idle_time_breakdown)."""
     columns = ["rank", "stream", "cause", "idle_s", "share"]
-    if not _has_gpu(hta, "idle time breakdown"):
+    if not (ranks := _gpu_ranks(hta, "idle time breakdown")):
         return pd.DataFrame(columns=columns)
     with _quiet():
-        table, _ = hta.get_idle_time_breakdown(ranks=sorted(hta.t.traces), visualize=False)
+        table, _ = hta.get_idle_time_breakdown(ranks=ranks, visualize=False)
     names = {"idle_category": "cause", "idle_time": "idle_s", "idle_time_ratio": "share"}
     return _seconds(table.rename(columns=names)[columns])
 
@@ -116,13 +116,24 @@ def _seconds(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(**{column: table[column].astype(float) * 1e-6 for column in times}).reset_index(drop=True)
 
 
-def _has_gpu(hta: TraceAnalysis, what: str) -> bool:
-    """HTA raises on ranks without a GPU row; it has nothing to say about such a set."""
-    without = [rank for rank, table in hta.t.traces.items() if not (table["stream"] >= 0).any()]
-    if without:
-        text = f"HTA has no {what} for traces without GPU rows (rank {', '.join(map(str, sorted(without)))})"
+def _gpu_ranks(hta: TraceAnalysis, what: str) -> list[int]:
+    """Ranks with GPU rows; HTA raises on the others, and has nothing to say about them."""
+    ranks = sorted(rank for rank, table in hta.t.traces.items() if (table["stream"] >= 0).any())
+    if without := sorted(set(hta.t.traces) - set(ranks)):
+        text = f"HTA has no {what} for traces without GPU rows (rank {', '.join(map(str, without))})"
         warnings.warn(text, TraceWarning, stacklevel=3)
-    return not without
+    return ranks
+
+
+@contextlib.contextmanager
+def _only(hta: TraceAnalysis, ranks: list[int]) -> Iterator[None]:
+    """HTA with the traces of some ranks, where its call takes no list of ranks."""
+    traces = hta.t.traces
+    hta.t.traces = {rank: traces[rank] for rank in ranks}
+    try:
+        yield
+    finally:
+        hta.t.traces = traces
 
 
 @contextlib.contextmanager

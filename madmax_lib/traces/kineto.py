@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from madmax_lib.kinds import kernel_kinds, load_kinds
+from madmax_lib.kinds import collective_names, kernel_kinds, load_kinds
 from madmax_lib.timeline import KINDS, Meta, Timeline, concat
-from madmax_lib.traces.chrome import RawTrace, TraceWarning
+from madmax_lib.traces.chrome import NotATrace, RawTrace, TraceWarning
 from madmax_lib.traces.columns import Columns, read_columns
 from madmax_lib.traces.files import find_traces, iteration_folder, rank_in_name
 from madmax_lib.traces.steps import assign_steps, hta_rows
@@ -46,34 +46,34 @@ def read_trace(
     Raises FileNotFoundError, and ValueError with file and reason for what is no trace or has the rank of another file.
     """
     paths = find_traces(source, iteration)
-    is_directory = not isinstance(source, (list, tuple)) and Path(source).expanduser().is_dir()
-    timelines = _read_files(paths, hta_compatible, kinds, skip_others=is_directory)
-    if not timelines and (below := iteration_folder(Path(source).expanduser(), iteration)):
-        timelines = _read_files(find_traces(below), hta_compatible, kinds, skip_others=True)
-    if not timelines:
-        _read_files(paths[:1], hta_compatible, kinds, skip_others=False)  # raises: says what is wrong with the first
+    timelines, others = _read_files(paths, hta_compatible, kinds)
+    in_folder = not isinstance(source, (list, tuple)) and Path(source).expanduser().is_dir()
+    if not timelines and in_folder and (below := iteration_folder(Path(source).expanduser(), iteration)):
+        timelines, _ = _read_files(find_traces(below), hta_compatible, kinds)
+    if others and not (in_folder and timelines):  # a run directory may hold configurations and metrics too
+        raise others[0]
     if hta_compatible:
         timelines = hta_rows(timelines)
     return concat(list(timelines.values()))
 
 
-def _read_files(paths: list[Path], hta: bool, user_kinds, *, skip_others: bool) -> dict[int, Timeline]:
-    """Timeline of each rank; with skip_others, files of another kind (configurations, metrics) are passed over."""
+def _read_files(paths: list[Path], hta: bool, user_kinds) -> tuple[dict[int, Timeline], list[NotATrace]]:
+    """Timeline of each rank, and what is wrong with the files that are no traces."""
     timelines: dict[int, Timeline] = {}
     files: dict[int, Path] = {}
+    others: list[NotATrace] = []
     for path in paths:
         try:
             columns, trace = read_columns(path)
-        except ValueError as error:
-            if skip_others and "not a profiler trace" in str(error):
-                continue
-            raise
+        except NotATrace as reason:
+            others.append(reason)
+            continue
         rank = _rank(columns, trace)
         if rank in files:
-            raise ValueError(f"{files[rank]} and {path} are both rank {rank}; read them one by one or remove one")
+            raise ValueError(f"{files[rank]} and {path} are both rank {rank}; give one of them, or a list of files")
         files[rank] = path
         timelines[rank] = _timeline(columns, trace, rank, hta, user_kinds)
-    return timelines
+    return timelines, others
 
 
 def _rank(columns: Columns, trace: RawTrace) -> int:
@@ -126,9 +126,16 @@ def _timeline(columns: Columns, trace: RawTrace, rank: int, hta: bool, user_kind
             "files": {str(rank): {"name": trace.path.name, "sha256": _sha256(trace.path)}},
             "rules": "hta" if hta else "exact",
             "threads": {str(rank): [f"pid {pid} tid {tid}" for pid, tid in columns.threads]},
+            **({"collectives": _user_collectives(columns, table)} if user_kinds else {}),
         },
     )
     return Timeline(spans, meta)
+
+
+def _user_collectives(columns: Columns, table: pd.DataFrame) -> dict[str, str]:
+    """Collectives that a user's table names, for `exposed_by_collective`."""
+    found = dict(zip(columns.names, collective_names(columns.names, table=table), strict=True))
+    return {name: collective for name, collective in found.items() if collective}
 
 
 def _device_name(properties) -> str:

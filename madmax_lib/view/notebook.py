@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,8 @@ class Place:
 def setup(seed: int = 0) -> Place:
     """Theme, seeds and output folder; the first call of every notebook.
 
-    Figures go to MADMAX_FIGURES if set, to `figures/` of the checkout, else to `figures/` of the working folder.
+    Figures go to MADMAX_FIGURES if set (`make run` sets it to the committed `figures/`), else to `build/figures/` of
+    the checkout, or to `figures/` of the working folder where there is no checkout.
     """
     plt.style.use(Path(__file__).with_name("paper.mplstyle"))
     random.seed(seed)
@@ -54,7 +56,7 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     versions, commit and sha256 of the inputs. Files whose figure has not changed are left alone, so the recorded
     commit is the one that made them. Raises ValueError for a name that is not topic/name or a figure without data.
     """
-    if name.count("/") != 1 or not all(part.replace("_", "").replace("-", "").isalnum() for part in name.split("/")):
+    if not re.fullmatch(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+", str(name)):
         raise ValueError(f"figure name {name!r} is not of the form topic/name")
     data = figure_data(ax) if data is None else data
     if data is None:
@@ -93,8 +95,8 @@ def _place() -> Place:
         name = "kaggle"
     else:
         name = "ci" if os.environ.get("CI") else "local"
-    root = PROJECT if (PROJECT / "notebooks").is_dir() else Path.cwd()
-    return Place(name, Path(os.environ.get("MADMAX_FIGURES", root / "figures")))
+    default = PROJECT / "build" / "figures" if (PROJECT / "notebooks").is_dir() else Path.cwd() / "figures"
+    return Place(name, Path(os.environ.get("MADMAX_FIGURES", default)))
 
 
 def _origin(data: pd.DataFrame) -> dict:
@@ -123,7 +125,14 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=PROJECT, capture_output=True, text=True, check=False)
+    """Commit of the checkout, marked where files differ from it; unknown outside of a checkout or without git."""
+    if not (PROJECT / ".git").exists():
+        return "unknown"
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match=none"]
+    try:
+        run = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
     return run.stdout.strip() or "unknown"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+import seaborn as sns
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -53,7 +54,8 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, *, step: int | Non
             drawn += [(rank, stream, kind, start_s, dur_s) for start_s, dur_s in bars]
     ax.set_yticks(range(len(rows)), [_row_label(rank, stream) for rank, stream in rows])
     ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, reach_ns / NS_PER_S * 1e3), xlabel="time in the step [ms]")
-    which = f"Step {part.steps[0]}" if part.steps and timeline.steps != [0] else "One step"
+    numbered = set(spans["step"]) - {-1, 0}
+    which = f"Step {min(numbered)}" if numbered else "One step"
     ranks = spans["rank"].nunique()
     ax.set_title(f"{which}: {format_s(reach_ns / NS_PER_S)} on {ranks} rank{'s' if ranks > 1 else ''}")
     _legend(ax, [kind for kind in BUSY_KINDS if (spans["kind"] == kind).any()])
@@ -74,7 +76,8 @@ def plot_breakdown(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         left = left + value_s.to_numpy() * 1e3
     _rank_axis(ax, table["rank"])
     ax.set(xlabel="time [ms]", title=_breakdown_message(table))
-    _legend(ax, list(parts), {"comm": "exposed communication", "memcpy": "copies and other"})
+    shown = [kind for kind, value_s in parts.items() if value_s.sum() > 0]
+    _legend(ax, shown, {"comm": "exposed communication", "memcpy": "copies and other"})
     return _keep(ax, table)
 
 
@@ -106,8 +109,10 @@ def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.barh(range(len(mean)), hidden_ms, left=mean["exposed_s"] * 1e3, color=COLORS["hidden"], height=0.7)
     ax.set_yticks(range(len(mean)), [name.replace("_", "-") for name in mean.index])
     ax.set(ylim=(len(mean) - 0.4, -0.6), xlabel=f"time per rank, mean of {ranks} [ms]")
-    first = mean.index[0].replace("_", "-") if len(mean) else "nothing"
-    ax.set_title(f"{first} is the most exposed")
+    if mean["exposed_s"].sum() > 0:
+        ax.set_title(f"{mean.index[0].replace('_', '-')} is the most exposed")
+    else:
+        ax.set_title("No communication is exposed" if len(mean) else "No communication")
     _legend(ax, ["comm", "hidden"], {"hidden": "hidden under compute", "comm": "exposed"})
     return _keep(ax, mean.reset_index(), table)
 
@@ -115,25 +120,27 @@ def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 def plot_waiting(table: pd.DataFrame, ax: Axes | None = None, *, ranks: list[int] | None = None) -> Axes:
     """Who waits for whom: rows wait, columns arrive last, of `waiting`; values in ms."""
     ranks = sorted({*table["rank"], *table["waits_for"]}) if ranks is None else ranks
+    ax = ax or _new_axes(height=1.4 + 0.32 * len(ranks), width=3.4 + 0.5 * len(ranks))
+    if not len(table):
+        ax.set(title="Nobody waits: no collective has two ranks here", xticks=[], yticks=[])
+        return _keep(ax, table)
     grid = table.pivot_table(index="rank", columns="waits_for", values="wait_s", aggfunc="sum", observed=False)
-    grid = grid.reindex(index=ranks, columns=ranks).fillna(0.0).to_numpy() * 1e3
-    most = max(grid.max(initial=0.0), 1e-9)
-    ax = ax or _new_axes(height=1.4 + 0.32 * len(ranks), width=2.6 + 0.5 * len(ranks))
-    ax.imshow(grid, cmap="Oranges", vmin=0, vmax=most)
-    for row, column in np.argwhere(grid > 0):
-        color = "white" if grid[row, column] > 0.6 * most else "black"
-        ax.text(column, row, f"{grid[row, column]:.3g}", ha="center", va="center", fontsize=7, color=color)
-    ax.set_xticks(range(len(ranks)), [f"{rank}" for rank in ranks])
-    ax.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    ax.set(xlabel="rank that arrives last", title="Waiting in collectives [ms]")
-    ax.grid(False)
+    grid = grid.reindex(index=ranks, columns=ranks).fillna(0.0) * 1e3
+    texts = grid.map(lambda wait_ms: f"{wait_ms:.3g}" if wait_ms else "")
+    style = {"cmap": "Oranges", "vmin": 0, "cbar": False, "square": True, "annot_kws": {"fontsize": 7}}
+    sns.heatmap(grid, ax=ax, annot=texts, fmt="", linewidths=0.5, **style)
+    ax.set_yticklabels([f"rank {rank}" for rank in ranks], rotation=0)
+    last = grid.sum()
+    share = last.max() / max(last.sum(), 1e-12)
+    ax.set(xlabel="rank that arrives last", ylabel="", title=f"Waiting [ms]: {share:.0%} for rank {last.idxmax()}")
     return _keep(ax, table)
 
 
 def _one_step(timeline: Timeline, step: int | None) -> Timeline:
     if step is not None and step not in timeline.steps:
         raise ValueError(f"step {step} is not in the timeline; it has {timeline.steps or 'no steps'}")
-    steps = timeline.steps[:1] if step is None else [step]
+    busy = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    steps = sorted(set(busy["step"]) - {-1})[:1] if step is None else [step]
     return timeline.select(steps=steps) if steps else timeline
 
 
@@ -179,6 +186,8 @@ def _hatch(timeline: Timeline) -> str | None:
 
 def _legend(ax: Axes, kinds: list[str], labels: dict[str, str] | None = None) -> None:
     labels = {**_LABELS, **(labels or {})}
+    if not kinds:
+        return
     handles = [Patch(color=COLORS[kind], label=labels[kind]) for kind in kinds]
     below = -0.75 / ax.figure.get_figheight()
     ax.legend(handles=handles, ncols=len(handles), loc="upper right", bbox_to_anchor=(1.0, below))

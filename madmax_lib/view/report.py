@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import html
 import io
-import os
 import re
-import tempfile
 from pathlib import Path
 from string import Template
 
@@ -16,6 +14,7 @@ from matplotlib.axes import Axes
 
 from madmax_lib import __version__
 from madmax_lib.accounting import breakdown, exposed_by_collective, top_kernels
+from madmax_lib.atomic import replacing
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.collectives import waiting
 from madmax_lib.units import format_s
@@ -31,8 +30,8 @@ def write_report(timeline: Timeline, path: str | Path, title: str) -> Path:
     path = Path(path)
     style = Path(__file__).with_name("paper.mplstyle")
     with plt.style.context(style):
-        sections = _sections(timeline)
-    table = breakdown(timeline)
+        table = breakdown(timeline)
+        sections = _sections(timeline, table)
     page = Template(Path(__file__).with_name("report.html").read_text()).substitute(
         title=html.escape(title),
         about=html.escape(_about(timeline)),
@@ -40,29 +39,32 @@ def write_report(timeline: Timeline, path: str | Path, title: str) -> Path:
         sections="\n".join(sections),
         version=__version__,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(page)
-    Path(temporary).chmod(0o644)
-    return Path(temporary).replace(path)
+    with replacing(path) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    return path
 
 
-def _sections(timeline: Timeline) -> list[str]:
-    table, by_collective, waits = breakdown(timeline), exposed_by_collective(timeline), waiting(timeline)
-    drawn = timeline.select(ranks=timeline.ranks[:_MOST_RANKS_DRAWN])
-    part = table.head(_MOST_RANKS_DRAWN)
-    sections = [_section("Where the time goes", _svg(plot_breakdown(part)), _table(table))]
+def _sections(timeline: Timeline, table: pd.DataFrame) -> list[str]:
+    by_collective, waits = exposed_by_collective(timeline), waiting(timeline)
+    part = table.nlargest(_MOST_RANKS_DRAWN, "exposed_comm_s").sort_values("rank").reset_index(drop=True)
+    drawn = timeline.select(ranks=list(part["rank"]))
+    note = ""
+    if len(part) < len(table):
+        note = f"<p>Drawn: the {len(part)} of {len(table)} ranks with the most exposed communication.</p>"
+    sections = [_section("Where the time goes", note, _svg(plot_breakdown(part)), _table(table))]
     if table["comm_s"].sum() > 0:
-        sections.append(_section("Overlap of communication and compute", _svg(plot_overlap(part))))
-        sections.append(_section("Exposed communication", _svg(plot_exposed(by_collective)), _table(by_collective)))
-    if len(waits):
-        text = f"<p>{html.escape(_slowest(waits))}</p>"
-        picture = _svg(plot_waiting(waits, ranks=timeline.ranks)) if len(timeline.ranks) <= _MOST_RANKS_DRAWN else ""
+        sections.append(_section("Overlap of communication and compute", note, _svg(plot_overlap(part))))
+        per_rank = _table(by_collective) if len(table) <= _MOST_RANKS_DRAWN else ""
+        sections.append(_section("Exposed communication", _svg(plot_exposed(by_collective)), per_rank))
+    if len(waits) or waits.attrs["unmatched"]:
+        text = "".join(f"<p>{html.escape(line)}</p>" for line in _about_waiting(waits))
+        few = len(waits) and len(timeline.ranks) <= _MOST_RANKS_DRAWN
+        picture = _svg(plot_waiting(waits, ranks=timeline.ranks)) if few else ""
         sections.append(_section("Who waits for whom", text, picture, _table(waits.nlargest(10, "wait_s"))))
-    sections.append(_section("Top kernels", _table(top_kernels(timeline, 20))))
-    if len(drawn.spans) and table["total_s"].sum() > 0:
-        sections.append(_section("Timeline of one step", _svg(plot_timeline(drawn))))
+    what = "Top kernels" if (timeline.spans["stream"] >= 0).any() else "Top operators"
+    sections.append(_section(what, _table(top_kernels(timeline, 20))))
+    if part["total_s"].sum() > 0:
+        sections.append(_section("Timeline of one step", note, _svg(plot_timeline(drawn))))
     return sections
 
 
@@ -71,7 +73,8 @@ def _about(timeline: Timeline) -> str:
     device = timeline.meta.device or "no device named"
     missing = timeline.meta.world_size - len(timeline.ranks)
     absent = f" ({missing} of {timeline.meta.world_size} ranks have no trace here)" if missing > 0 else ""
-    return f"{len(timeline.ranks)} ranks{absent}, {steps}, {len(timeline):,} spans, {device}"
+    ranks = f"{len(timeline.ranks)} rank{'s' if len(timeline.ranks) > 1 else ''}{absent}"
+    return f"{ranks}, {steps}, {len(timeline):,} spans, {device}"
 
 
 def _message(table: pd.DataFrame) -> str:
@@ -84,11 +87,18 @@ def _message(table: pd.DataFrame) -> str:
     )
 
 
-def _slowest(waits: pd.DataFrame) -> str:
-    by_last = waits.groupby("waits_for")["wait_s"].sum()
-    rank, wait_s = by_last.idxmax(), by_last.max()
-    of_all = f"of {format_s(by_last.sum())} in all"
-    return f"Rank {rank} arrives last most: the others wait {format_s(wait_s)} for it, {of_all}."
+def _about_waiting(waits: pd.DataFrame) -> list[str]:
+    lines = []
+    if len(waits):
+        by_last = waits.groupby("waits_for")["wait_s"].sum()
+        rank, wait_s = by_last.idxmax(), by_last.max()
+        of_all = f"of {format_s(by_last.sum())} in all"
+        lines.append(f"Rank {rank} arrives last most: the others wait {format_s(wait_s)} for it, {of_all}.")
+    if waits.attrs["one_group_assumed"]:
+        lines.append("The traces name no process groups: all ranks are taken as one group.")
+    for name, count in waits.attrs["unmatched"].items():
+        lines.append(f"{count} calls of {name[:80]} are left out: the ranks made different numbers of them in a step.")
+    return lines
 
 
 def _section(title: str, *parts: str) -> str:
@@ -106,6 +116,8 @@ def _table(table: pd.DataFrame) -> str:
             text[column] = ["" if pd.isna(value) else f"{value:.1%}" for value in table[column]]
         elif column == "size_bytes":
             text[column] = ["" if pd.isna(value) else f"{value:,.0f}" for value in table[column]]
+    if "name" in text:
+        text["name"] = [name if len(name) <= 90 else f"{name[:89]}…" for name in text["name"]]
     text.columns = [column.removesuffix("_s").replace("_", " ") for column in text.columns]
     page = text.to_html(index=False, border=0, justify="right")
     return re.sub(r"<td>(?=[A-Za-z_(])", '<td class="text">', page)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from madmax_lib.atomic import replacing
 from madmax_lib.datasets import PROJECT
 
 __all__ = ["Result", "known_parameters", "notebooks", "parse_parameters", "run_notebook"]
@@ -55,6 +56,8 @@ def parse_parameters(path: Path, pairs: list[str]) -> dict:
         if name not in known:
             raise ValueError(f"{path.stem} has no parameter {name!r}\n{_listing(path, known)}")
         kind = known[name]["inferred_type_name"].strip("'\" ")
+        if name in values:
+            raise ValueError(f"parameter {name} is given twice")
         try:
             values[name] = _typed(text, kind)
         except (ValueError, SyntaxError):
@@ -72,6 +75,7 @@ def run_notebook(path: Path, parameters: dict, *, build: Path, figures: Path | N
     started = time.perf_counter()
     with _quiet(), tempfile.TemporaryDirectory() as folder:
         import papermill
+        from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
         log = Path(folder) / "figures.txt"
         env = {"MADMAX_FIGURE_LOG": str(log), **({"MADMAX_FIGURES": str(figures)} if figures else {})}
@@ -89,6 +93,8 @@ def run_notebook(path: Path, parameters: dict, *, build: Path, figures: Path | N
                 )
         except papermill.exceptions.PapermillExecutionError as failure:
             error = f"{failure.ename}: {failure.evalue}".strip().splitlines()[0]
+        except (DeadKernelError, CellTimeoutError) as failure:  # the kernel was killed, for want of memory perhaps
+            error = f"{type(failure).__name__}: {failure}".strip().splitlines()[0]
         written = log.read_text().splitlines() if log.exists() else []
         _write_html(output)
     return Result(path.stem, output, time.perf_counter() - started, written, error)
@@ -122,9 +128,8 @@ def _write_html(output: Path) -> None:
     from nbconvert import HTMLExporter
 
     html, _ = HTMLExporter().from_filename(str(output))
-    temporary = output.with_suffix(".html.tmp")
-    temporary.write_text(html, encoding="utf-8")
-    temporary.replace(output.with_suffix(".html"))
+    with replacing(output.with_suffix(".html")) as temporary:
+        temporary.write_text(html, encoding="utf-8")
 
 
 @contextmanager
