@@ -15,6 +15,7 @@ _PUBLIC = {
     "cluster": "catalog",
     "clusters": "catalog",
     "dataset": "datasets",
+    "export_trace": "traces.export",
     "model": "catalog",
     "models": "catalog",
     "plot_timeline": "view.plots",

@@ -20,7 +20,8 @@ from madmax_lib.accounting import breakdown, exposed_by_collective
 from madmax_lib.kinds import kernel_kinds
 from madmax_lib.simulator.engine import Program, to_timeline
 from madmax_lib.timeline import BUSY_KINDS, SPANS, Meta, Timeline
-from madmax_lib.traces.export import export_trace, original_name
+from madmax_lib.traces.export import export_trace
+from madmax_lib.traces.kernel_names import original_name
 from madmax_lib.traces.kineto import read_trace
 
 EXACT = [column for column in SPANS if column not in ("name", "correlation", "kind")]
@@ -58,13 +59,15 @@ def canonical(spans: pd.DataFrame) -> pd.DataFrame:
     return spans.sort_values(order, kind="stable").reset_index(drop=True)
 
 
+def on_device(spans: pd.DataFrame) -> pd.DataFrame:
+    return spans[(spans["stream"] >= 0) & spans["kind"].isin(BUSY_KINDS)].reset_index(drop=True)
+
+
 def assert_same_spans(timeline: Timeline, again: Timeline, rows: str = "all") -> None:
     """The spans of a timeline (rows="device": the busy ones on streams >= 0) and those read back from its export."""
     ours, theirs = canonical(timeline.spans), canonical(again.spans)
     if rows == "device":
-        ours, theirs = (
-            s[(s["stream"] >= 0) & s["kind"].isin(BUSY_KINDS)].reset_index(drop=True) for s in (ours, theirs)
-        )
+        ours, theirs = on_device(ours), on_device(theirs)
     given_one = (ours["correlation"] >= 0) | (rows == "all")
     pd.testing.assert_frame_equal(ours[[*EXACT, "kind", "name"]], theirs[[*EXACT, "kind", "name"]])
     pd.testing.assert_series_equal(ours["correlation"][given_one], theirs["correlation"][given_one])
@@ -81,7 +84,7 @@ def test_simulated_timeline_comes_back(tmp_path, steps):
     assert_same_spans(timeline, again, "device")
     assert again.steps == timeline.steps
     assert set(exposed_by_collective(again)["collective"]) == {"all_reduce"}
-    assert sorted(os.listdir(tmp_path / "new" / "folder")) == [path.name for path in paths]
+    assert sorted((tmp_path / "new" / "folder").iterdir()) == paths
 
 
 @pytest.mark.parametrize("name, device", [("vit-ddp", False), ("dlrm-8xv100", True), ("resnet-ddp-a100", True)])
@@ -116,7 +119,7 @@ spans_strategy = st.lists(
         st.integers(0, 2**31 - 1),  # stream
         st.sampled_from(["compute", "comm", "memcpy"]),
         st.one_of(
-            st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+            st.text(st.characters(max_codepoint=0x2FF), max_size=12),
             st.sampled_from(["nccl_all_reduce", "Memcpy Sync", "ncclKernel", "dma x", "100% SyncBatchNorm", "0x%41",
                              "kernel madmax", "x Memset", "cross_device_reduce", "nvshmem_put", "gloo:send"]),
         ),
@@ -128,7 +131,7 @@ spans_strategy = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(spans_strategy, st.sampled_from(["simulated", "measured"]), st.sampled_from(["unix", "relative"]))
 def test_any_device_spans_come_back_to_the_nanosecond(tmp_path_factory, rows, source, clock):
     timeline = make_timeline([row[:6] for row in rows], source=source, clock=clock, world_size=3)
@@ -142,11 +145,11 @@ def test_any_device_spans_come_back_to_the_nanosecond(tmp_path_factory, rows, so
         return
     again = read_trace(folder)
     assert_same_spans(timeline, again, "device")
-    busy = again.spans[again.spans["kind"].isin(BUSY_KINDS)]
-    names = list(busy["name"].astype(object))
-    assert kernel_kinds(names, rules="hta").tolist() == busy["kind"].tolist()
-    by_kind = {kind: {name for name, k in zip(names, busy["kind"], strict=True) if k == kind} for kind in BUSY_KINDS}
-    assert all(len({original_name(name) for name in some}) == len(some) for some in by_kind.values())
+    kernels = [e for path in paths for e in events(path) if "stream" in e.get("args", ())]
+    labels, kinds = [e["name"] for e in kernels], [e["args"]["kind"] for e in kernels]
+    assert kernel_kinds(labels, rules="hta").tolist() == kinds
+    one_to_one = {(original_name(label), kind): label for label, kind in zip(labels, kinds, strict=True)}
+    assert len(one_to_one) == len(set(labels))
     for path in paths:
         assert all(Decimal(e["ts"]) >= 0 for e in events(path))
 
@@ -228,11 +231,11 @@ def test_measured_launches_get_arrows(tmp_path):
 
 def test_waits_annotations_and_allocations(tmp_path):
     rows = [
+        (0, -1, "cpu", "cudaLaunchKernel", 0, 5),
         (0, 7, "compute", "sgemm", 0, 100),
         (0, 7, "idle", "Stream Wait Event", 100, 50),
         (0, 7, "annotation", "forward", 0, 150),
         (0, 3, "other", "barrier", 200, 50),
-        (0, -1, "cpu", "cudaLaunchKernel", 0, 5),
         (0, -2, "memory", "[memory]", 3, 0),
     ]
     path = export_trace(make_timeline(rows), tmp_path)[0]
@@ -246,8 +249,8 @@ def test_waits_annotations_and_allocations(tmp_path):
         "[memory]": ("cpu_instant_event", False),
     }
     again = read_trace(path).spans
-    assert again["kind"].tolist() == ["compute", "idle", "annotation", "memcpy", "cpu"]
-    assert again["stream"].tolist()[:4] == [7, 7, 7, 3]
+    assert again["kind"].tolist() == ["cpu", "compute", "idle", "annotation", "memcpy"]
+    assert again["stream"].tolist() == [-1, 7, 7, 7, 3]
 
 
 def test_host_threads_keep_their_numbers(tmp_path):
@@ -264,7 +267,7 @@ def test_host_work_stays_host_work(tmp_path):
         (0, -1, "cpu", "tail", 100, 50),
         (0, -1, "compute", "aten::mm", 120, 100),
         (0, -2, "comm", "all_gather layers.1", 0, 500),
-        (0, -2, "annotation", "nccl:all_reduce later", 600, 10),
+        (0, -2, "annotation", "gloo:all_reduce later", 600, 10),
     ]
     timeline = make_timeline(rows)
     path = export_trace(timeline, tmp_path)[0]
@@ -334,7 +337,7 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, message):
 
 def test_steps_that_a_file_cannot_tell(tmp_path):
     spans = make_timeline([(0, 7, "compute", "k", 0, 9), (0, -1, "cpu", "a", 0, 1), (0, -1, "cpu", "b", 10, 1)]).spans
-    with pytest.raises(ValueError, match="is of step 5"):
+    with pytest.raises(ValueError, match="is of step 3, but starts on the host during another"):
         export_trace(Timeline(spans.assign(step=np.array([3, 5, 3], dtype=np.int32))), tmp_path)
 
 
@@ -344,7 +347,7 @@ def test_files_appear_whole_or_not_at_all(tmp_path):
     rows = [(0, 7, "compute", "fine", 0, 10), (1, 7, "compute", "not \ud800 Unicode", 0, 10)]
     with pytest.raises(ValueError, match="Unicode"):
         export_trace(make_timeline(rows), tmp_path)
-    assert old.read_bytes() == b"before" and os.listdir(tmp_path) == ["rank0.json.gz"]
+    assert old.read_bytes() == b"before" and list(tmp_path.iterdir()) == [old]
     with pytest.raises(NotADirectoryError, match="is not a directory"):
         export_trace(simulated(), old)
     (tmp_path / "rank1.json.gz").mkdir()
@@ -389,4 +392,4 @@ def test_hta_agrees(tmp_path, name, rounding):
     for column in ("total_s", "compute_s", "non_compute_s", "idle_s"):
         np.testing.assert_allclose(ours[column], theirs[column], rtol=0, atol=1e-6)
     np.testing.assert_allclose(ours["overlap"], theirs["overlap"], rtol=0, atol=1e-4 if rounding else 1e-3)
-    print((ours[theirs.columns] - theirs).abs().max().to_dict())
+    print((ours[theirs.columns] - theirs).abs().max().to_dict(), theirs.tail(1).to_dict("records"))

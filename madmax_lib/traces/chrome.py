@@ -112,26 +112,26 @@ def decode_pieces(trace: RawTrace, *, exact: bool = False) -> Iterator[list[Even
     Raises OSError for a file that cannot be opened and ValueError (with file and reason) for one that is no trace.
     """
     decoder = msgspec.json.Decoder(list[Event], float_hook=Decimal if exact else None)
-    blocks = _text_blocks(trace)
-    buffer, rest = _find_events(trace, blocks), None
-    for block in blocks:
-        buffer += block
-        if rest is not None or not (cut := _last_cut(buffer)):
-            continue
-        try:
-            events, rest = _decode_piece(trace, decoder, buffer[: cut.start() + 1])
-        except _Short:  # the cut lies inside a string or a nested list: take more text
-            continue
-        trace.events += len(events)
-        yield events
-        buffer = buffer[cut.end() :] if rest is None else rest + buffer[cut.start() + 1 :]
-    if rest is None:
-        events, rest = _decode_end(trace, decoder, buffer)
-        trace.events += len(events)
-        yield events
-    else:
-        rest = buffer
-    _read_rest(trace, rest)
+    with contextlib.closing(_text_blocks(trace)) as blocks:
+        buffer, rest = _find_events(trace, blocks), None
+        for block in blocks:
+            buffer += block
+            if rest is not None or not (cut := _last_cut(buffer)):
+                continue
+            try:
+                events, rest = _decode_piece(trace, decoder, buffer[: cut.start() + 1])
+            except _Short:  # the cut lies inside a string or a nested list: take more text
+                continue
+            trace.events += len(events)
+            yield events
+            buffer = buffer[cut.end() :] if rest is None else rest + buffer[cut.start() + 1 :]
+        if rest is None:
+            events, rest = _decode_end(trace, decoder, buffer)
+            trace.events += len(events)
+            yield events
+        else:
+            rest = buffer
+        _read_rest(trace, rest)
 
 
 def _text_blocks(trace: RawTrace) -> Iterator[bytes]:

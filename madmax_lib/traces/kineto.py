@@ -21,6 +21,7 @@ from madmax_lib.timeline import KINDS, Meta, Timeline, concat
 from madmax_lib.traces.chrome import NotATrace, RawTrace, TraceWarning
 from madmax_lib.traces.columns import Columns, read_columns
 from madmax_lib.traces.files import find_traces, iteration_folder, rank_in_name
+from madmax_lib.traces.kernel_names import original_name
 from madmax_lib.traces.steps import assign_steps, hta_rows
 
 __all__ = ["TraceWarning", "read_trace"]
@@ -103,7 +104,7 @@ def _timeline(columns: Columns, trace: RawTrace, rank: int, hta: bool, user_kind
             "rank": np.full(len(columns), rank, dtype=np.int32),
             "stream": np.where(stream < 2**31, stream, stream % 2**31).astype(np.int32),
             "kind": pd.Categorical.from_codes(kind, KINDS),
-            "name": pd.Categorical.from_codes(columns.name, columns.names),
+            "name": pd.Categorical([original_name(name) for name in columns.names])[columns.name],
             "start_ns": start_ns + base_ns,
             "dur_ns": dur_ns if hta else np.maximum(dur_ns, 0),
             "step": np.full(len(columns), -1, dtype=np.int32),
