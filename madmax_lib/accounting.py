@@ -26,7 +26,7 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     """
     rows = [{"rank": rank, **_rank_breakdown(spans)} for rank, spans in _busy(timeline)]
     table = pd.DataFrame(rows, columns=["rank", *_rank_breakdown(timeline.spans[:0])])
-    table.attrs["provenance"] = timeline.meta.provenance
+    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
     return table
 
 
@@ -56,7 +56,7 @@ def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
                 }
             )
     table = pd.DataFrame(rows, columns=["rank", "collective", "count", "comm_s", "exposed_s", "size_bytes"])
-    table.attrs["provenance"] = timeline.meta.provenance
+    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
     return table
 
 
@@ -68,7 +68,7 @@ def top_kernels(timeline: Timeline, count: int = 10) -> pd.DataFrame:
     table["share"] = table["sum"] / max(table["sum"].sum(), 1)
     table = table.assign(total_s=table["sum"] / NS_PER_S, mean_s=table["mean"] / NS_PER_S)
     table = table[["name", "kind", "count", "total_s", "mean_s", "share"]].head(count)
-    table.attrs["provenance"] = timeline.meta.provenance
+    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
     return table
 
 

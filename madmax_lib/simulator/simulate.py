@@ -59,7 +59,13 @@ def simulate(
         world_size=plan.world_size,
         represents={stage: list(range(stage * width, (stage + 1) * width)) for stage in range(plan.pp)},
         device=cluster.device.name,
-        provenance={"model": model.name, "cluster": cluster.name, "plan": str(plan), "global_batch": global_batch},
+        provenance={
+            "model": model.name,
+            "cluster": cluster.name,
+            "nodes": cluster.nodes,
+            "plan": str(plan),
+            "global_batch": global_batch,
+        },
     )
     return _with_device_ranks(to_timeline(program, meta))
 

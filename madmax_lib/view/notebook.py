@@ -24,6 +24,7 @@ from madmax_lib.view.plots import figure_data
 
 __all__ = ["Place", "optional_dataset", "save_figure", "setup"]
 
+_SIMULATED = ("model", "cluster", "nodes", "plan", "global_batch")
 _VERSIONS = ("numpy", "pandas", "matplotlib", "torch", "holistictraceanalysis")
 
 
@@ -102,7 +103,7 @@ def _place() -> Place:
 def _origin(data: pd.DataFrame) -> dict:
     provenance = data.attrs.get("provenance", {})
     return {
-        "inputs": provenance.get("files", {}),
+        "inputs": provenance.get("files") or {key: provenance[key] for key in _SIMULATED if key in provenance},
         "rules": provenance.get("rules", ""),
         "parameters": _parameters(),
         "versions": {"python": platform.python_version(), **{p: v for p in _VERSIONS if (v := _version(p))}},

@@ -50,7 +50,7 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, *, step: int | Non
             of_kind = row[row["kind"] == kind]
             blocks = _blocks(pack(of_kind["start_ns"] - zero_ns, of_kind["dur_ns"]), reach_ns)
             bars = np.stack([blocks[:, 0], blocks[:, 1] - blocks[:, 0]], axis=1) / NS_PER_S
-            ax.broken_barh(bars * 1e3, (place - 0.4, 0.8), color=COLORS[kind], hatch=_hatch(timeline), linewidth=0)
+            ax.broken_barh(bars * 1e3, (place - 0.4, 0.8), **_fill(kind, timeline.meta.source))
             drawn += [(rank, stream, kind, start_s, dur_s) for start_s, dur_s in bars]
     ax.set_yticks(range(len(rows)), [_row_label(rank, stream) for rank, stream in rows])
     ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, reach_ns / NS_PER_S * 1e3), xlabel="time in the step [ms]")
@@ -67,9 +67,9 @@ def plot_breakdown(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax = ax or _new_axes(height=1.1 + 0.28 * len(table))
     other_s = (table["non_compute_s"] - table["exposed_comm_s"]).clip(lower=0)
     parts = {"compute": table["compute_s"], "comm": table["exposed_comm_s"], "memcpy": other_s, "idle": table["idle_s"]}
-    left = np.zeros(len(table))
+    left, source = np.zeros(len(table)), table.attrs.get("source")
     for kind, value_s in parts.items():
-        ax.barh(range(len(table)), value_s * 1e3, left=left, color=COLORS[kind], height=0.75)
+        ax.barh(range(len(table)), value_s * 1e3, left=left, height=0.75, **_fill(kind, source))
         for place, (start, width, total) in enumerate(zip(left, value_s * 1e3, table["total_s"] * 1e3, strict=True)):
             if total and width / total > 0.08:
                 ax.text(start + width / 2, place, f"{width / total:.0%}", ha="center", va="center", fontsize=7)
@@ -85,8 +85,9 @@ def plot_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Communication of each rank, split into hidden under compute and exposed, with the overlap as text."""
     ax = ax or _new_axes(height=1.1 + 0.28 * len(table))
     hidden_ms = (table["comm_s"] - table["exposed_comm_s"]) * 1e3
-    ax.barh(range(len(table)), hidden_ms, color=COLORS["hidden"], height=0.75)
-    ax.barh(range(len(table)), table["exposed_comm_s"] * 1e3, left=hidden_ms, color=COLORS["comm"], height=0.75)
+    source, exposed_ms = table.attrs.get("source"), table["exposed_comm_s"] * 1e3
+    ax.barh(range(len(table)), hidden_ms, height=0.75, **_fill("hidden", source))
+    ax.barh(range(len(table)), exposed_ms, left=hidden_ms, height=0.75, **_fill("comm", source))
     for place, (comm_s, overlap) in enumerate(zip(table["comm_s"], table["overlap"], strict=True)):
         text = "no communication" if np.isnan(overlap) else f"{overlap:.1%} hidden"
         ax.annotate(text, (comm_s * 1e3, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
@@ -105,8 +106,9 @@ def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     mean = mean.sort_values("exposed_s", ascending=False)
     ax = ax or _new_axes(height=1.2 + 0.32 * len(mean))
     hidden_ms = (mean["comm_s"] - mean["exposed_s"]) * 1e3
-    ax.barh(range(len(mean)), mean["exposed_s"] * 1e3, color=COLORS["comm"], height=0.7)
-    ax.barh(range(len(mean)), hidden_ms, left=mean["exposed_s"] * 1e3, color=COLORS["hidden"], height=0.7)
+    source, exposed_ms = table.attrs.get("source"), mean["exposed_s"] * 1e3
+    ax.barh(range(len(mean)), exposed_ms, height=0.7, **_fill("comm", source))
+    ax.barh(range(len(mean)), hidden_ms, left=exposed_ms, height=0.7, **_fill("hidden", source))
     ax.set_yticks(range(len(mean)), [name.replace("_", "-") for name in mean.index])
     ax.set(ylim=(len(mean) - 0.4, -0.6), xlabel=f"time per rank, mean of {ranks} [ms]")
     if mean["exposed_s"].sum() > 0:
@@ -180,8 +182,10 @@ def _breakdown_message(table: pd.DataFrame) -> str:
     return ", ".join(f"{values.sum() / total_s:.0%} {name}" for name, values in shares.items())
 
 
-def _hatch(timeline: Timeline) -> str | None:
-    return "////" if timeline.meta.source == "simulated" else None
+def _fill(kind: str, source: str | None) -> dict:
+    """Colour of a kind; measured is filled, simulated hatched."""
+    hatch = "////" if source == "simulated" else None
+    return {"facecolor": COLORS[kind], "edgecolor": "white", "linewidth": 0, "hatch": hatch}
 
 
 def _legend(ax: Axes, kinds: list[str], labels: dict[str, str] | None = None) -> None:
