@@ -49,6 +49,7 @@ class Step:
     def __init__(self, stages: list[list[Block]], plan: Plan, cluster: Cluster, parameters: Parameters, dtype: str):
         self.stages, self.plan, self.cluster, self.parameters, self.dtype = stages, plan, cluster, parameters, dtype
         self.program = Program()
+        self.durations_s: dict[tuple, float] = {}
         self.latest: dict[int, int] = {}  # stage -> its last compute op
         self.sent: dict[tuple[str, int, int], int] = {}  # (direction, stage, micro-batch) -> op that sends
         self.waiting: list[tuple[int, tuple[str, int, int]]] = []  # ops that wait for a send issued later
@@ -129,7 +130,7 @@ class Step:
             self._collective(stage, DATA, "all_gather", "parameters", size_bytes, [op])
 
     def _compute(self, stage: int, block: Block, phase: str, flops: float, traffic: float, after: list[int]) -> int:
-        duration_s = float(compute_s(flops, traffic, self.cluster.device, self.dtype, self.parameters))
+        duration_s = self._once(compute_s, flops, traffic, self.cluster.device, self.dtype, self.parameters)
         op = self.program.op(COMPUTE, "compute", f"{block.name} {phase}", duration_s, after, rank=stage)
         self.latest[stage] = op
         return op
@@ -203,10 +204,17 @@ class Step:
         formula = {"all_reduce": all_reduce_s, "all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s}[kind]
         bandwidth, latency_s, group = self.groups[stream]
         ranks = self.plan.tp if stream == TENSOR else self.plan.dp
-        duration_s = float(formula(size_bytes, ranks, bandwidth, latency_s))
+        duration_s = self._once(formula, size_bytes, ranks, bandwidth, latency_s)
         return self.program.op(
             stream, "comm", f"{kind} {what}", duration_s, after, rank=stage, group=group, size_bytes=size_bytes
         )
+
+    def _once(self, formula, *arguments) -> float:
+        """Duration by a formula, worked out once: blocks and micro-batches repeat."""
+        key = (formula, *arguments)
+        if key not in self.durations_s:
+            self.durations_s[key] = float(formula(*arguments))
+        return self.durations_s[key]
 
     def _group(self, ranks: int, stride: int, name: str) -> tuple[float, float, str]:
         bandwidth, latency_s = group_bandwidth(self.cluster, ranks, stride)
