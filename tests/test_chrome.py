@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from madmax_lib.traces import chrome
-from madmax_lib.traces.chrome import Event, RawTrace, TraceWarning, decode_pieces
+from madmax_lib.traces.chrome import decode_pieces
+from madmax_lib.traces.events import Event, RawTrace, TraceWarning
 
 WHOLE = chrome._BLOCK
 BLOCKS = (3, 60, 200, 1000, WHOLE)

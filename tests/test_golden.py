@@ -21,7 +21,7 @@ COLUMNS = {"total_s": "kernel_time_us", "compute_s": "compute_time_us", "non_com
 HTA_PRINTS = {("tracelens-samples/resnet_act_checkpoint.json.gz", "hta"): 22.45}  # where golden.csv differs from HTA
 
 
-@pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo:madmax_lib.traces.chrome.TraceWarning")
+@pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo:madmax_lib.traces.events.TraceWarning")
 @pytest.mark.parametrize("row", ROWS or [ABSENT], ids=lambda row: row and f"{row['file'][:-8]}-{row['mode']}")
 def test_breakdown_of_real_traces(row):
     timeline = read_trace(FOLDER / row["file"], hta_compatible=row["mode"] == "hta")

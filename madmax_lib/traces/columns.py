@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from madmax_lib.traces.chrome import Args, Event, RawTrace, decode_pieces
+from madmax_lib.traces.chrome import decode_pieces
+from madmax_lib.traces.events import Args, Event, RawTrace
 
 __all__ = ["Columns", "read_columns"]
 

@@ -18,8 +18,8 @@ import pandas as pd
 
 from madmax_lib.kinds import collective_names, kernel_kinds, load_kinds
 from madmax_lib.timeline import KINDS, Meta, Timeline, concat
-from madmax_lib.traces.chrome import NotATrace, RawTrace, TraceWarning
 from madmax_lib.traces.columns import Columns, read_columns
+from madmax_lib.traces.events import NotATrace, RawTrace, TraceWarning
 from madmax_lib.traces.files import find_traces, iteration_folder, rank_in_name
 from madmax_lib.traces.kernel_names import original_name
 from madmax_lib.traces.steps import assign_steps, hta_rows

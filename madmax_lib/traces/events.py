@@ -1,0 +1,74 @@
+"""What does a trace file hold? Its events as typed structs, and what it says beside them."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+__all__ = ["Args", "Event", "NotATrace", "RawTrace", "TraceWarning"]
+
+
+class NotATrace(ValueError):
+    """A file that is something else than a profiler trace."""
+
+
+class TraceWarning(UserWarning):
+    """A trace was read, but something in it was missing, damaged or ambiguous."""
+
+
+class Args(msgspec.Struct, frozen=True, gc=False):
+    """The fields of an event's args that we use; any type, because tools write ids as numbers or text."""
+
+    stream: Any = None
+    correlation: Any = None
+    external_id: Any = msgspec.field(default=None, name="External id")
+    external_id_new: Any = msgspec.field(default=None, name="External Id")
+    external_id_old: Any = msgspec.field(default=None, name="external id")
+    size_bytes: Any = msgspec.field(default=None, name="bytes")
+    collective: Any = msgspec.field(default=None, name="Collective name")
+    in_elements: Any = msgspec.field(default=None, name="In msg nelems")
+    out_elements: Any = msgspec.field(default=None, name="Out msg nelems")
+    dtype: Any = None
+    group: Any = msgspec.field(default=None, name="Process Group Name")
+    group_rank: Any = msgspec.field(default=None, name="Rank")
+    group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
+
+
+class Event(msgspec.Struct, gc=False):
+    """One trace event; ts and dur in microseconds."""
+
+    ph: Any = None
+    cat: Any = None
+    name: Any = None
+    pid: Any = None
+    tid: Any = None
+    ts: Any = None
+    dur: Any = None
+    args: Args | None = None
+
+
+@dataclass
+class RawTrace:
+    """What a file says beside its events, filled while `chrome.decode_pieces` runs."""
+
+    path: Path
+    envelope: dict = field(default_factory=dict)  # every top-level key but traceEvents
+    events: int = 0
+    skipped: int = 0  # events that could not be read
+    lost_bytes: int = 0  # text after the last complete event of a truncated file
+    damage: str = ""  # why the file ended early
+
+    def warn(self) -> None:
+        """One warning for a file that was not read whole."""
+        if self.damage:
+            text = (
+                f"{self.path}: {self.damage}; kept {self.events} complete events, lost the last {self.lost_bytes} bytes"
+            )
+            warnings.warn(text, TraceWarning, stacklevel=2)
+        if self.skipped:
+            text = f"{self.path}: skipped {self.skipped} unreadable of {self.events + self.skipped} events"
+            warnings.warn(text, TraceWarning, stacklevel=2)
