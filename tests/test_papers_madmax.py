@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from madmax_lib.accounting import breakdown
-from madmax_lib.papers.madmax import CORRECTED, RELEASED, Rules, cloud_cost, evaluate, feasible, hbm_gb, timeline
+from madmax_lib.papers.madmax import (
+    CORRECTED,
+    RELEASED,
+    Rules,
+    cloud_cost,
+    evaluate,
+    feasible,
+    hbm_gb,
+    memory_gb,
+    timeline,
+)
 from madmax_lib.papers.madmax_rules import GLOBAL, INTRA, STRATEGIES, parse_strategy, rates_of
 
 # Configurations as published in the paper's tables II and III and its public release; times below are in ms.
@@ -524,3 +534,16 @@ def test_bad_rules_are_named(change, message):
         replace(RELEASED, **change)
     with pytest.raises(ValueError, match="rules='best' is not released, corrected or a Rules"):
         result(rules="best")
+
+
+@pytest.mark.parametrize(("strategy", "fits"), [("ddp", False), ("tp,ddp", True), ("fsdp", True)])
+def test_memory_by_component_says_what_does_not_fit(strategy, fits):
+    """DDP of DLRM-A needs 41.4 GB and does not fit 128 x 40 GB, which is why (TP, DDP) is the paper's choice."""
+    one = {"model": "DLRM_A", "system": "ZionEX-128", "task": "pretrain", "dense_strategy": strategy,
+           "global_batch": 65_536}  # fmt: skip
+    table = memory_gb(one, MODELS, SYSTEMS)
+    assert table["part"].tolist() == ["embedding", "bottom", "head"]
+    assert table.attrs["fits"] is fits and table.attrs["memory_gb"] == 40
+    assert table["weights_gb"].sum() == pytest.approx(result("DLRM_A", strategy)["weights_gb_per_device"])
+    if strategy == "ddp":
+        assert table.attrs["hbm_gb"] == pytest.approx(41.4, abs=0.05)

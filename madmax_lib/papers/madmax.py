@@ -2,7 +2,7 @@
 
 The performance model of MAD-Max [Hsia et al., ISCA 2024, arXiv 2310.02784] as its public release applies it (behaviour
 recorded): per GPU one in-order stream of compute and one of communication. What each piece is and how long it takes
-is in `papers.madmax_rules`; here it is issued in the release's order and laid out by `simulator.engine`.
+is in `papers.madmax_layers`; here it is issued in the release's order and laid out by `simulator.engine`.
 A collective is blocking when the next layer's compute waits for it. Backward starts when all of forward has ended.
 """
 
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from madmax_lib.papers.madmax_layers import workload
 from madmax_lib.papers.madmax_rules import (
     CORRECTED,
     RELEASED,
@@ -25,12 +26,22 @@ from madmax_lib.papers.madmax_rules import (
     Work,
     parse_rules,
     row_of,
-    workload,
 )
 from madmax_lib.simulator.engine import Program, run, to_timeline
 from madmax_lib.timeline import Meta, Timeline
 
-__all__ = ["CORRECTED", "RELEASED", "CloudCost", "Rules", "cloud_cost", "evaluate", "feasible", "hbm_gb", "timeline"]
+__all__ = [
+    "CORRECTED",
+    "RELEASED",
+    "CloudCost",
+    "Rules",
+    "cloud_cost",
+    "evaluate",
+    "feasible",
+    "hbm_gb",
+    "memory_gb",
+    "timeline",
+]
 
 COMPUTE, COMM = 0, 1
 _NEEDED = ("model", "type", "system", "task", "dense_strategy", "global_batch")
@@ -104,6 +115,26 @@ def hbm_gb(row: Mapping | pd.DataFrame):
 def feasible(row: Mapping | pd.DataFrame, system: Mapping):
     """Does a row of `evaluate` fit in the memory of a row of the systems table (mem_cap in bytes)?"""
     return hbm_gb(row) * 1e9 <= system["mem_cap"]
+
+
+def memory_gb(case: Mapping | pd.Series, models: pd.DataFrame, systems: pd.DataFrame) -> pd.DataFrame:
+    """What a GPU holds in training, by component: part (embedding and parts of the dense model), weights_gb, hbm_gb.
+
+    hbm_gb is 3 x weights, the rule of the artifact's cloud sheet. attrs: hbm_gb of all, memory_gb of the GPU, fits.
+    """
+    systems_by_name = _by_name(systems, "systems")
+    work = _work(dict(case), _by_name(models, "models"), systems_by_name, RELEASED)
+    whole = sum(layer.weight_bytes for layer in work.layers)
+    held = (work.weight_bytes - work.embedding.weight_bytes) / whole if whole else 0.0
+    parts = {"embedding": work.embedding.weight_bytes}
+    for layer in work.layers:
+        parts[layer.part] = parts.get(layer.part, 0.0) + layer.weight_bytes * held
+    table = pd.DataFrame({"part": list(parts), "weights_gb": [size / 1e9 for size in parts.values()]})
+    table["hbm_gb"] = 3 * table["weights_gb"]
+    capacity_gb = systems_by_name[case["system"]]["mem_cap"] / 1e9
+    needed_gb = float(table["hbm_gb"].sum())
+    table.attrs.update(hbm_gb=needed_gb, memory_gb=capacity_gb, fits=needed_gb <= capacity_gb)
+    return table
 
 
 class CloudCost(NamedTuple):
