@@ -54,10 +54,14 @@ def published(key: str | None = None) -> pd.DataFrame | float:
 
     With a key its value, NaN if nothing is published.
     """
-    table = read_table("madmax_published.csv")[0]
     if key is None:
-        return table.copy()
-    return float(table["value"][table["key"] == key].iloc[0]) if (table["key"] == key).any() else math.nan
+        return read_table("madmax_published.csv")[0].copy()
+    return _published_values().get(key, math.nan)
+
+
+@lru_cache(maxsize=1)
+def _published_values() -> dict[str, float]:
+    return read_table("madmax_published.csv")[0].set_index("key")["value"].to_dict()
 
 
 def systems(sizes: Iterable[tuple[str, int]]) -> pd.DataFrame:
