@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -118,6 +119,7 @@ def _parameters() -> dict:
     return {name: shell.user_ns[name] for name in names if name in shell.user_ns}
 
 
+@lru_cache
 def _version(package: str) -> str | None:
     try:
         return version(package)
