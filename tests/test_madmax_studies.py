@@ -6,11 +6,23 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import local_or_skip
+from matplotlib import pyplot as plt
 
 from madmax_lib.catalog import cluster
 from madmax_lib.papers import madmax_studies as study
 from madmax_lib.papers.madmax import evaluate
-from madmax_lib.papers.madmax_suite import best, cases, catalog_systems, published, read_table, steps, suite, systems
+from madmax_lib.papers.madmax_suite import (
+    best,
+    cases,
+    catalog_systems,
+    class_strategies,
+    published,
+    read_table,
+    steps,
+    suite,
+    systems,
+)
+from madmax_lib.view.madmax_plots import plot_classes
 
 MODELS = {  # ours -> name in the release's table
     "DLRM-A": "DLRM_A", "DLRM-A Transformer": "DLRM_A_Transformer", "DLRM-A MoE": "DLRM_A_MoE", "DLRM-B": "DLRM_I",
@@ -160,3 +172,15 @@ def test_prices_and_power_are_those_of_the_artifact():
     columns = ["usd_per_gpu_hour", "nic_gb_per_s", "tdp_w_per_gpu"]
     theirs = theirs.rename(columns={"inter_node_gb_s_per_gpu": "nic_gb_per_s"})[columns]
     assert sorted(map(tuple, ours[columns].to_numpy())) == sorted(map(tuple, theirs.to_numpy()))
+
+
+def test_a_strategy_per_layer_class_beats_one_for_all():
+    """DLRM-A Transformer on 128 A100-40: no single strategy that fits gains more than 1.02x, a pair 1.12x."""
+    pairs = class_strategies("DLRM-A Transformer", "zionex", 128)
+    same = pairs[(pairs["mlp"] == pairs["transformer"]) & pairs["fits"]]
+    assert same["gain"].max() < 1.02
+    best_pair = pairs[pairs["fits"]].nlargest(1, "gain").iloc[0]
+    assert (best_pair["mlp"], best_pair["transformer"]) == ("tp,ddp", "ddp")
+    assert best_pair["gain"] == pytest.approx(1.122, abs=0.002)
+    with plt.rc_context({"axes.titlelocation": "center"}):
+        assert plot_classes(pairs).get_title().startswith("MLP (TP, DDP), transformer (DDP): 1.12x")

@@ -547,3 +547,30 @@ def test_memory_by_component_says_what_does_not_fit(strategy, fits):
     assert table["weights_gb"].sum() == pytest.approx(result("DLRM_A", strategy)["weights_gb_per_device"])
     if strategy == "ddp":
         assert table.attrs["hbm_gb"] == pytest.approx(41.4, abs=0.05)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp,ddp", "fsdp,tp"])
+@pytest.mark.parametrize(("model", "text"), [("DLRM_A", "bottom={0}; top={0}"), ("GPT3", "transformer={0}"),
+                                             ("DLRM_A_T", "MLP={0}; attention={0}; fc={0}")])  # fmt: skip
+def test_one_strategy_for_every_class_is_the_strategy(strategy, model, text):
+    models = pd.concat([MODELS, MODELS[MODELS["name"] == "DLRM_A"].assign(
+        name="DLRM_A_T", type="DLRM_Transformer", num_transformer_layers=4, attention_dim=512, transformer_fc_dim=2048,
+        transformer_seq_len=80)], ignore_index=True)  # fmt: skip
+    one = {"model": model, "system": SYSTEMS["name"].iloc[1], "task": "pretrain", "global_batch": 65_536}
+    cases = pd.DataFrame([{**one, "dense_strategy": s} for s in (strategy, text.format(strategy))])
+    cases["type"] = cases["model"].map(models.set_index("name")["type"])
+    same, split = evaluate(cases, models, SYSTEMS).drop(columns="dense_strategy").to_dict("records")
+    assert same == split
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bottom=ddp", "says nothing of the layer class.es. top"),
+        ("mlp=ddp; attention=tp", "'attention' is not one of the layer classes bottom, top"),
+        ("mlp=pp", "dense_strategy='pp' is not one of"),
+    ],
+)
+def test_bad_strategies_per_class_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        result("DLRM_A", text)

@@ -124,11 +124,7 @@ def memory_gb(case: Mapping | pd.Series, models: pd.DataFrame, systems: pd.DataF
     """
     systems_by_name = _by_name(systems, "systems")
     work = _work(dict(case), _by_name(models, "models"), systems_by_name, RELEASED)
-    whole = sum(layer.weight_bytes for layer in work.layers)
-    held = (work.weight_bytes - work.embedding.weight_bytes) / whole if whole else 0.0
-    parts = {"embedding": work.embedding.weight_bytes}
-    for layer in work.layers:
-        parts[layer.part] = parts.get(layer.part, 0.0) + layer.weight_bytes * held
+    parts = work.held_bytes
     table = pd.DataFrame({"part": list(parts), "weights_gb": [size / 1e9 for size in parts.values()]})
     table["hbm_gb"] = 3 * table["weights_gb"]
     capacity_gb = systems_by_name[case["system"]]["mem_cap"] / 1e9

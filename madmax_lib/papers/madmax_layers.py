@@ -21,7 +21,7 @@ from madmax_lib.papers.madmax_rules import (
     Rules,
     Work,
     check_fields,
-    parse_strategy,
+    parse_classes,
     rates_of,
 )
 
@@ -35,20 +35,33 @@ def workload(model: Mapping, system: Mapping, strategy: str, task: str, global_b
     """
     _check_inputs(model, system, task, global_batch)
     devices, is_dlrm = int(system["num_devices"]), model["type"].startswith("DLRM")
-    elements = parse_strategy(strategy, devices, int(system["num_nodes"]))
+    split = parse_classes(strategy, _classes(model), devices, int(system["num_nodes"]))
     rates = rates_of(system, model["bytes_per_nonemb_param"])
-    local_batch = global_batch * _degree(elements, "tp") / devices
-    layers = _layers(model, rates, elements, local_batch, rules)
+    batches = {name: global_batch * _degree(elements, "tp") / devices for name, elements in split.items()}
+    layers = _layers(model, rates, split, batches, rules)
     embed = _sharded_embedding if is_dlrm else _replicated_embedding
     embedding = embed(model, rates, global_batch / devices, devices)
-    sharding = _degree(elements, "tp") * _degree(elements, "fsdp")
-    weight_bytes = embedding.weight_bytes + sum(layer.weight_bytes for layer in layers) / sharding
+    shards = {name: _degree(elements, "tp") * _degree(elements, "fsdp") for name, elements in split.items()}
+    held = {"embedding": embedding.weight_bytes}
+    for layer in layers:
+        held[layer.part] = held.get(layer.part, 0.0) + layer.weight_bytes / shards[_class(layer)]
     if task == "finetune":
         layers = _frozen(layers, rules.frozen)
         embedding = embedding._replace(trained="embedding" not in rules.frozen)
     gathers_ahead = rules.schedule == "optimised" or (rules.schedule == "released" and model["type"] == "ViT")
-    first = _first_gather(layers[-1], rates, elements, sharding, rules)
-    return Work(embedding, layers, first, gathers_ahead, is_dlrm, devices, local_batch, weight_bytes)
+    last = _class(layers[-1])
+    first = _first_gather(layers[-1], rates, split[last], shards[last], rules)
+    return Work(embedding, layers, first, gathers_ahead, is_dlrm, devices, batches[last], held)
+
+
+def _classes(model: Mapping) -> tuple[str, ...]:
+    """Classes of dense layers that may be split in different ways."""
+    mlp = ("bottom", "top") if "DLRM" in model["type"] else ()
+    return (*mlp, *(("attention", "fc") if "num_transformer_layers" in TYPES[model["type"]] else ()))
+
+
+def _class(layer: Layer) -> str:
+    return layer.name.partition(" ")[0]
 
 
 def _degree(elements: tuple[Element, ...], kind: str) -> int:
@@ -88,14 +101,16 @@ def _sequence(model: Mapping) -> float:
     return (model["image_size"] // model["patch_dim"]) ** 2 if model["type"] == "ViT" else model["transformer_seq_len"]
 
 
-def _layers(model: Mapping, rates: Rates, elements: tuple[Element, ...], batch: float, rules: Rules) -> list[Layer]:
+def _layers(
+    model: Mapping, rates: Rates, split: dict[str, tuple[Element, ...]], batches: dict[str, float], rules: Rules
+) -> list[Layer]:
     """The dense layers in forward order: bottom MLP, transformer blocks, top MLP, as the model type has them.
 
     With tp, an MLP sums its activations after every second layer (Megatron's column-row pairs), attention and FC
     each after themselves. In the backward pass of DLRM-Transformer the sum after an FC does not block (as released).
     """
-    shapes = _shapes(model, batch)
-    blank = {name: _layer(name, shape, rates, elements, rules) for name, shape in shapes.items()}
+    shapes = {name: _shapes(model, batch)[name] for name, batch in batches.items()}
+    blank = {name: _layer(name, shape, rates, split[name], rules) for name, shape in shapes.items()}
     is_dlrm = "bottom" in shapes
     if is_dlrm and "fc" in shapes and not rules.blocking_fc:
         backward = tuple(c._replace(blocking=False) for c in blank["fc"].backward)

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import NamedTuple
 
 __all__ = [
     "CORRECTED", "GLOBAL", "INTRA", "RELEASED", "STRATEGIES", "TASKS", "TYPES", "Collective", "Element", "Embedding",
-    "Layer", "Rates", "Rules", "Work", "check_fields", "parse_rules", "parse_strategy", "rates_of", "row_of",
+    "Layer", "Rates", "Rules", "Work", "check_fields", "parse_classes", "parse_rules", "parse_strategy", "rates_of",
+    "row_of",
 ]  # fmt: skip
 
 INTRA, GLOBAL = "intra-node", "global"
 STRATEGIES = ("ddp", "tp", "fsdp", "tp,ddp", "ddp,tp", "fsdp,tp", "fsdp,ddp", "tp,fsdp")  # the last one is ours
 TASKS = ("pretrain", "inference", "finetune")
+_TOGETHER = {"mlp": ("bottom", "top"), "transformer": ("attention", "fc")}
 PARTS = ("embedding", "bottom", "transformer", "head")
 _MLP_FIELDS = ("num_bot_mlp_layers", "num_top_mlp_layers", "mlp_dim", "num_tables", "entries_per_table", "emb_dim",
                "pooling_size")  # fmt: skip
@@ -120,6 +122,7 @@ class Embedding(NamedTuple):
     """The embedding of one GPU: a lookup of the same length forward and, if trained, backward."""
 
     weight_bytes: float  # on one GPU
+
     lookup_s: float
     forward: Collective | None
     backward: Collective
@@ -135,8 +138,13 @@ class Work(NamedTuple):
     gathers_ahead: bool  # the optimised backward pass
     is_dlrm: bool
     devices: int
-    local_batch: float
-    weight_bytes: float  # on one GPU
+    local_batch: float  # of the last class of layers
+    held_bytes: dict[str, float]  # weights on one GPU by part
+
+    @property
+    def weight_bytes(self) -> float:
+        """Weights on one GPU."""
+        return sum(self.held_bytes.values())
 
 
 def parse_rules(rules: str | Rules) -> Rules:
@@ -165,6 +173,31 @@ def parse_strategy(text: str, num_devices: int, num_nodes: int) -> tuple[Element
         return (Element(kinds, num_devices, GLOBAL),)
     inside, across = kinds.split(",")
     return Element(inside, num_devices // num_nodes, INTRA), Element(across, num_nodes, GLOBAL)
+
+
+def parse_classes(
+    text: str, classes: Sequence[str], num_devices: int, num_nodes: int
+) -> dict[str, tuple[Element, ...]]:
+    """The elements of each class of dense layers: one strategy for all, or one per class as in the paper's sweeps.
+
+    Classes are bottom, top (together mlp), attention, fc (together transformer).
+
+    >>> split = parse_classes("mlp=tp,ddp; transformer=ddp", ["bottom", "top", "attention", "fc"], 128, 16)
+    >>> [element.kind for element in split["top"]], [element.kind for element in split["fc"]]
+    (['tp', 'ddp'], ['ddp'])
+    """
+    if "=" not in str(text):
+        return dict.fromkeys(classes, parse_strategy(text, num_devices, num_nodes))
+    split: dict[str, tuple[Element, ...]] = {}
+    for part in filter(str.strip, text.split(";")):
+        name, _, strategy = (piece.strip().lower() for piece in part.partition("="))
+        meant = [one for one in _TOGETHER.get(name, (name,)) if one in classes]
+        if not meant:
+            raise ValueError(f"dense_strategy={text!r}: {name!r} is not one of the layer classes {', '.join(classes)}")
+        split.update(dict.fromkeys(meant, parse_strategy(strategy, num_devices, num_nodes)))
+    if missing := [one for one in classes if one not in split]:
+        raise ValueError(f"dense_strategy={text!r} says nothing of the layer class(es) {', '.join(missing)}")
+    return split
 
 
 def row_of(table: Mapping[str, dict], name: str, what: str) -> dict:

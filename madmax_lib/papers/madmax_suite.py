@@ -19,8 +19,8 @@ from madmax_lib.papers.madmax_rules import Rules
 from madmax_lib.specs import Cluster
 
 __all__ = [
-    "COMMUNICATION", "PIECES", "best", "cases", "catalog_systems", "published", "read_table", "steps", "suite",
-    "systems", "with_origin",
+    "COMMUNICATION", "PIECES", "best", "cases", "catalog_systems", "class_strategies", "published", "read_table",
+    "steps", "suite", "systems", "with_origin",
 ]  # fmt: skip
 
 COMMUNICATION = ["all2all_ms", "allreduce_ms", "allgather_ms", "reducescatter_ms"]
@@ -157,3 +157,19 @@ def best(table: pd.DataFrame, by: Sequence[str] = ("model", "system", "task")) -
         fastest = rows.groupby(list(by), sort=False)["throughput_samples_per_s"].idxmax()
         parts.append(table.loc[fastest].assign(limit=limit))
     return with_origin(pd.concat(parts, ignore_index=True))
+
+
+def class_strategies(
+    model: str, name: str, devices: int, strategies: Sequence[str] = ("fsdp", "ddp", "tp,ddp", "fsdp,ddp")
+) -> pd.DataFrame:
+    """Every pair of a strategy for the MLPs and one for the transformer blocks of a model on a system.
+
+    Columns of `steps`, with mlp and transformer; gain over fsdp for both classes.
+    """
+    pairs = [(mlp, blocks) for mlp in strategies for blocks in strategies]
+    texts = [f"mlp={mlp}; transformer={blocks}" for mlp, blocks in pairs]
+    table = steps(cases([model], texts, [f"{name}-{devices}"]), systems([(name, devices)]))
+    table[["mlp", "transformer"]] = pairs
+    fsdp = table.loc[(table["mlp"] == "fsdp") & (table["transformer"] == "fsdp"), "throughput_samples_per_s"]
+    table["gain"] = table["throughput_samples_per_s"] / fsdp.iloc[0]
+    return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+import seaborn as sns
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -26,7 +27,15 @@ from madmax_lib.view.madmax_style import (
 )
 from madmax_lib.view.plots import COLORS, _new_axes
 
-__all__ = ["plot_best", "plot_cloud", "plot_context", "plot_hardware", "plot_scaling", "plot_strategies"]
+__all__ = [
+    "plot_best",
+    "plot_classes",
+    "plot_cloud",
+    "plot_context",
+    "plot_hardware",
+    "plot_scaling",
+    "plot_strategies",
+]
 
 
 def plot_cloud(table: pd.DataFrame, x: str, y: str, ax: Axes | None = None) -> Axes:
@@ -160,6 +169,29 @@ def plot_strategies(table: pd.DataFrame, *, title: str = "") -> Axes:
                Patch(facecolor=COLORS["compute"], alpha=0.3, label="pale: does not fit in memory")]  # fmt: skip
     figure.legend(handles=handles, ncols=3, loc="outside lower center", frameon=False, fontsize=8)
     return done(axes[0][0], table)
+
+
+def plot_classes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Gain over FSDP for each pair of strategies of two layer classes; what does not fit is grey, with its bytes."""
+    order = list(dict.fromkeys(table["mlp"]))
+    grids = {c: table.pivot(index="mlp", columns="transformer", values=c).loc[order, order] for c in ("gain", "fits")}
+    needed = table.pivot(index="mlp", columns="transformer", values="memory_needed_gb").loc[order, order]
+    texts = grids["gain"].map(lambda gain: f"{gain:.2f}x")
+    texts = texts.where(grids["fits"].astype(bool), texts + needed.map(lambda size_gb: f"\n{_memory(size_gb)}"))
+    ax = ax or _new_axes(height=3.2, width=5.6)
+    ax.set_facecolor("#dddddd")
+    style = {"cmap": "Greens", "cbar": False, "linewidths": 1.5, "vmin": 0.5, "annot_kws": {"fontsize": 8}}
+    labels = [strategy_label(strategy) for strategy in order]
+    unfit = ~grids["fits"].astype(bool)
+    sns.heatmap(grids["gain"], ax=ax, mask=unfit, annot=texts, fmt="", xticklabels=labels, yticklabels=labels, **style)
+    for row, column in np.argwhere(unfit.to_numpy()):
+        ax.text(column + 0.5, row + 0.5, texts.iloc[row, column], ha="center", va="center", fontsize=8, color="#777777")
+    most = table[table["fits"]].nlargest(1, "gain").iloc[0]
+    split = f"MLP {strategy_label(most['mlp'])}, transformer {strategy_label(most['transformer'])}"
+    ax.set(xlabel="transformer blocks", ylabel="MLPs", title=f"{split}: {most['gain']:.2f}x FSDP (trend only)")
+    ax.grid(False)
+    ax.tick_params(axis="y", rotation=0)
+    return done(ax, table)
 
 
 def plot_context(table: pd.DataFrame, ax: Axes | None = None) -> Axes:

@@ -21,7 +21,7 @@ _TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "d
 
 @dataclass
 class Result:
-    """One executed notebook: its copy in build/, seconds, figures written, and the error of a failed cell if any."""
+    """One executed notebook: its copy in build/, seconds it ran, figures written, the error of a failed cell."""
 
     name: str
     output: Path
@@ -95,9 +95,10 @@ def run_notebook(path: Path, parameters: dict, *, build: Path, figures: Path | N
             error = f"{failure.ename}: {failure.evalue}".strip().splitlines()[0]
         except (DeadKernelError, CellTimeoutError) as failure:  # the kernel was killed, for want of memory perhaps
             error = f"{type(failure).__name__}: {failure}".strip().splitlines()[0]
+        seconds = time.perf_counter() - started
         written = log.read_text().splitlines() if log.exists() else []
         _write_html(output)
-    return Result(path.stem, output, time.perf_counter() - started, written, error)
+    return Result(path.stem, output, seconds, written, error)
 
 
 def _typed(text: str, kind: str):
