@@ -345,7 +345,7 @@ def test_files_appear_whole_or_not_at_all(tmp_path):
     old = tmp_path / "rank0.json.gz"
     old.write_bytes(b"before")
     rows = [(0, 7, "compute", "fine", 0, 10), (1, 7, "compute", "not \ud800 Unicode", 0, 10)]
-    with pytest.raises(ValueError, match="Unicode|surrogates"):
+    with pytest.raises(ValueError, match=r"Unicode|surrogates"):
         export_trace(make_timeline(rows), tmp_path)
     assert old.read_bytes() == b"before" and list(tmp_path.iterdir()) == [old]
     with pytest.raises(NotADirectoryError, match="is not a directory"):
