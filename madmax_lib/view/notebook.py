@@ -128,15 +128,16 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    """Commit of the checkout, marked where files differ from it; unknown outside of a checkout or without git."""
+    """Commit of the checkout, marked where files other than figures differ; unknown without a checkout or git."""
     if not (PROJECT / ".git").exists():
         return "unknown"
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match=none"]
+    git = {"cwd": PROJECT, "capture_output": True, "text": True, "check": False}
     try:
-        run = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+        head = subprocess.run(["git", "rev-parse", "HEAD"], **git).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "--", ":!figures"], **git).stdout.strip()
     except OSError:
         return "unknown"
-    return run.stdout.strip() or "unknown"
+    return f"{head}-dirty" if changed else head or "unknown"
 
 
 def _same(new: Path, old: Path) -> bool:
