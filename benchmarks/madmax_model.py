@@ -1,7 +1,7 @@
 """How long does one configuration of MAD-Max's model take, ours beside the public release?
 
 `python benchmarks/madmax_model.py` prints CPU milliseconds per configuration of `papers.madmax.evaluate` on one core,
-the median of repeated batches, beside the release's own times as recorded on a machine of the same kind.
+the median of repeated batches, beside the release's own times as recorded on another day: the ratios are rough.
 """
 
 from __future__ import annotations

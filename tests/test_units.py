@@ -1,6 +1,6 @@
 import pytest
 
-from madmax_lib.units import format_bytes, format_s
+from madmax_lib.units import format_s
 
 
 @pytest.mark.parametrize(
@@ -9,8 +9,3 @@ from madmax_lib.units import format_bytes, format_s
 )
 def test_format_s(duration_s, text):
     assert format_s(duration_s) == text
-
-
-@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (1e3, "1 kB"), (2_622_640_000, "2.62 GB")])
-def test_format_bytes(size, text):
-    assert format_bytes(size) == text
