@@ -9,12 +9,14 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib.atomic import replacing
+from madmax_lib.details import DETAILS, Details, joined
 
 __all__ = ["BUSY_KINDS", "EDGES", "KINDS", "SPANS", "Meta", "Timeline", "concat"]
 
@@ -65,12 +67,14 @@ class Timeline:
     """Spans, dependencies between them and their origin; checked when it is made.
 
     spans: DataFrame with the columns of SPANS. edges: DataFrame with the columns of EDGES, empty if unknown.
+    details: tables for some analyses (operator shapes, allocator events, ...), see `details.DETAILS`.
     Raises ValueError naming the column and the rule when the spans do not fit the schema.
     """
 
     spans: pd.DataFrame
     meta: Meta = field(default_factory=Meta)
     edges: pd.DataFrame | None = None
+    details: Details = field(default_factory=Details)
 
     def __post_init__(self):
         object.__setattr__(self, "spans", _conform(self.spans, SPANS, "spans"))
@@ -107,11 +111,18 @@ class Timeline:
             represents = {r: v for r, v in represents.items() if r in set(ranks)}
         if steps is not None:
             keep &= self.spans["step"].isin(steps).to_numpy()
+        return self._part(keep, replace(self.meta, represents=represents))
+
+    def where(self, keep: np.ndarray) -> Timeline:
+        """The spans that a mask (n,) keeps, with all ranks; edges that leave the part are dropped."""
+        return self._part(np.asarray(keep), self.meta)
+
+    def _part(self, keep: np.ndarray, meta: Meta) -> Timeline:
         new_row = np.where(keep, np.cumsum(keep) - 1, -1)
         edges = self.edges.assign(source=new_row[self.edges["source"]], target=new_row[self.edges["target"]])
         edges = edges[(edges["source"] >= 0) & (edges["target"] >= 0)].reset_index(drop=True)
         spans = self.spans[keep].reset_index(drop=True)
-        return Timeline(spans, replace(self.meta, represents=represents), edges)
+        return Timeline(spans, meta, edges, self.details.select(new_row, sorted(meta.represents)))
 
     def save(self, path: str | Path) -> Path:
         """Write to one Parquet file (zstd); the file appears whole or not at all."""
@@ -120,14 +131,9 @@ class Timeline:
 
         path = Path(path)
         table = pa.Table.from_pandas(self.spans, preserve_index=False)
-        sink = pa.BufferOutputStream()
-        edges = pa.Table.from_pandas(self.edges, preserve_index=False)
-        with pa.ipc.new_stream(sink, edges.schema) as writer:
-            writer.write_table(edges)
-        extra = {
-            b"madmax.meta": json.dumps(asdict(self.meta)).encode(),
-            b"madmax.edges": base64.b64encode(sink.getvalue()),
-        }
+        tables = {"edges": self.edges} | {name: t for name, t in self.details.items() if len(t)}
+        extra = {f"madmax.{name}".encode(): _pack(frame) for name, frame in tables.items()}
+        extra[b"madmax.meta"] = json.dumps(asdict(self.meta)).encode()
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), **extra})
         with replacing(path) as temporary:
             pq.write_table(table, temporary, compression="zstd")
@@ -143,11 +149,28 @@ class Timeline:
             table = pq.read_table(path)
             extra = table.schema.metadata or {}
             meta = json.loads(extra[b"madmax.meta"])
-            edges = pa.ipc.open_stream(base64.b64decode(extra[b"madmax.edges"])).read_pandas()
+            edges = _unpack(extra[b"madmax.edges"])
+            tables = {n: _unpack(extra[key]) for n in DETAILS if (key := f"madmax.{n}".encode()) in extra}
         except (pa.ArrowInvalid, KeyError, ValueError) as error:
             raise ValueError(f"{path}: not a saved timeline ({error})") from None
         meta["represents"] = {int(rank): ranks for rank, ranks in meta["represents"].items()}
-        return cls(table.to_pandas(), Meta(**meta), edges)
+        return cls(table.to_pandas(), Meta(**meta), edges, Details(partial(dict, tables)))
+
+
+def _pack(frame: pd.DataFrame) -> bytes:
+    """A table as text that fits into the metadata of a Parquet file."""
+    import pyarrow as pa
+
+    sink, table = pa.BufferOutputStream(), pa.Table.from_pandas(frame, preserve_index=False)
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    return base64.b64encode(sink.getvalue())
+
+
+def _unpack(text: bytes) -> pd.DataFrame:
+    import pyarrow as pa
+
+    return pa.ipc.open_stream(base64.b64decode(text)).read_pandas()
 
 
 def concat(timelines: Sequence[Timeline]) -> Timeline:
@@ -167,14 +190,15 @@ def concat(timelines: Sequence[Timeline]) -> Timeline:
     timelines = sorted(timelines, key=lambda t: t.ranks)
     if len(timelines) == 1:
         return timelines[0]
-    spans = {c: _joined([t.spans[c] for t in timelines]) for c in SPANS}
+    spans = {c: joined([t.spans[c] for t in timelines]) for c in SPANS}
     offsets = np.cumsum([0] + [len(t) for t in timelines[:-1]])
     edges = [t.edges.assign(source=t.edges["source"] + o, target=t.edges["target"] + o)
              for t, o in zip(timelines, offsets, strict=True)]  # fmt: skip
     return Timeline(
         pd.DataFrame(spans),
         _joined_meta([t.meta for t in timelines]),
-        pd.DataFrame({c: _joined([e[c] for e in edges]) for c in EDGES}),
+        pd.DataFrame({c: joined([e[c] for e in edges]) for c in EDGES}),
+        Details.join([(t.details, int(o)) for t, o in zip(timelines, offsets, strict=True)]),
     )
 
 
@@ -192,12 +216,6 @@ def _joined_meta(metas: list[Meta]) -> Meta:
     clock = "unix" if all(meta.clock == "unix" for meta in metas) else "relative"
     world_size = max(len(represents), *(meta.world_size for meta in metas))
     return replace(metas[0], world_size=world_size, represents=represents, clock=clock, provenance=provenance)
-
-
-def _joined(columns: list[pd.Series]):
-    if isinstance(columns[0].dtype, pd.CategoricalDtype):
-        return pd.api.types.union_categoricals([c.array for c in columns])
-    return np.concatenate([c.to_numpy() for c in columns])
 
 
 def _conform(frame: pd.DataFrame, schema: dict[str, str], what: str) -> pd.DataFrame:

@@ -25,13 +25,14 @@ _MAGIC = b"\x1f\x8b"
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 
 
-def decode_pieces(trace: RawTrace, *, exact: bool = False) -> Iterator[list[Event]]:
+def decode_pieces(trace: RawTrace, *, exact: bool = False, event: type[Event] = Event) -> Iterator[list[Event]]:
     """The events of a trace file, in lists of some ten thousand; `trace` is filled on the way.
 
+    event: what to make of each, Event or a class derived from it with more fields.
     exact: numbers with a decimal point become Decimal instead of float (needed where float64 cannot hold the ns).
     Raises OSError for a file that cannot be opened and ValueError (with file and reason) for one that is no trace.
     """
-    decoder = msgspec.json.Decoder(list[Event], float_hook=Decimal if exact else None)
+    decoder = msgspec.json.Decoder(list[event], float_hook=Decimal if exact else None)
     with contextlib.closing(_text_blocks(trace)) as blocks:
         buffer, rest = _find_events(trace, blocks), None
         for block in blocks:

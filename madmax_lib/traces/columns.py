@@ -12,7 +12,7 @@ import numpy as np
 from madmax_lib.traces.chrome import decode_pieces
 from madmax_lib.traces.events import Args, Event, RawTrace
 
-__all__ = ["Columns", "read_columns"]
+__all__ = ["Codes", "Columns", "NeedsDecimal", "complete", "dtype_bytes", "integers", "nanoseconds", "read_columns"]
 
 _FLOAT_IS_EXACT_US = 2.0**43  # below, the spacing of float64 is under 1 ns, so three decimals can be recovered
 _DTYPE_BYTES = {"float": 4, "int": 4, "double": 8, "long": 8, "half": 2, "bfloat16": 2, "short": 2, "byte": 1,
@@ -20,11 +20,11 @@ _DTYPE_BYTES = {"float": 4, "int": 4, "double": 8, "long": 8, "half": 2, "bfloat
 _NO_ARGS = Args()
 
 
-class _NeedsDecimal(Exception):
+class NeedsDecimal(Exception):
     """Times too large for exact nanoseconds in float64."""
 
 
-class _Codes(dict):
+class Codes(dict):
     """Numbers values in order of appearance."""
 
     def __missing__(self, key):
@@ -75,7 +75,7 @@ def read_columns(path: str | Path) -> tuple[Columns, RawTrace]:
         trace = RawTrace(Path(path))
         try:
             columns = _gather(trace, exact)
-        except _NeedsDecimal:
+        except NeedsDecimal:
             continue
         trace.warn()
         return columns, trace
@@ -83,13 +83,11 @@ def read_columns(path: str | Path) -> tuple[Columns, RawTrace]:
 
 
 def _gather(trace: RawTrace, exact: bool) -> Columns:
-    codes = {key: _Codes() for key in ("name", "category", "thread", "group")}
+    codes = {key: Codes() for key in ("name", "category", "thread", "group")}
     parts, float_ts, group_rank = [], False, None
     for events in decode_pieces(trace, exact=exact):
         float_ts = float_ts or any(type(event.ts) is not int for event in events)
-        rows = [
-            e for e in events if e.dur is not None and e.cat is not None and e.ph in ("X", None) and e.cat != "Trace"
-        ]
+        rows = complete(events)
         if group_rank is None and not _tells_rank(trace.envelope.get("distributedInfo")):
             group_rank = next((r for e in rows if (r := _global_rank(e.args)) is not None), None)
         parts.append(_piece(rows, codes, exact))
@@ -107,9 +105,14 @@ def _gather(trace: RawTrace, exact: bool) -> Columns:
     )
 
 
-def _piece(rows: list[Event], codes: dict[str, _Codes], exact: bool) -> dict[str, np.ndarray]:
-    start_ns, sound = _nanoseconds([e.ts for e in rows], exact)
-    dur_ns, sound_dur = _nanoseconds([e.dur for e in rows], exact)
+def complete(events: list[Event]) -> list[Event]:
+    """The events that last some time; one span each, if their times are numbers."""
+    return [e for e in events if e.dur is not None and e.cat is not None and e.ph in ("X", None) and e.cat != "Trace"]
+
+
+def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool) -> dict[str, np.ndarray]:
+    start_ns, sound = nanoseconds([e.ts for e in rows], exact)
+    dur_ns, sound_dur = nanoseconds([e.dur for e in rows], exact)
     if not (sound & sound_dur).all():  # a time that is no number: the event cannot be placed
         rows = [e for e, good in zip(rows, sound & sound_dur, strict=True) if good]
         return _piece(rows, codes, exact)
@@ -119,9 +122,9 @@ def _piece(rows: list[Event], codes: dict[str, _Codes], exact: bool) -> dict[str
         "dur_ns": dur_ns,
         "ts_us": np.array([e.ts for e in rows], dtype=np.float64),
         "dur_us": np.array([e.dur for e in rows], dtype=np.float64),
-        "stream": _integers([a.stream for a in args]),
-        "correlation": _integers([a.correlation for a in args]),
-        "op": _integers([_external_id(a) for a in args]),
+        "stream": integers([a.stream for a in args]),
+        "correlation": integers([a.correlation for a in args]),
+        "op": integers([_external_id(a) for a in args]),
         "size_bytes": _sizes(args),
         "name": codes["name"].of([e.name for e in rows]),
         "category": codes["category"].of([e.cat for e in rows]),
@@ -130,7 +133,7 @@ def _piece(rows: list[Event], codes: dict[str, _Codes], exact: bool) -> dict[str
     }
 
 
-def _nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+def nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
     """Whole nanoseconds (n,) of decimal microseconds, and where they are numbers at all.
 
     Splitting off the whole microseconds first keeps the product below 2**53, so rounding gives back the decimals.
@@ -146,11 +149,11 @@ def _nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
         sound = np.isfinite(values)
         values = np.where(sound, values, 0.0)
         if len(values) and np.abs(values).max() >= _FLOAT_IS_EXACT_US:
-            raise _NeedsDecimal
+            raise NeedsDecimal
         whole = np.floor(values)
         return whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64), sound
     if not exact and any(isinstance(value, float) and abs(value) >= _FLOAT_IS_EXACT_US for value in us):
-        raise _NeedsDecimal
+        raise NeedsDecimal
     converted = [_decimal_ns(value) for value in us]
     sound = np.array([ns is not None for ns in converted], dtype=bool)
     return np.array([ns or 0 for ns in converted], dtype=np.int64), sound
@@ -166,21 +169,21 @@ def _decimal_ns(us) -> int | None:
     return ns if abs(ns) < 2**62 else None
 
 
-def _integers(values: list) -> np.ndarray:
-    """(n,) int64, -1 for what is missing or no integer."""
+def integers(values: list, missing: int = -1) -> np.ndarray:
+    """(n,) int64, `missing` where there is none or no integer."""
     try:
-        numbers = np.array([-1 if v is None else v for v in values], dtype=np.int64)
+        numbers = np.array([missing if v is None else v for v in values], dtype=np.int64)
     except (ValueError, TypeError, OverflowError):
         numbers = np.empty(0)
-    return numbers if numbers.shape == (len(values),) else np.array([_integer(v) for v in values], dtype=np.int64)
+    return numbers if numbers.shape == (len(values),) else np.array([_integer(v, missing) for v in values], np.int64)
 
 
-def _integer(value) -> int:
+def _integer(value, missing: int = -1) -> int:
     try:
         number = int(value)
     except (ValueError, TypeError, OverflowError):
-        return -1
-    return number if abs(number) < 2**63 else -1
+        return missing
+    return number if abs(number) < 2**63 else missing
 
 
 def _external_id(args: Args):
@@ -202,7 +205,7 @@ def _distinct(codes: dict, rows: np.ndarray) -> list[str]:
     """Names as text; two values that print alike (1 and "1") become one."""
     texts = [name if isinstance(name, str) else str(name) for name in codes]
     if len(set(texts)) < len(texts):
-        merged = _Codes()
+        merged = Codes()
         rows[:] = merged.of(texts)[rows]
         return list(merged)
     return texts
@@ -214,7 +217,7 @@ def _size_bytes(args: Args) -> float:
         if args.size_bytes is not None:
             return float(args.size_bytes)
         if args.collective is not None:
-            return max(int(args.in_elements or 0), int(args.out_elements or 0)) * _dtype_bytes(str(args.dtype))
+            return max(int(args.in_elements or 0), int(args.out_elements or 0)) * dtype_bytes(str(args.dtype))
     except (TypeError, ValueError):
         pass
     return float("nan")
@@ -225,7 +228,7 @@ def _group(args: Args) -> str:
     return f"{args.group} {args.group_ranks}" if args.group_ranks else str(args.group)
 
 
-def _dtype_bytes(dtype: str) -> float:
+def dtype_bytes(dtype: str) -> float:
     dtype = dtype.lower()
     return 1 if dtype.startswith("float8") else _DTYPE_BYTES.get(dtype, float("nan"))
 

@@ -19,6 +19,7 @@ import pandas as pd
 from madmax_lib.kinds import collective_names, kernel_kinds, load_kinds
 from madmax_lib.timeline import KINDS, Meta, Timeline, concat
 from madmax_lib.traces.columns import Columns, read_columns
+from madmax_lib.traces.detail_columns import details_of
 from madmax_lib.traces.events import NotATrace, RawTrace, TraceWarning
 from madmax_lib.traces.files import find_traces, iteration_folder, rank_in_name
 from madmax_lib.traces.kernel_names import original_name
@@ -130,7 +131,7 @@ def _timeline(columns: Columns, trace: RawTrace, rank: int, hta: bool, user_kind
             **({"collectives": _user_collectives(columns, table)} if user_kinds else {}),
         },
     )
-    return Timeline(spans, meta)
+    return Timeline(spans, meta, details=details_of(trace.path, rank, base_ns))
 
 
 def _user_collectives(columns: Columns, table: pd.DataFrame) -> dict[str, str]:

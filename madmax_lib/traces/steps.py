@@ -58,7 +58,7 @@ def _before_last_step(timeline: Timeline, step_names: set[str]) -> Timeline:
     starts = spans.loc[~device & spans["name"].isin(step_names), "start_ns"]
     host = ~device & (spans["start_ns"] < (starts.max() if len(starts) else -np.inf))
     launched = device & spans["correlation"].isin(spans.loc[host, "correlation"])
-    return Timeline(spans[host | launched].reset_index(drop=True), timeline.meta)
+    return timeline.where(host | launched)
 
 
 def _step_spans(spans: pd.DataFrame) -> np.ndarray | None:

@@ -1,0 +1,201 @@
+"""What do a trace's events say beyond their times? Collective metadata, allocator events, shapes, graphs and waits.
+
+A second pass over the file with every field, made when an analysis first asks (`Timeline.details`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pandas as pd
+
+from madmax_lib.details import DETAILS, Details, conform
+from madmax_lib.traces.columns import Codes, NeedsDecimal, complete, integers, nanoseconds
+from madmax_lib.traces.chrome import decode_pieces
+from madmax_lib.traces.events import Args, Event, RawTrace
+
+__all__ = ["details_of"]
+
+_COLLECTIVES = (
+    (r"all.?reduce", "all_reduce"), (r"reduce.?scatter", "reduce_scatter"), (r"all.?gather", "all_gather"),
+    (r"all.?to.?all", "all_to_all"), (r"broadcast", "broadcast"), (r"barrier", "barrier"),
+    (r"reduce", "reduce"), (r"scatter", "scatter"), (r"gather", "gather"),
+)  # fmt: skip
+_DEVICES = {0: "cpu", 1: "cuda", 6: "fpga", 9: "xla", 15: "hpu", 17: "lazy", 20: "privateuse1", 18: "ipu", 12: "xpu",
+            19: "mtia"}  # fmt: skip
+
+
+class _FullArgs(Args, frozen=True, gc=False):
+    """Every field of args that an analysis reads."""
+
+    group_size: Any = msgspec.field(default=None, name="Group size")
+    sequence_in_group: Any = msgspec.field(default=None, name="Seq")
+    source_rank: Any = msgspec.field(default=None, name="Src Rank")
+    target_rank: Any = msgspec.field(default=None, name="Dst Rank")
+    address: Any = msgspec.field(default=None, name="Addr")
+    allocated: Any = msgspec.field(default=None, name="Bytes")
+    total_allocated: Any = msgspec.field(default=None, name="Total Allocated")
+    total_reserved: Any = msgspec.field(default=None, name="Total Reserved")
+    device_type: Any = msgspec.field(default=None, name="Device Type")
+    device_id: Any = msgspec.field(default=None, name="Device Id")
+    shapes: Any = msgspec.field(default=None, name="Input Dims")
+    types: Any = msgspec.field(default=None, name="Input type")
+    inputs: Any = msgspec.field(default=None, name="Concrete Inputs")
+    sequence: Any = msgspec.field(default=None, name="Sequence number")
+    forward_thread: Any = msgspec.field(default=None, name="Fwd thread id")
+    graph: Any = msgspec.field(default=None, name="graph id")
+    graph_node: Any = msgspec.field(default=None, name="graph node id")
+    sync_kind: Any = msgspec.field(default=None, name="cuda_sync_kind")
+    waits_for_stream: Any = msgspec.field(default=None, name="wait_on_stream")
+    waits_for_correlation: Any = msgspec.field(default=None, name="wait_on_cuda_event_record_corr_id")
+
+
+class _FullEvent(Event, gc=False):
+    args: _FullArgs | None = None
+
+
+def details_of(path: str | Path, rank: int, base_ns: int) -> Details:
+    """Details of one file, read on first use; their rows are those of `columns.read_columns`.
+
+    Raises, then, FileNotFoundError when the file has gone, else as `read_trace`.
+    """
+    return Details(partial(_read, Path(path), rank, base_ns))
+
+
+def _read(path: Path, rank: int, base_ns: int) -> dict[str, pd.DataFrame]:
+    for exact in (False, True):
+        try:
+            parts = _gather(RawTrace(path), exact, rank, base_ns)
+        except NeedsDecimal:
+            continue
+        return {name: conform(name, _whole(parts[name])) for name in DETAILS if parts[name]}
+    raise AssertionError("decimal times are always exact")
+
+
+def _gather(trace: RawTrace, exact: bool, rank: int, base_ns: int) -> dict[str, list[dict]]:
+    parts: dict[str, list[dict]] = {name: [] for name in DETAILS}
+    threads, first = Codes(), 0
+    for events in decode_pieces(trace, exact=exact, event=_FullEvent):
+        rows = _placed(complete(events), exact)
+        threads.of([(e.pid, e.tid) for e in rows])
+        for name, (chosen, columns) in _ROWS.items():
+            places = [i for i, e in enumerate(rows) if chosen(e)]
+            if places:
+                parts[name].append({"row": first + np.array(places), **columns([rows[i] for i in places])})
+        first += len(rows)
+        if instants := [e for e in events if e.ph == "i" and e.name == "[memory]" and e.args]:
+            parts["memory"].append(_memory(_placed(instants, exact), exact, threads) | {"rank": rank})
+    for part in parts["memory"]:
+        part["time_ns"] = part["time_ns"] + base_ns
+    return parts
+
+
+def _placed(events: list[_FullEvent], exact: bool) -> list[_FullEvent]:
+    """Events whose times are numbers."""
+    sound = nanoseconds([e.ts for e in events], exact)[1] & nanoseconds([e.dur or 0 for e in events], exact)[1]
+    return events if sound.all() else [e for e, good in zip(events, sound, strict=True) if good]
+
+
+def _calls(rows: list[_FullEvent]) -> dict[str, Any]:
+    args = [e.args for e in rows]
+    return {
+        "collective": [_collective(str(a.collective)) for a in args],
+        "dtype": [str(a.dtype or "").lower() for a in args],
+        "in_elements": integers([a.in_elements for a in args]),
+        "out_elements": integers([a.out_elements for a in args]),
+        "group_size": integers([a.group_size for a in args]),
+        "ranks": [",".join(re.findall(r"\d+", str(a.group_ranks or "").split("...")[0])) for a in args],
+        "sequence": integers([a.sequence_in_group for a in args]),
+        "source_rank": integers([a.source_rank for a in args]),
+        "target_rank": integers([a.target_rank for a in args]),
+    }
+
+
+def _collective(name: str) -> str:
+    """Canonical name: all_reduce for allreduce and _allreduce_base, all_to_all for all_to_allv.
+
+    >>> _collective("_reduce_scatter_base"), _collective("send")
+    ('reduce_scatter', 'send')
+    """
+    return next((known for pattern, known in _COLLECTIVES if re.search(pattern, name, re.IGNORECASE)), name)
+
+
+def _memory(events: list[_FullEvent], exact: bool, threads: Codes) -> dict[str, Any]:
+    args = [e.args for e in events]
+    return {
+        "stream": [-1 - threads.get((e.pid, e.tid), -1) for e in events],
+        "time_ns": nanoseconds([e.ts for e in events], exact)[0],
+        "size_bytes": integers([a.allocated for a in args], missing=0),
+        "address": integers([a.address for a in args]),
+        "allocated_bytes": integers([a.total_allocated for a in args]),
+        "reserved_bytes": integers([a.total_reserved for a in args]),
+        "device": [_device(a.device_type, a.device_id) for a in args],
+    }
+
+
+def _device(kind, number) -> str:
+    name = _DEVICES.get(kind, f"device type {kind}") if isinstance(kind, int) else str(kind)
+    return name if name == "cpu" or number in (None, -1) else f"{name}:{number}"
+
+
+def _operators(rows: list[_FullEvent]) -> dict[str, Any]:
+    args = [e.args or _NO_ARGS for e in rows]
+    return {
+        "shapes": [_json(a.shapes) for a in args],
+        "types": [_json(a.types) for a in args],
+        "inputs": [_json(a.inputs) for a in args],
+        "sequence": integers([a.sequence for a in args]),
+        "forward_thread": integers([a.forward_thread for a in args]),
+    }
+
+
+def _json(value) -> str:
+    return "" if value is None else msgspec.json.encode(value).decode()
+
+
+def _graphs(rows: list[_FullEvent]) -> dict[str, Any]:
+    args = [e.args for e in rows]
+    return {"graph": integers([a.graph for a in args]), "node": integers([a.graph_node for a in args])}
+
+
+def _syncs(rows: list[_FullEvent]) -> dict[str, Any]:
+    args = [e.args or _NO_ARGS for e in rows]
+    return {
+        "name": [str(a.sync_kind or e.name) for a, e in zip(args, rows, strict=True)],
+        "stream": integers([a.waits_for_stream for a in args]),
+        "correlation": integers([a.waits_for_correlation for a in args]),
+    }
+
+
+def _category(event: _FullEvent) -> str:
+    return event.cat.strip().lower() if isinstance(event.cat, str) else ""
+
+
+_NO_ARGS = _FullArgs()
+_ROWS: dict[str, tuple[Callable[[_FullEvent], Any], Callable[[list], dict]]] = {
+    "calls": (lambda e: e.args and e.args.collective is not None, _calls),
+    "operators": (
+        lambda e: _category(e) in ("cpu_op", "operator") or (e.args and e.args.shapes is not None),
+        _operators,
+    ),
+    "graphs": (lambda e: e.args and integers([e.args.graph])[0] > 0, _graphs),
+    "syncs": (lambda e: _category(e) == "cuda_sync", _syncs),
+}
+
+
+def _whole(parts: list[dict]) -> dict[str, Any]:
+    """Columns of a table from its pieces; texts become categories piece by piece."""
+    sizes = [len(next(v for v in part.values() if not np.isscalar(v))) for part in parts]
+    whole = {}
+    for key in parts[0]:
+        values = [np.full(size, part[key]) if np.isscalar(part[key]) else part[key]
+                  for part, size in zip(parts, sizes, strict=True)]  # fmt: skip
+        whole[key] = np.concatenate([np.asarray(v, dtype=object) if isinstance(v, list) and v and isinstance(v[0], str)
+                                     else np.asarray(v) for v in values])  # fmt: skip
+    return whole
