@@ -225,7 +225,8 @@ def _conform(frame: pd.DataFrame, schema: dict[str, str], what: str) -> pd.DataF
     wrong = {c: d for c, d in schema.items() if str(frame[c].dtype) != d}
     given = frame
     try:
-        frame = frame[list(schema)].astype(wrong)
+        frame = frame if list(frame.columns) == list(schema) else frame[list(schema)]
+        frame = frame.astype(wrong) if wrong else frame
     except (ValueError, TypeError) as error:
         raise ValueError(f"{what} do not fit the schema: {error}") from None
     for column in [c for c, d in wrong.items() if d.startswith("int")]:

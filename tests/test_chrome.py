@@ -16,8 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from madmax_lib.datasets import dataset
 from madmax_lib.traces import chrome
 from madmax_lib.traces.chrome import decode_pieces
+from madmax_lib.traces.columns import complete
 from madmax_lib.traces.events import Event, RawTrace, TraceWarning
 
 WHOLE = chrome._BLOCK
@@ -40,6 +42,10 @@ def read(path: Path, block: int = WHOLE, exact: bool = False) -> tuple[list[Even
     trace = RawTrace(path)
     with patch.object(chrome, "_BLOCK", block):
         return [row for piece in decode_pieces(trace, exact=exact) for row in piece], trace
+
+
+def fields(rows: list) -> list[tuple]:
+    return [(row.ph, row.cat, row.name, row.pid, row.tid, row.ts, row.dur, row.args) for row in rows]
 
 
 def write(path: Path, content: bytes | str) -> Path:
@@ -155,7 +161,22 @@ def test_any_block_size_gives_the_same_events(tmp_path_factory, names, extra, bl
     found, trace = read(path, block)
     assert [(row.name, row.ts, row.args.stream) for row in found] == [(n, 10 * i, i) for i, n in enumerate(names)]
     assert trace.envelope == {"before": extra, "later": [extra, extra], "zlast": names}
-    assert found == read(path)[0] and warned(trace) == ""
+    assert fields(found) == fields(read(path)[0]) and warned(trace) == ""
+
+
+@pytest.mark.parametrize("name", ["vit-ddp", "gpt-fsdp"])
+def test_the_quick_decoder_sees_complete_events_as_the_general_one_does(name):
+    for path in sorted(dataset(name).glob("*.json.gz")):
+        quick = [row for piece in decode_pieces(RawTrace(path)) for row in complete(piece)]
+        general = [row for piece in decode_pieces(RawTrace(path), event=Event) for row in complete(piece)]
+        assert len(quick) > 100 and fields(quick) == fields(general)
+
+
+@pytest.mark.parametrize("change", [{"ph": "?"}, {"ph": None}, {"args": 3}, {"ph": 7}])
+def test_an_event_of_unknown_form_does_not_hide_its_neighbours(tmp_path, change):
+    path = write(tmp_path / "t.json", json.dumps([*FOUR[:2], FOUR[2] | change, *FOUR[3:]] * 2000))
+    found = [row for row in read(path, 1000)[0] if row.dur is not None and row.ph == "X"]
+    assert len(found) == 6000
 
 
 @pytest.mark.parametrize(("exact", "kind"), [(False, float), (True, Decimal)])

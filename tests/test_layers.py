@@ -12,7 +12,7 @@ import madmax_lib
 
 PACKAGE = Path(madmax_lib.__file__).parent
 LAYERS = [
-    {"units", "intervals", "atomic"},
+    {"units", "intervals", "atomic", "details"},
     {"specs", "plan", "timeline"},
     {"kinds"},
     {"catalog", "profiles", "datasets", "accounting"},
@@ -26,6 +26,7 @@ FREE_SIBLINGS = {
     "units",
     "intervals",
     "atomic",
+    "details",
     "specs",
     "plan",
     "timeline",

@@ -15,24 +15,27 @@ from decimal import Decimal
 import msgspec
 from isal import isal_zlib
 
-from madmax_lib.traces.events import Event, NotATrace, RawTrace
+from madmax_lib.traces.events import QUICK, Event, NotATrace, RawTrace
 from madmax_lib.traces.salvage import BETWEEN, BreaksOff, decode_end, decode_json, decode_piece
 
 __all__ = ["decode_pieces"]
 
-_BLOCK = 16 << 20  # bytes of JSON text per piece
+_BLOCK = 1 << 20  # bytes of JSON text per piece: it and its events stay in the processor's cache
 _MAGIC = b"\x1f\x8b"
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 
 
-def decode_pieces(trace: RawTrace, *, exact: bool = False, event: type[Event] = Event) -> Iterator[list[Event]]:
+def decode_pieces(trace: RawTrace, *, exact: bool = False, event: type[Event] | None = None) -> Iterator[list]:
     """The events of a trace file, in lists of some ten thousand; `trace` is filled on the way.
 
-    event: what to make of each, Event or a class derived from it with more fields.
+    event: what to make of each, Event or a class derived from it; without it complete events get the attributes of
+    Event and the others may be nothing but counted.
     exact: numbers with a decimal point become Decimal instead of float (needed where float64 cannot hold the ns).
     Raises OSError for a file that cannot be opened and ValueError (with file and reason) for one that is no trace.
     """
-    decoder = msgspec.json.Decoder(list[event], float_hook=Decimal if exact else None)
+    number = Decimal if exact else None
+    quick = None if event else msgspec.json.Decoder(list[QUICK], float_hook=number)
+    decoder = msgspec.json.Decoder(list[event or Event], float_hook=number)
     with contextlib.closing(_text_blocks(trace)) as blocks:
         buffer, rest = _find_events(trace, blocks), None
         for block in blocks:
@@ -40,7 +43,7 @@ def decode_pieces(trace: RawTrace, *, exact: bool = False, event: type[Event] = 
             if rest is not None or not (cut := _last_cut(buffer)):
                 continue
             try:
-                events, rest = decode_piece(trace, decoder, buffer[: cut.start() + 1])
+                events, rest = decode_piece(trace, decoder, buffer[: cut.start() + 1], quick)
             except BreaksOff:  # the cut lies inside a string or a nested list: take more text
                 continue
             trace.events += len(events)
@@ -66,7 +69,7 @@ def _text_blocks(trace: RawTrace) -> Iterator[bytes]:
 def _inflate(trace: RawTrace, file) -> Iterator[bytes]:
     stream, data, done = isal_zlib.decompressobj(wbits=31), b"", 0
     while True:
-        data = data or file.read(1 << 20)
+        data = data or file.read(1 << 16)
         if not data:
             trace.damage = "truncated gzip"
             return
@@ -127,7 +130,7 @@ def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
 
 def _last_cut(buffer: bytes) -> re.Match | None:
     """What stands between the last event that has begun and the one before it, if there are two."""
-    reach = 1 << 16
+    reach = 1 << 12
     while True:
         low = max(0, len(buffer) - reach)
         cuts = list(BETWEEN.finditer(buffer, low))

@@ -32,24 +32,32 @@ class Codes(dict):
         return code
 
     def of(self, values: list) -> np.ndarray:
+        """Codes (n,) int32 of values; what cannot be a key counts as its text."""
         try:
             return np.fromiter(map(self.__getitem__, values), dtype=np.int32, count=len(values))
         except TypeError:  # a name or thread that is a list
             return self.of([tuple(map(str, value)) if isinstance(value, tuple) else str(value) for value in values])
 
 
+    def pairs(self, first: list, second: list) -> np.ndarray:
+        """Codes (n,) int32 of pairs of values."""
+        try:  # zip hands out the same tuple over and over, so none is made
+            return np.fromiter(map(self.__getitem__, zip(first, second)), dtype=np.int32, count=len(first))  # noqa: B905
+        except TypeError:
+            return self.of(list(zip(first, second)))  # noqa: B905
+
+
 @dataclass
 class Columns:
     """Duration events of one file as arrays of one length (n,), in file order.
 
-    ts_us and dur_us are float64 as HTA sees them; start_ns and dur_ns are exact and relative to the file's own zero.
-    stream is -1 where the event names none. thread, name and category are codes into the lists of the same name.
+    start_ns and dur_ns are exact and relative to the file's own zero. stream is -1 where the event names none. thread,
+    name and category are codes into the lists of the same name. ts_us and dur_us are float64 as HTA sees them, whole_us
+    tells where a start has no decimal point; only on request.
     """
 
     start_ns: np.ndarray
     dur_ns: np.ndarray
-    ts_us: np.ndarray
-    dur_us: np.ndarray
     stream: np.ndarray
     correlation: np.ndarray
     op: np.ndarray
@@ -58,23 +66,25 @@ class Columns:
     category: np.ndarray
     thread: np.ndarray
     group: np.ndarray
+    ts_us: np.ndarray | None = None
+    dur_us: np.ndarray | None = None
+    whole_us: np.ndarray | None = None
     names: list[str] = field(default_factory=list)
     categories: list[str] = field(default_factory=list)
     threads: list[tuple] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
-    float_ts: bool = False  # some event has a time with a decimal point
     group_rank: int | None = None  # global rank found in the metadata of a collective
 
     def __len__(self) -> int:
         return len(self.start_ns)
 
 
-def read_columns(path: str | Path) -> tuple[Columns, RawTrace]:
-    """Read one trace file; see `chrome.decode_pieces` for the errors."""
+def read_columns(path: str | Path, *, hta: bool = False) -> tuple[Columns, RawTrace]:
+    """Read one trace file; see `chrome.decode_pieces` for the errors. hta: with the float64 times that HTA sees."""
     for exact in (False, True):
         trace = RawTrace(Path(path))
         try:
-            columns = _gather(trace, exact)
+            columns = _gather(trace, exact, hta)
         except NeedsDecimal:
             continue
         trace.warn()
@@ -82,55 +92,60 @@ def read_columns(path: str | Path) -> tuple[Columns, RawTrace]:
     raise AssertionError("decimal times are always exact")
 
 
-def _gather(trace: RawTrace, exact: bool) -> Columns:
+def _gather(trace: RawTrace, exact: bool, hta: bool) -> Columns:
     codes = {key: Codes() for key in ("name", "category", "thread", "group")}
-    parts, float_ts, group_rank = [], False, None
+    codes["group"].of([""])  # code 0: none
+    parts: dict[str, list[np.ndarray]] = {}
+    group_rank = None
     for events in decode_pieces(trace, exact=exact):
-        float_ts = float_ts or any(type(event.ts) is not int for event in events)
         rows = complete(events)
         if group_rank is None and not _tells_rank(trace.envelope.get("distributedInfo")):
-            group_rank = next((r for e in rows if (r := _global_rank(e.args)) is not None), None)
-        parts.append(_piece(rows, codes, exact))
-        lost = len(rows) - len(parts[-1]["start_ns"])
+            group_rank = next((r for e in rows if e.args and (r := _global_rank(e.args)) is not None), None)
+        piece = _piece(rows, codes, exact, hta)
+        for key, values in piece.items():
+            parts.setdefault(key, []).append(values)
+        lost = len(rows) - len(piece["start_ns"])
         trace.events, trace.skipped = trace.events - lost, trace.skipped + lost
-    arrays = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    arrays = {key: np.concatenate(parts.pop(key)) for key in list(parts)}
     return Columns(
         **arrays,
         names=_distinct(codes["name"], arrays["name"]),
         categories=[str(category).strip().lower() for category in codes["category"]],
         threads=list(codes["thread"]),
         groups=list(codes["group"]),
-        float_ts=float_ts,
         group_rank=group_rank,
     )
 
 
 def complete(events: list[Event]) -> list[Event]:
     """The events that last some time; one span each, if their times are numbers."""
-    return [e for e in events if e.dur is not None and e.cat is not None and e.ph in ("X", None) and e.cat != "Trace"]
+    return [e for e in events if e.dur is not None and e.cat is not None and e.cat != "Trace" and e.ph in ("X", None)]
 
 
-def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool) -> dict[str, np.ndarray]:
-    start_ns, sound = nanoseconds([e.ts for e in rows], exact)
-    dur_ns, sound_dur = nanoseconds([e.dur for e in rows], exact)
+def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool) -> dict[str, np.ndarray]:
+    ts, dur = [e.ts for e in rows], [e.dur for e in rows]
+    start_ns, sound = nanoseconds(ts, exact)
+    dur_ns, sound_dur = nanoseconds(dur, exact)
     if not (sound & sound_dur).all():  # a time that is no number: the event cannot be placed
-        rows = [e for e, good in zip(rows, sound & sound_dur, strict=True) if good]
-        return _piece(rows, codes, exact)
+        return _piece([e for e, good in zip(rows, sound & sound_dur, strict=True) if good], codes, exact, hta)
     args = [e.args or _NO_ARGS for e in rows]
-    return {
+    size_bytes, group = _notes(args, codes["group"])
+    piece = {
         "start_ns": start_ns,
         "dur_ns": dur_ns,
-        "ts_us": np.array([e.ts for e in rows], dtype=np.float64),
-        "dur_us": np.array([e.dur for e in rows], dtype=np.float64),
         "stream": integers([a.stream for a in args]),
         "correlation": integers([a.correlation for a in args]),
-        "op": integers([_external_id(a) for a in args]),
-        "size_bytes": _sizes(args),
+        "op": _external_ids(args),
+        "size_bytes": size_bytes,
         "name": codes["name"].of([e.name for e in rows]),
         "category": codes["category"].of([e.cat for e in rows]),
-        "thread": codes["thread"].of([(e.pid, e.tid) for e in rows]),
-        "group": codes["group"].of([_group(a) if a.group is not None else "" for a in args]),
+        "thread": codes["thread"].pairs([e.pid for e in rows], [e.tid for e in rows]),
+        "group": group,
     }
+    if hta:
+        piece |= {"ts_us": np.array(ts, dtype=np.float64), "dur_us": np.array(dur, dtype=np.float64)}
+        piece["whole_us"] = np.array([type(value) is int for value in ts], dtype=bool)
+    return piece
 
 
 def nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -186,19 +201,26 @@ def _integer(value, missing: int = -1) -> int:
     return number if abs(number) < 2**63 else missing
 
 
-def _external_id(args: Args):
-    for value in (args.external_id, args.external_id_new, args.external_id_old):
-        if value is not None:
-            return value
-    return None
+def _external_ids(args: list[Args]) -> np.ndarray:
+    """(n,) operator ids, whichever way their key is written."""
+    ids = integers([a.external_id for a in args])
+    for row in np.flatnonzero(ids == -1).tolist():
+        arg = args[row]
+        if arg.external_id_new is not None or arg.external_id_old is not None:
+            ids[row] = _integer(arg.external_id_old if arg.external_id_new is None else arg.external_id_new)
+    return ids
 
 
-def _sizes(args: list[Args]) -> np.ndarray:
-    sizes = np.full(len(args), np.nan)
-    for row, arg in enumerate(args):
-        if arg.size_bytes is not None or arg.collective is not None:
-            sizes[row] = _size_bytes(arg)
-    return sizes
+def _notes(args: list[Args], groups: Codes) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes in bytes (n,) and codes of groups (n,), of the few events that tell them."""
+    sizes, codes = np.full(len(args), np.nan), np.zeros(len(args), dtype=np.int32)
+    told = [row for row, a in enumerate(args)
+            if a.size_bytes is not None or a.collective is not None or a.group is not None]  # fmt: skip
+    for row in told:
+        sizes[row] = _size_bytes(args[row])
+    grouped = [row for row in told if args[row].group is not None]
+    codes[grouped] = groups.of([_group(args[row]) for row in grouped])
+    return sizes, codes
 
 
 def _distinct(codes: dict, rows: np.ndarray) -> list[str]:
@@ -229,6 +251,7 @@ def _group(args: Args) -> str:
 
 
 def dtype_bytes(dtype: str) -> float:
+    """Bytes of an element, by the name that PyTorch gives the type; NaN for one we do not know."""
     dtype = dtype.lower()
     return 1 if dtype.startswith("float8") else _DTYPE_BYTES.get(dtype, float("nan"))
 
@@ -237,9 +260,9 @@ def _tells_rank(info) -> bool:
     return isinstance(info, dict) and "rank" in info
 
 
-def _global_rank(args: Args | None) -> int | None:
+def _global_rank(args: Args) -> int | None:
     """Rank from a collective's metadata: Rank counts inside the group, whose members the event may list."""
-    if args is None or (position := _integer(args.group_rank)) < 0:
+    if args.group_rank is None or (position := _integer(args.group_rank)) < 0:
         return None
     ranks = re.findall(r"\d+", str(args.group_ranks or "").split("...")[0])
     return int(ranks[position]) if position < len(ranks) else position

@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.details import DETAILS, Details, conform
-from madmax_lib.traces.columns import Codes, NeedsDecimal, complete, integers, nanoseconds
 from madmax_lib.traces.chrome import decode_pieces
+from madmax_lib.traces.columns import Codes, NeedsDecimal, complete, integers, nanoseconds
 from madmax_lib.traces.events import Args, Event, RawTrace
 
 __all__ = ["details_of"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Args", "Event", "NotATrace", "RawTrace", "TraceWarning"]
+__all__ = ["QUICK", "Args", "Event", "NotATrace", "RawTrace", "TraceWarning"]
 
 
 class NotATrace(ValueError):
@@ -23,9 +25,9 @@ class TraceWarning(UserWarning):
 class Args(msgspec.Struct, frozen=True, gc=False):
     """The fields of an event's args that we use; any type, because tools write ids as numbers or text."""
 
-    stream: Any = None
-    correlation: Any = None
-    external_id: Any = msgspec.field(default=None, name="External id")
+    stream: Any = -1
+    correlation: Any = -1
+    external_id: Any = msgspec.field(default=-1, name="External id")
     external_id_new: Any = msgspec.field(default=None, name="External Id")
     external_id_old: Any = msgspec.field(default=None, name="external id")
     size_bytes: Any = msgspec.field(default=None, name="bytes")
@@ -49,6 +51,28 @@ class Event(msgspec.Struct, gc=False):
     ts: Any = None
     dur: Any = None
     args: Args | None = None
+
+
+class _Phase(msgspec.Struct, tag_field="ph", gc=False):
+    """An event whose phase decides what is read of it; of no interest unless it is complete."""
+
+    dur = cat = None
+
+
+class _Complete(_Phase, tag="X", gc=False):
+    ph = "X"
+    cat: Any = None
+    name: Any = None
+    pid: Any = None
+    tid: Any = None
+    ts: Any = None
+    dur: Any = None
+    args: Args | None = None
+
+
+_PHASES = "BEIiCbneSTpFstfPNODMVvRc()"  # Chrome trace event format, all but X
+QUICK = functools.reduce(operator.or_, (type(f"_Phase{p}", (_Phase,), {}, tag=p, gc=False) for p in _PHASES), _Complete)
+"""Events with a known phase, decoded without the fields of any but complete ones; Event reads what this refuses."""
 
 
 @dataclass

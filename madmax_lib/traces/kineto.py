@@ -66,7 +66,7 @@ def _read_files(paths: list[Path], hta: bool, user_kinds) -> tuple[dict[int, Tim
     others: list[NotATrace] = []
     for path in paths:
         try:
-            columns, trace = read_columns(path)
+            columns, trace = read_columns(path, hta=hta)
         except NotATrace as reason:
             others.append(reason)
             continue
@@ -113,7 +113,8 @@ def _timeline(columns: Columns, trace: RawTrace, rank: int, hta: bool, user_kind
             "op": columns.op,
             "group": _groups(columns),
             "size_bytes": columns.size_bytes,
-        }
+        },
+        copy=False,
     )
     spans["step"] = assign_steps(spans)
     info = trace.envelope.get("distributedInfo")
@@ -200,8 +201,8 @@ def _kind_of_name(columns: Columns, rows: np.ndarray, rules: str, table: pd.Data
 
 
 def _hta_times(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
-    """Start rounded up and end rounded down to whole microseconds, in float64, once any time has decimals."""
-    if not columns.float_ts:
+    """Start rounded up and end rounded down to whole microseconds, in float64, once any start has decimals."""
+    if columns.whole_us.all():
         return columns.start_ns, columns.dur_ns
     start_us = np.ceil(columns.ts_us).astype(np.int64)
     end_us = np.floor(columns.ts_us + columns.dur_us).astype(np.int64)

@@ -45,8 +45,16 @@ def _decode(decoder: msgspec.json.Decoder, text: bytes) -> list:
             gc.enable()
 
 
-def decode_piece(trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes) -> tuple[list[Event], bytes | None]:
-    """Readable events of a text, and what follows the ] if the list ends inside it. Raises BreaksOff."""
+def decode_piece(
+    trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes, quick: msgspec.json.Decoder | None = None
+) -> tuple[list[Event], bytes | None]:
+    """Readable events of a text, and what follows the ] if the list ends inside it. Raises BreaksOff.
+
+    quick: a decoder to try first, that refuses what it does not know.
+    """
+    if quick is not None:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, InvalidOperation):
+            return _decode(quick, text), None
     try:
         return _decode(decoder, text), None
     except (msgspec.DecodeError, UnicodeDecodeError, InvalidOperation) as error:
