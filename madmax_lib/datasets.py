@@ -19,7 +19,7 @@ import pandas as pd
 
 from madmax_lib.atomic import replacing
 
-__all__ = ["PROJECT", "dataset", "datasets", "local_data", "names", "places"]
+__all__ = ["PROJECT", "cache_folder", "dataset", "datasets", "local_data", "names", "places"]
 
 PROJECT = Path(__file__).resolve().parents[1]  # the checkout; a plain installation has no traces/ there
 
@@ -66,7 +66,7 @@ def places() -> list[Path]:
     All have one layout: the column local_path of the registry, such as traces/param-dlrm-8xV100/<file>.
     """
     given = os.environ.get("MADMAX_DATA_DIR")
-    return [*([Path(given).expanduser()] if given else []), PROJECT.parent / "shared" / "data", _cache()]
+    return [*([Path(given).expanduser()] if given else []), PROJECT.parent / "shared" / "data", cache_folder()]
 
 
 def local_data(relative: str) -> Path:
@@ -80,7 +80,8 @@ def local_data(relative: str) -> Path:
     raise FileNotFoundError(f"{relative} is in none of {', '.join(map(str, places()))}; set MADMAX_DATA_DIR")
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """The user's cache folder of this project; it may be deleted at any time."""
     import pooch
 
     return Path(pooch.os_cache("madmax-workbench"))
@@ -93,16 +94,16 @@ def _download(name: str, rows: pd.DataFrame) -> Path:
     if os.environ.get("MADMAX_OFFLINE", "0") not in ("", "0"):
         raise FileNotFoundError(f"dataset {name} is not on this machine and MADMAX_OFFLINE is set; it is at {url}")
     try:
-        (_cache() / "downloads").mkdir(parents=True, exist_ok=True)
+        (cache_folder() / "downloads").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FileNotFoundError(f"dataset {name}: the cache folder {_cache()} cannot be made: {error}") from None
+        raise FileNotFoundError(f"dataset {name}: the cache folder {cache_folder()} cannot be made: {error}") from None
     try:
-        packed = Path(pooch.retrieve(url, f"sha256:{sha256}", path=_cache() / "downloads", progressbar=True))
+        packed = Path(pooch.retrieve(url, f"sha256:{sha256}", path=cache_folder() / "downloads", progressbar=True))
     except ValueError:
         raise ValueError(f"dataset {name}: {url} does not have the sha256 {sha256}; refused") from None
     except OSError as error:
         raise FileNotFoundError(f"dataset {name} ({size_bytes} bytes): no download from {url}: {error}") from None
-    targets = [_cache() / path for path in rows["local_path"]]
+    targets = [cache_folder() / path for path in rows["local_path"]]
     if len(rows) == 1:
         contents = {targets[0].name: packed.read_bytes()}
     else:

@@ -36,6 +36,10 @@ SPANS = {
     "group": "category",  # process group of a collective, missing otherwise
     "size_bytes": "float64",  # bytes moved, NaN where unknown
 }
+_ENCODING = {  # times and ids that grow row by row are small and fast as differences
+    "use_dictionary": [column for column, dtype in SPANS.items() if dtype == "category"],
+    "column_encoding": {column: "DELTA_BINARY_PACKED" for column, dtype in SPANS.items() if dtype.startswith("int")},
+}
 EDGES = {"source": "int64", "target": "int64", "why": "category"}  # row numbers of spans: target waits for source
 
 
@@ -81,7 +85,7 @@ class Timeline:
         edges = self.edges if self.edges is not None else pd.DataFrame({c: [] for c in EDGES})
         object.__setattr__(self, "edges", _conform(edges, EDGES, "edges"))
         if not self.meta.represents:
-            ranks = {int(r): [int(r)] for r in np.unique(self.spans["rank"])}
+            ranks = {r: [r] for r in sorted(self.spans["rank"].unique().tolist())}
             object.__setattr__(self, "meta", replace(self.meta, represents=ranks))
         _check(self)
 
@@ -100,7 +104,7 @@ class Timeline:
     @property
     def steps(self) -> list[int]:
         """Steps in order, without -1 (outside of any step)."""
-        return sorted(int(s) for s in np.unique(self.spans["step"]) if s >= 0)
+        return sorted(s for s in self.spans["step"].unique().tolist() if s >= 0)
 
     def select(self, *, ranks: Sequence[int] | None = None, steps: Sequence[int] | None = None) -> Timeline:
         """The part of a timeline on some ranks and in some steps; edges that leave the part are dropped."""
@@ -136,7 +140,7 @@ class Timeline:
         extra[b"madmax.meta"] = json.dumps(asdict(self.meta)).encode()
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), **extra})
         with replacing(path) as temporary:
-            pq.write_table(table, temporary, compression="zstd")
+            pq.write_table(table, temporary, compression="zstd", write_page_checksum=True, **_ENCODING)
         return path
 
     @classmethod
@@ -146,7 +150,7 @@ class Timeline:
         import pyarrow.parquet as pq
 
         try:
-            table = pq.read_table(path)
+            table = pq.read_table(path, page_checksum_verification=True, use_threads=False)
             extra = table.schema.metadata or {}
             meta = json.loads(extra[b"madmax.meta"])
             edges = _unpack(extra[b"madmax.edges"])
@@ -154,7 +158,7 @@ class Timeline:
         except (pa.ArrowInvalid, KeyError, ValueError) as error:
             raise ValueError(f"{path}: not a saved timeline ({error})") from None
         meta["represents"] = {int(rank): ranks for rank, ranks in meta["represents"].items()}
-        return cls(table.to_pandas(), Meta(**meta), edges, Details(partial(dict, tables)))
+        return cls(table.to_pandas(split_blocks=True), Meta(**meta), edges, Details(partial(dict, tables)))
 
 
 def _pack(frame: pd.DataFrame) -> bytes:
@@ -248,7 +252,7 @@ def _check(timeline: Timeline) -> None:
     if len(spans) and spans["dur_ns"].min() < 0 and not by_hta:
         row = int(spans["dur_ns"].argmin())
         raise ValueError(f"dur_ns={spans['dur_ns'].iloc[row]} of span {row} ({spans['name'].iloc[row]}) is negative")
-    if lost := set(np.unique(spans["rank"])) - set(timeline.meta.represents):
+    if lost := set(spans["rank"].unique().tolist()) - set(timeline.meta.represents):
         raise ValueError(f"rank {min(lost)} has spans but is not in meta.represents")
     if len(edges) and not edges[["source", "target"]].stack().between(0, len(spans) - 1).all():
         raise ValueError(f"an edge points outside of the {len(spans)} spans")

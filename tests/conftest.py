@@ -35,3 +35,9 @@ def make_timeline(rows: list[tuple], **meta) -> Timeline:
     spans = pd.DataFrame(rows, columns=["rank", "stream", "kind", "name", "start_ns", "dur_ns"])
     spans = spans.assign(step=0, correlation=-1, op=-1, group=None, size_bytes=float("nan"))
     return Timeline(spans, Meta(**meta))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """No test reads what another, or the user, has cached."""
+    monkeypatch.setenv("MADMAX_NO_CACHE", "1")

@@ -56,7 +56,7 @@ def write(path: Path, content: bytes | str) -> Path:
 def warned(trace: RawTrace) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trace.warn()
+        trace.warn_of_loss()
     assert all(w.category is TraceWarning and str(w.message).startswith(str(trace.path)) for w in caught)
     return "; ".join(str(w.message) for w in caught)
 

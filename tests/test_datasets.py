@@ -51,7 +51,7 @@ def registry(server, tmp_path, monkeypatch):
     rows += [("gone", "gone/x.json", f"{url}/nothing.json", "0" * 64, 9, "0" * 64, "MIT", "")]
     columns = ["dataset", "local_path", "url", "download_sha256", "download_bytes", "content_sha256", "licence"]
     monkeypatch.setattr(datasets, "datasets", lambda: pd.DataFrame(rows, columns=[*columns, "description"]))
-    monkeypatch.setattr(datasets, "_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(datasets, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.delenv("MADMAX_OFFLINE", raising=False)
     monkeypatch.setenv("MADMAX_DATA_DIR", str(tmp_path / "mine"))
     return tmp_path

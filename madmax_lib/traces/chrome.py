@@ -15,12 +15,13 @@ from decimal import Decimal
 import msgspec
 from isal import isal_zlib
 
-from madmax_lib.traces.events import QUICK, Event, NotATrace, RawTrace
+from madmax_lib.traces.events import QUICK, Event, NotATrace, OtherContent, RawTrace
+from madmax_lib.traces.files import rank_in_name
 from madmax_lib.traces.salvage import BETWEEN, BreaksOff, decode_end, decode_json, decode_piece
 
 __all__ = ["decode_pieces"]
 
-_BLOCK = 1 << 20  # bytes of JSON text per piece: it and its events stay in the processor's cache
+_BLOCK = 1 << 18  # bytes of JSON text per piece: it and its events stay in the processor's cache
 _MAGIC = b"\x1f\x8b"
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 
@@ -122,10 +123,20 @@ def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
             return text[match.end() :]
     if not text:
         raise NotATrace(f"{trace.path}: {trace.damage or 'empty file'}, not a profiler trace")
-    reason = {b"{": "JSON without traceEvents", b"[": "a list, but not of events"}.get(
-        text[:1], "neither a JSON object nor a list"
-    )
-    raise NotATrace(f"{trace.path}: not a profiler trace ({reason})")
+    reason = {b"{": "JSON without traceEvents", b"[": "a list, but not of events"}.get(text[:1], "not JSON")
+    raise _kind_of(trace, text)(f"{trace.path}: not a profiler trace ({trace.damage or reason})")
+
+
+def _kind_of(trace: RawTrace, text: bytes) -> type[NotATrace]:
+    """Whether a file holds something else, or what was to be a trace: it has a rank or its JSON breaks off."""
+    if trace.damage:
+        return NotATrace
+    if text[:1] not in b"[{":
+        return OtherContent if rank_in_name(trace.path) is None else NotATrace
+    with contextlib.suppress(msgspec.DecodeError):
+        msgspec.json.decode(text, type=msgspec.Raw)
+        return OtherContent
+    return NotATrace
 
 
 def _last_cut(buffer: bytes) -> re.Match | None:

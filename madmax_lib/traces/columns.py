@@ -38,7 +38,6 @@ class Codes(dict):
         except TypeError:  # a name or thread that is a list
             return self.of([tuple(map(str, value)) if isinstance(value, tuple) else str(value) for value in values])
 
-
     def pairs(self, first: list, second: list) -> np.ndarray:
         """Codes (n,) int32 of pairs of values."""
         try:  # zip hands out the same tuple over and over, so none is made
@@ -87,7 +86,7 @@ def read_columns(path: str | Path, *, hta: bool = False) -> tuple[Columns, RawTr
             columns = _gather(trace, exact, hta)
         except NeedsDecimal:
             continue
-        trace.warn()
+        trace.warn_of_loss()
         return columns, trace
     raise AssertionError("decimal times are always exact")
 

@@ -16,6 +16,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.details import DETAILS, Details, conform
+from madmax_lib.timeline import SPANS, Timeline
+from madmax_lib.traces.cache import cached, content_sha256
 from madmax_lib.traces.chrome import decode_pieces
 from madmax_lib.traces.columns import Codes, NeedsDecimal, complete, integers, nanoseconds
 from madmax_lib.traces.events import Args, Event, RawTrace
@@ -60,25 +62,37 @@ class _FullEvent(Event, gc=False):
     args: _FullArgs | None = None
 
 
-def details_of(path: str | Path, rank: int, base_ns: int) -> Details:
+def details_of(path: str | Path, sha256: str, rank: int) -> Details:
     """Details of one file, read on first use; their rows are those of `columns.read_columns`.
 
-    Raises, then, FileNotFoundError when the file has gone, else as `read_trace`.
+    Raises, then, FileNotFoundError when the file has gone and ValueError when it has changed.
     """
-    return Details(partial(_read, Path(path), rank, base_ns))
+    return Details(partial(_load, Path(path), sha256, rank))
 
 
-def _read(path: Path, rank: int, base_ns: int) -> dict[str, pd.DataFrame]:
+def _load(path: Path, sha256: str, rank: int) -> dict[str, pd.DataFrame]:
+    """Tables of a file, from the cache if they are there: as details of a timeline without spans."""
+
+    def read() -> Timeline:
+        if content_sha256(path) != sha256:
+            raise ValueError(f"{path}: has changed since it was read; read it again")
+        nothing = pd.DataFrame({column: pd.Series([], dtype=d) for column, d in SPANS.items()})
+        return Timeline(nothing, details=Details(partial(dict, _read(path, rank))))
+
+    return dict(cached(sha256, f"details {rank}", read).details)
+
+
+def _read(path: Path, rank: int) -> dict[str, pd.DataFrame]:
     for exact in (False, True):
         try:
-            parts = _gather(RawTrace(path), exact, rank, base_ns)
+            parts = _gather(RawTrace(path), exact, rank)
         except NeedsDecimal:
             continue
         return {name: conform(name, _whole(parts[name])) for name in DETAILS if parts[name]}
     raise AssertionError("decimal times are always exact")
 
 
-def _gather(trace: RawTrace, exact: bool, rank: int, base_ns: int) -> dict[str, list[dict]]:
+def _gather(trace: RawTrace, exact: bool, rank: int) -> dict[str, list[dict]]:
     parts: dict[str, list[dict]] = {name: [] for name in DETAILS}
     threads, first = Codes(), 0
     for events in decode_pieces(trace, exact=exact, event=_FullEvent):
@@ -92,7 +106,7 @@ def _gather(trace: RawTrace, exact: bool, rank: int, base_ns: int) -> dict[str, 
         if instants := [e for e in events if e.ph == "i" and e.name == "[memory]" and e.args]:
             parts["memory"].append(_memory(_placed(instants, exact), exact, threads) | {"rank": rank})
     for part in parts["memory"]:
-        part["time_ns"] = part["time_ns"] + base_ns
+        part["time_ns"] = part["time_ns"] + trace.base_ns
     return parts
 
 

@@ -11,11 +11,15 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["QUICK", "Args", "Event", "NotATrace", "RawTrace", "TraceWarning"]
+__all__ = ["QUICK", "Args", "Event", "NotATrace", "OtherContent", "RawTrace", "TraceWarning"]
 
 
 class NotATrace(ValueError):
-    """A file that is something else than a profiler trace."""
+    """A file that cannot be read as a profiler trace."""
+
+
+class OtherContent(NotATrace):
+    """A sound file that is no trace, such as a configuration or a log."""
 
 
 class TraceWarning(UserWarning):
@@ -86,13 +90,19 @@ class RawTrace:
     lost_bytes: int = 0  # text after the last complete event of a truncated file
     damage: str = ""  # why the file ended early
 
-    def warn(self) -> None:
-        """One warning for a file that was not read whole."""
+    @property
+    def base_ns(self) -> int:
+        """What the file counts its times from, in ns since 1970; 0 if it does not say."""
+        base_ns = self.envelope.get("baseTimeNanoseconds", 0)
+        return base_ns if isinstance(base_ns, int) and abs(base_ns) < 2**62 else 0
+
+    def warn(self, text: str) -> None:
+        """A TraceWarning about this file."""
+        warnings.warn(f"{self.path}: {text}", TraceWarning, stacklevel=2)
+
+    def warn_of_loss(self) -> None:
+        """Warnings for a file that was not read whole."""
         if self.damage:
-            text = (
-                f"{self.path}: {self.damage}; kept {self.events} complete events, lost the last {self.lost_bytes} bytes"
-            )
-            warnings.warn(text, TraceWarning, stacklevel=2)
+            self.warn(f"{self.damage}; kept {self.events} complete events, lost the last {self.lost_bytes} bytes")
         if self.skipped:
-            text = f"{self.path}: skipped {self.skipped} unreadable of {self.events + self.skipped} events"
-            warnings.warn(text, TraceWarning, stacklevel=2)
+            self.warn(f"skipped {self.skipped} unreadable of {self.events + self.skipped} events")
