@@ -14,6 +14,7 @@ _PUBLIC = {
     "breakdown": "accounting",
     "cluster": "catalog",
     "clusters": "catalog",
+    "compare": "traces.diff",
     "dataset": "datasets",
     "export_trace": "traces.export",
     "model": "catalog",
