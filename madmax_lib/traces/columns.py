@@ -17,6 +17,7 @@ __all__ = ["Codes", "Columns", "NeedsDecimal", "complete", "dtype_bytes", "integ
 _FLOAT_IS_EXACT_US = 2.0**43  # below, the spacing of float64 is under 1 ns, so three decimals can be recovered
 _DTYPE_BYTES = {"float": 4, "int": 4, "double": 8, "long": 8, "half": 2, "bfloat16": 2, "short": 2, "byte": 1,
                 "char": 1, "bool": 1, "complexfloat": 8, "complexdouble": 16}  # fmt: skip
+_PIECES_TOGETHER = 256
 _NO_ARGS = Args()
 
 
@@ -94,18 +95,17 @@ def read_columns(path: str | Path, *, hta: bool = False) -> tuple[Columns, RawTr
 def _gather(trace: RawTrace, exact: bool, hta: bool) -> Columns:
     codes = {key: Codes() for key in ("name", "category", "thread", "group")}
     codes["group"].of([""])  # code 0: none
-    parts: dict[str, list[np.ndarray]] = {}
+    parts = _Parts()
     group_rank = None
     for events in decode_pieces(trace, exact=exact):
         rows = complete(events)
         if group_rank is None and not _tells_rank(trace.envelope.get("distributedInfo")):
             group_rank = next((r for e in rows if e.args and (r := _global_rank(e.args)) is not None), None)
         piece = _piece(rows, codes, exact, hta)
-        for key, values in piece.items():
-            parts.setdefault(key, []).append(values)
+        parts.append(piece)
         lost = len(rows) - len(piece["start_ns"])
         trace.events, trace.skipped = trace.events - lost, trace.skipped + lost
-    arrays = {key: np.concatenate(parts.pop(key)) for key in list(parts)}
+    arrays = parts.whole()
     return Columns(
         **arrays,
         names=_distinct(codes["name"], arrays["name"]),
@@ -114,6 +114,29 @@ def _gather(trace: RawTrace, exact: bool, hta: bool) -> Columns:
         groups=list(codes["group"]),
         group_rank=group_rank,
     )
+
+
+class _Parts:
+    """Columns piece by piece; small ones are put together as they come, so that their memory is used again."""
+
+    def __init__(self):
+        self._small: list[dict[str, np.ndarray]] = []
+        self._large: dict[str, list[np.ndarray]] = {}
+
+    def append(self, piece: dict[str, np.ndarray]) -> None:
+        self._small.append(piece)
+        if len(self._small) == _PIECES_TOGETHER:
+            self._join()
+
+    def whole(self) -> dict[str, np.ndarray]:
+        """The columns; at no time does more than one of them exist twice."""
+        self._join()
+        return {key: np.concatenate(self._large.pop(key)) for key in list(self._large)}
+
+    def _join(self) -> None:
+        for key in self._small[0] if self._small else ():
+            self._large.setdefault(key, []).append(np.concatenate([piece[key] for piece in self._small]))
+        self._small = []
 
 
 def complete(events: list[Event]) -> list[Event]:
@@ -132,7 +155,7 @@ def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool) -
     piece = {
         "start_ns": start_ns,
         "dur_ns": dur_ns,
-        "stream": integers([a.stream for a in args]),
+        "stream": _streams([a.stream for a in args]),
         "correlation": integers([a.correlation for a in args]),
         "op": _external_ids(args),
         "size_bytes": size_bytes,
@@ -198,6 +221,12 @@ def _integer(value, missing: int = -1) -> int:
     except (ValueError, TypeError, OverflowError):
         return missing
     return number if abs(number) < 2**63 else missing
+
+
+def _streams(values: list) -> np.ndarray:
+    """(n,) int32 stream numbers, -1 for none; one too large for that keeps its lower bits."""
+    streams = integers(values)
+    return np.where(streams < 2**31, np.maximum(streams, -1), streams % 2**31).astype(np.int32)
 
 
 def _external_ids(args: list[Args]) -> np.ndarray:

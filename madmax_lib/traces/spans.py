@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +35,21 @@ def read_file(path: Path, sha256: str, *, hta: bool, user_kinds: str | Path | No
     """Timeline of one file without its details; warnings are kept in `meta.provenance["warnings"]` instead of shown."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        columns, trace = read_columns(path, hta=hta)
-        rank = _rank(columns, trace)
-        spans, provenance = _spans(columns, trace, rank, hta, user_kinds)
+        spans, meta = _read(path, hta, user_kinds)
+    (rank,) = map(str, meta.represents)
+    more = {"files": {rank: {"name": path.name, "sha256": sha256}}}
+    if caught:
+        more["warnings"] = {rank: [str(warning.message).removeprefix(f"{path}: ") for warning in caught]}
+    return Timeline(spans, replace(meta, provenance={**meta.provenance, **more}))
+
+
+def _read(path: Path, hta: bool, user_kinds: str | Path | None) -> tuple[pd.DataFrame, Meta]:
+    columns, trace = read_columns(path, hta=hta)
+    table = load_kinds(user_kinds)
+    rank = _rank(columns, trace)
+    spans = _spans(columns, trace, rank, hta, table)
     info = trace.envelope.get("distributedInfo")
     world_size = info.get("world_size", 1) if isinstance(info, dict) else 1
-    texts = [str(warning.message).removeprefix(f"{path}: ") for warning in caught]
     meta = Meta(
         source="measured",
         world_size=world_size if isinstance(world_size, int) else 1,
@@ -47,14 +57,14 @@ def read_file(path: Path, sha256: str, *, hta: bool, user_kinds: str | Path | No
         device=_device_name(trace.envelope.get("deviceProperties")),
         clock="unix" if len(spans) and spans["start_ns"].min() > _EPOCH_NS else "relative",
         provenance={
-            "files": {str(rank): {"name": path.name, "sha256": sha256}},
             "rules": "hta" if hta else "exact",
             "threads": {str(rank): [f"pid {pid} tid {tid}" for pid, tid in columns.threads]},
-            **({"warnings": {str(rank): texts}} if texts else {}),
-            **provenance,
+            **({"collectives": _user_collectives(columns, table)} if user_kinds else {}),
         },
     )
-    return Timeline(spans, meta)
+    del columns  # its arrays are spans now, and the steps need room
+    spans["step"] = assign_steps(spans)
+    return spans, meta
 
 
 def _rank(columns: Columns, trace: RawTrace) -> int:
@@ -69,23 +79,24 @@ def _rank(columns: Columns, trace: RawTrace) -> int:
     return 0
 
 
-def _spans(columns: Columns, trace: RawTrace, rank: int, hta: bool, user_kinds) -> tuple[pd.DataFrame, dict]:
-    """Spans of one file, and the collectives that a user's table names."""
+def _spans(columns: Columns, trace: RawTrace, rank: int, hta: bool, table: pd.DataFrame) -> pd.DataFrame:
+    """Spans of one file, steps not yet known; the times of `columns` are changed in place."""
     if trace.events == 0:
         trace.warn("the trace holds no events")
     start_ns, dur_ns = _hta_times(columns) if hta else (columns.start_ns, columns.dur_ns)
-    if (dur_ns < 0).any() and not hta:
-        trace.warn(f"{(dur_ns < 0).sum()} negative durations taken as 0")
-    table = load_kinds(user_kinds)
     kind, stream = _hta_kinds(columns, table) if hta else _exact_kinds(columns, table)
-    spans = pd.DataFrame(
+    if not hta and (negative := int((dur_ns < 0).sum())):
+        trace.warn(f"{negative} negative durations taken as 0")
+        np.maximum(dur_ns, 0, out=dur_ns)
+    start_ns += trace.base_ns
+    return pd.DataFrame(
         {
             "rank": np.full(len(columns), rank, dtype=np.int32),
-            "stream": np.where(stream < 2**31, stream, stream % 2**31).astype(np.int32),
+            "stream": stream,
             "kind": pd.Categorical.from_codes(kind, KINDS),
             "name": pd.Categorical([original_name(name) for name in columns.names])[columns.name],
-            "start_ns": start_ns + trace.base_ns,
-            "dur_ns": dur_ns if hta else np.maximum(dur_ns, 0),
+            "start_ns": start_ns,
+            "dur_ns": dur_ns,
             "step": np.full(len(columns), -1, dtype=np.int32),
             "correlation": columns.correlation,
             "op": columns.op,
@@ -94,8 +105,6 @@ def _spans(columns: Columns, trace: RawTrace, rank: int, hta: bool, user_kinds) 
         },
         copy=False,
     )
-    spans["step"] = assign_steps(spans)
-    return spans, {"collectives": _user_collectives(columns, table)} if user_kinds else {}
 
 
 def _user_collectives(columns: Columns, table: pd.DataFrame) -> dict[str, str]:
@@ -112,16 +121,18 @@ def _device_name(properties) -> str:
 def _exact_kinds(columns: Columns, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """Kind codes (n,) and streams (n,) by category; without any device row, from annotations and operators."""
     category = np.array(columns.categories, dtype=object)
-    device = np.isin(category, _DEVICE)[columns.category]
-    kind = np.full(len(columns), KINDS.index("cpu"))
-    kind[np.isin(category, _ANNOTATION)[columns.category]] = KINDS.index("annotation")
-    kind[(category == "cuda_sync")[columns.category]] = KINDS.index("idle")
+    of_category = np.full(len(category), KINDS.index("cpu"), dtype=np.int8)
+    of_category[np.isin(category, _ANNOTATION)] = KINDS.index("annotation")
+    of_category[category == "cuda_sync"] = KINDS.index("idle")
+    on_device, copies = np.isin(category, _DEVICE), np.isin(category, _COPY)
+    has_stream = on_device | np.isin(category, ("cuda_sync", "gpu_user_annotation"))
+    kind = of_category[columns.category]
     stream = np.where(columns.stream >= 0, columns.stream, _stream_of_thread(columns))
-    on_host = ~device & (kind != KINDS.index("idle")) & ~(category == "gpu_user_annotation")[columns.category]
-    stream = np.where(on_host, -1 - columns.thread, stream)
+    stream = np.where(has_stream[columns.category], stream, -1 - columns.thread)
+    device = on_device[columns.category]
     if device.any():
         kind[device] = _kind_of_name(columns, device, "exact", table)
-        kind[np.isin(category, _COPY)[columns.category] & (kind == KINDS.index("compute"))] = KINDS.index("memcpy")
+        kind[copies[columns.category] & (kind == KINDS.index("compute"))] = KINDS.index("memcpy")
     else:
         _classify_cpu(columns, kind, category, table)
     return kind, stream
@@ -151,16 +162,19 @@ def _hta_kinds(columns: Columns, table: pd.DataFrame) -> tuple[np.ndarray, np.nd
     """Kind codes and streams as HTA 0.5.0 sees them: whatever carries a stream runs on the device."""
     device = columns.stream >= 0
     annotation = np.isin(np.array(columns.categories, dtype=object), _ANNOTATION)[columns.category]
-    kind = np.where(annotation, KINDS.index("annotation"), KINDS.index("cpu"))
+    kind = np.where(annotation, KINDS.index("annotation"), KINDS.index("cpu")).astype(np.int8)
     if device.any():
         kind[device] = _kind_of_name(columns, device, "hta", table)
     return kind, np.where(device, columns.stream, -1 - columns.thread)
 
 
 def _kind_of_name(columns: Columns, rows: np.ndarray, rules: str, table: pd.DataFrame) -> np.ndarray:
-    codes, inverse = np.unique(columns.name[rows], return_inverse=True)
-    kinds = kernel_kinds([columns.names[code] for code in codes], rules=rules, table=table)
-    return np.array([KINDS.index(kind) for kind in kinds], dtype=np.int64)[inverse]
+    names, used = columns.name[rows], np.zeros(len(columns.names), dtype=bool)
+    used[names] = True
+    kinds = kernel_kinds([columns.names[code] for code in np.flatnonzero(used)], rules=rules, table=table)
+    of_name = np.zeros(len(used), dtype=np.int8)
+    of_name[used] = [KINDS.index(kind) for kind in kinds]
+    return of_name[names]
 
 
 def _hta_times(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
@@ -175,8 +189,8 @@ def _hta_times(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
 def _stream_of_thread(columns: Columns) -> np.ndarray:
     """Stream of device rows whose args have none: Kineto shows a stream as thread, as a number or as `stream 7`."""
     digits = [re.search(r"(?<![-\d])\d+$", str(tid)) for _, tid in columns.threads]
-    streams = np.array([int(d[0]) if d and int(d[0]) < 2**31 else 0 for d in digits], dtype=np.int64)
-    return streams[columns.thread] if len(columns) else np.zeros(0, dtype=np.int64)
+    streams = np.array([int(d[0]) if d and int(d[0]) < 2**31 else 0 for d in digits], dtype=np.int32)
+    return streams[columns.thread] if len(columns) else np.zeros(0, dtype=np.int32)
 
 
 def _groups(columns: Columns) -> pd.Categorical:

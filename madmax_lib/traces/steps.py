@@ -27,17 +27,17 @@ def assign_steps(spans: pd.DataFrame) -> np.ndarray:
     steps = _step_spans(spans)
     if steps is None:
         return np.zeros(len(spans), dtype=np.int32)
-    start_ns = spans["start_ns"].to_numpy()
-    step = _by_time(start_ns, steps)
-    launch = (spans["stream"].to_numpy() < 0) & (spans["correlation"].to_numpy() >= 0)
-    if launch.any():
-        correlation = spans["correlation"].to_numpy()
-        order = np.argsort(correlation[launch], kind="stable")
-        keys, values = correlation[launch][order], step[launch][order]
-        place = np.minimum(np.searchsorted(keys, correlation), len(keys) - 1)
-        launched = (spans["stream"].to_numpy() >= 0) & (correlation >= 0) & (keys[place] == correlation)
-        step = np.where(launched, values[place], step)
-    return step.astype(np.int32)
+    step = _by_time(spans["start_ns"].to_numpy(), steps)
+    stream, correlation = spans["stream"].to_numpy(), spans["correlation"].to_numpy()
+    launches = np.flatnonzero((stream < 0) & (correlation >= 0))
+    if len(launches):
+        launches = launches[np.argsort(correlation[launches], kind="stable")]
+        kernels = np.flatnonzero((stream >= 0) & (correlation >= 0))
+        place = np.searchsorted(correlation[launches], correlation[kernels])
+        launch = launches[np.minimum(place, len(launches) - 1)]
+        launched = correlation[launch] == correlation[kernels]
+        step[kernels[launched]] = step[launch[launched]]
+    return step
 
 
 def hta_rows(timelines: dict[int, Timeline]) -> dict[int, Timeline]:
@@ -77,6 +77,8 @@ def _step_spans(spans: pd.DataFrame) -> np.ndarray | None:
 
 
 def _by_time(start_ns: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    place = np.searchsorted(steps[:, 0], start_ns, side="right") - 1
-    inside = (place >= 0) & (start_ns < steps[np.maximum(place, 0), 1])
-    return np.where(inside, steps[np.maximum(place, 0), 2], -1)
+    """Step number (n,) int32 at each time, -1 outside of all."""
+    place = np.searchsorted(steps[:, 0], start_ns, side="right").astype(np.int32) - 1
+    number = np.append(steps[:, 2], -1).astype(np.int32)[place]
+    number[start_ns >= np.append(steps[:, 1], 0)[place]] = -1
+    return number
