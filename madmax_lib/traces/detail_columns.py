@@ -94,12 +94,14 @@ def _read(path: Path, rank: int) -> dict[str, pd.DataFrame]:
 
 def _gather(trace: RawTrace, exact: bool, rank: int) -> dict[str, list[dict]]:
     parts: dict[str, list[dict]] = {name: [] for name in DETAILS}
-    threads, first = Codes(), 0
+    threads, categories, first = Codes(), _Categories(), 0
     for events in decode_pieces(trace, exact=exact, event=_FullEvent):
         rows = _placed(complete(events), exact)
-        threads.of([(e.pid, e.tid) for e in rows])
+        threads.pairs([e.pid for e in rows], [e.tid for e in rows])
+        args = [e.args or _NO_ARGS for e in rows]
+        forms = list(zip(categories.of(rows), args, strict=True))
         for name, (chosen, columns) in _ROWS.items():
-            places = [i for i, e in enumerate(rows) if chosen(e)]
+            places = [i for i, form in enumerate(forms) if chosen(*form)]
             if places:
                 parts[name].append({"row": first + np.array(places), **columns([rows[i] for i in places])})
         first += len(rows)
@@ -187,19 +189,24 @@ def _syncs(rows: list[_FullEvent]) -> dict[str, Any]:
     }
 
 
-def _category(event: _FullEvent) -> str:
-    return event.cat.strip().lower() if isinstance(event.cat, str) else ""
+class _Categories(dict):
+    """Categories as written and in our form."""
+
+    def __missing__(self, category) -> str:
+        self[category] = category.strip().lower() if isinstance(category, str) else ""
+        return self[category]
+
+    def of(self, rows: list[_FullEvent]) -> list[str]:
+        return [self[e.cat] if isinstance(e.cat, str) else "" for e in rows]
 
 
 _NO_ARGS = _FullArgs()
-_ROWS: dict[str, tuple[Callable[[_FullEvent], Any], Callable[[list], dict]]] = {
-    "calls": (lambda e: e.args and e.args.collective is not None, _calls),
-    "operators": (
-        lambda e: _category(e) in ("cpu_op", "operator") or (e.args and e.args.shapes is not None),
-        _operators,
-    ),
-    "graphs": (lambda e: e.args and integers([e.args.graph])[0] > 0, _graphs),
-    "syncs": (lambda e: _category(e) == "cuda_sync", _syncs),
+_OPERATORS = ("cpu_op", "operator")
+_ROWS: dict[str, tuple[Callable[[str, _FullArgs], bool], Callable[[list], dict]]] = {
+    "calls": (lambda _, a: a.collective is not None, _calls),
+    "operators": (lambda category, a: category in _OPERATORS or a.shapes is not None, _operators),
+    "graphs": (lambda _, a: a.graph is not None and a.graph != 0, _graphs),  # 0: not in a graph
+    "syncs": (lambda category, _: category == "cuda_sync", _syncs),
 }
 
 
