@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
+from conftest import make_timeline
 
 from madmax_lib.timeline import KINDS, Meta, Timeline
 from madmax_lib.traces.steps import assign_steps, hta_rows
@@ -95,3 +96,15 @@ def hta_kept(rows: list[tuple]) -> list[int]:
 )
 def test_hta_drops_the_last_of_several_steps(rows, dropped):
     assert sorted(hta_kept(rows)) == sorted({row[3] for row in rows} - set(dropped))
+
+
+def test_kernels_launched_before_the_trace_are_outside_of_its_steps():
+    rows = [
+        (0, -1, "annotation", "ProfilerStep#1", 0, 100),
+        (0, -1, "cpu", "cudaLaunchKernel", 50, 5),
+        (0, 7, "compute", "left over", 10, 20),
+        (0, 7, "compute", "launched", 60, 20),
+        (0, 7, "compute", "launch lost", 90, 5),
+    ]
+    spans = make_timeline(rows).spans.assign(correlation=[-1, 5, 3, 5, 6])
+    assert assign_steps(spans).tolist() == [1, 1, -1, 1, 1]

@@ -2,7 +2,8 @@
 
 Steps are the ProfilerStep#N annotations, else annotations that look like an iteration, else the whole trace is step 0.
 Host spans belong to the step they start in; device spans to the step of the launch with their correlation, because
-they often run after the host has gone on; without a launch, to the step in which they start.
+they often run after the host has gone on; without a launch, to the step in which they start, unless they precede all
+kernels that were launched in the trace: then they are left over from before it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pandas as pd
 
 from madmax_lib.timeline import KINDS, Timeline
 
-__all__ = ["assign_steps", "hta_rows"]
+__all__ = ["assign_steps", "hta_rows", "step_spans"]
 
 _PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
 _ITERATION = re.compile(r"^\W*(?:train(?:ing)?[_ ]?)?(?:step|iter|iteration|batch)[\W_]*(\d+)\W*$", re.IGNORECASE)
@@ -24,7 +25,7 @@ def assign_steps(spans: pd.DataFrame) -> np.ndarray:
     """Step number (n,) int32 of the spans of one rank, -1 outside of all steps."""
     if not len(spans):
         return np.zeros(0, dtype=np.int32)
-    steps = _step_spans(spans)
+    steps = step_spans(spans)
     if steps is None:
         return np.zeros(len(spans), dtype=np.int32)
     step = _by_time(spans["start_ns"].to_numpy(), steps)
@@ -37,6 +38,10 @@ def assign_steps(spans: pd.DataFrame) -> np.ndarray:
         launch = launches[np.minimum(place, len(launches) - 1)]
         launched = correlation[launch] == correlation[kernels]
         step[kernels[launched]] = step[launch[launched]]
+        start_ns = spans["start_ns"].to_numpy()
+        first_ns = start_ns[kernels[launched]].min() if launched.any() else -np.inf
+        left_over = kernels[~launched]
+        step[left_over[start_ns[left_over] < first_ns]] = -1
     return step
 
 
@@ -61,7 +66,7 @@ def _before_last_step(timeline: Timeline, step_names: set[str]) -> Timeline:
     return timeline.where(host | launched)
 
 
-def _step_spans(spans: pd.DataFrame) -> np.ndarray | None:
+def step_spans(spans: pd.DataFrame) -> np.ndarray | None:
     """(k, 3) start, end and number of each step on the host, sorted by start; None without steps."""
     annotations = spans[(spans["kind"].cat.codes == KINDS.index("annotation")) & (spans["stream"] < 0)]
     names = annotations["name"].cat.categories
