@@ -13,7 +13,7 @@ import re
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import KINDS, Timeline
+from madmax_lib.timeline import Timeline
 
 __all__ = ["assign_steps", "hta_rows", "step_spans"]
 
@@ -68,7 +68,7 @@ def _before_last_step(timeline: Timeline, step_names: set[str]) -> Timeline:
 
 def step_spans(spans: pd.DataFrame) -> np.ndarray | None:
     """(k, 3) start, end and number of each step on the host, sorted by start; None without steps."""
-    annotations = spans[(spans["kind"].cat.codes == KINDS.index("annotation")) & (spans["stream"] < 0)]
+    annotations = spans[(spans["kind"] == "annotation") & (spans["stream"] < 0)]
     names = annotations["name"].cat.categories
     for pattern in (_PROFILER_STEP, _ITERATION):
         number = np.array([int(m[1]) if (m := pattern.search(name)) else -1 for name in names], dtype=np.int64)

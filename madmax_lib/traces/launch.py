@@ -1,0 +1,278 @@
+"""Does the host keep the device fed? Launches beside their kernels, the queue between them, launch-bound time.
+
+A launch is a host call (cudaLaunchKernel, hipMemcpyAsync, cudaGraphLaunch, ...) that shares its correlation with work
+on a device stream of its rank. One graph launch starts many kernels under one correlation: it counts once, and its
+delay is that of the first kernel. Delays and queue length are those of Holistic Trace Analysis 0.5.0, but for every
+call on every stream, where HTA knows only some names. The host of a simulated timeline is not simulated: no launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.intervals import pack, union
+from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.units import NS_PER_S
+
+__all__ = [
+    "device_work",
+    "launch_bound",
+    "launch_floor",
+    "launches",
+    "queue_length",
+    "queue_series",
+    "short_kernels",
+]
+
+NO_LAUNCH_NS = np.iinfo(np.int64).min  # launch time of work without a launch: before everything
+_SYNCS = ("Event Sync", "Stream Sync", "Context Sync", "Stream Wait Event")  # HTA's reading takes them for kernels
+
+
+def device_work(timeline: Timeline) -> pd.DataFrame:
+    """Spans of work on device streams, by rank, stream and start, with the row of their launch.
+
+    rank, stream, step, correlation, row, start_ns, dur_ns, launch_row (-1 without), launch_ns (its start; the smallest
+    int64 without). Where several host calls share a correlation the earliest is the launch.
+    """
+    spans, keys = timeline.spans, ["rank", "correlation"]
+    linked = (spans["correlation"] >= 0).to_numpy()
+    on_device = (spans["stream"] >= 0) & spans["kind"].isin(BUSY_KINDS) & ~spans["name"].isin(_SYNCS)
+    calls = np.flatnonzero(linked & (spans["stream"] < 0) & (spans["kind"] == "cpu"))
+    calls = calls[np.argsort(spans["start_ns"].to_numpy()[calls], kind="stable")]
+    host = spans[keys].iloc[calls].assign(launch_row=calls).drop_duplicates(keys)
+    rows = np.flatnonzero(on_device)
+    work = spans[["rank", "stream", "step", "correlation", "start_ns", "dur_ns"]].iloc[rows].assign(row=rows)
+    work = work.merge(host, on=keys, how="left")
+    launched = work["launch_row"].fillna(-1).to_numpy(dtype=np.int64)
+    start_ns = np.append(spans["start_ns"].to_numpy(), NO_LAUNCH_NS)  # place -1 is no launch
+    work = work.assign(launch_row=launched, launch_ns=start_ns[launched])
+    return work.sort_values(["rank", "stream", "start_ns", "row"], kind="stable", ignore_index=True)
+
+
+def launches(timeline: Timeline) -> pd.DataFrame:
+    """Every launch with the device work it starts, by rank and launch time.
+
+    rank, step, stream, correlation, name (of the kernel; the first in a graph), launch (host call), cpu_s (the call),
+    gpu_s (device time, summed over a graph), delay_s (first kernel start - end of the call, 0 where the kernel starts
+    during the call: HTA's launch_delay), since_launch_s (first kernel start - start of the call), kernels (more than 1
+    in graphs), graph (id, -1 without), row and launch_row (of the spans). Empty without device work.
+    HTA lists only cudaLaunchKernel, cudaLaunchKernelExC, cudaMemcpyAsync, cudaMemsetAsync and MTIA's job submission.
+    """
+    spans, work = timeline.spans, device_work(timeline)
+    work = work[work["launch_row"] >= 0].sort_values(["launch_row", "start_ns", "row"], kind="stable")
+    by_launch = work.groupby("launch_row", sort=True)["dur_ns"]
+    table = work.drop_duplicates("launch_row").reset_index(drop=True)
+    table["kernels"] = by_launch.size().to_numpy(dtype=np.int64)
+    table["gpu_s"] = by_launch.sum().to_numpy() / NS_PER_S
+    call = spans[["name", "dur_ns"]].iloc[table["launch_row"]].reset_index(drop=True)
+    since_ns = table["start_ns"] - table["launch_ns"]
+    table = table.assign(
+        name=spans["name"].iloc[table["row"]].astype(object).to_numpy(),
+        launch=call["name"].astype(object),
+        cpu_s=call["dur_ns"] / NS_PER_S,
+        delay_s=(since_ns - call["dur_ns"]).clip(lower=0) / NS_PER_S,
+        since_launch_s=since_ns / NS_PER_S,
+        graph=_graph_ids(timeline, table, call["name"]),
+    )
+    table = table.sort_values(["rank", "launch_ns", "launch_row"], ignore_index=True)
+    columns = ["rank", "step", "stream", "correlation", "name", "launch", "cpu_s", "gpu_s", "delay_s", "since_launch_s",
+               "kernels", "graph", "row", "launch_row"]  # fmt: skip
+    return _with_origin(table[columns], timeline)
+
+
+def short_kernels(timeline: Timeline) -> pd.DataFrame:
+    """Kernels that run shorter than the host call that launches them, by rank and name; the most frequent first.
+
+    rank, name, count (launches), short (those with gpu_s < cpu_s), share (short / count, 0..1), cpu_s and gpu_s (sums
+    over the short ones). Many of them keep a device waiting however fast it is: fuse them or capture a graph.
+    """
+    table = launches(timeline)
+    short = table["gpu_s"] < table["cpu_s"]
+    table = table.assign(short=short, cpu_s=table["cpu_s"].where(short, 0.0), gpu_s=table["gpu_s"].where(short, 0.0))
+    grouped = table.groupby(["rank", "name"])
+    result = grouped[["short", "cpu_s", "gpu_s"]].sum().assign(count=grouped.size()).reset_index()
+    result = result.assign(short=result["short"].astype("int64"), count=result["count"].astype("int64"))
+    result["share"] = result["short"] / result["count"]
+    result = result.sort_values(["short", "count", "rank", "name"], ascending=[False, False, True, True])
+    result = result[["rank", "name", "count", "short", "share", "cpu_s", "gpu_s"]].reset_index(drop=True)
+    return _with_origin(result, timeline)
+
+
+def queue_series(timeline: Timeline) -> pd.DataFrame:
+    """Launches that wait for the device, each time their number changes: rank, stream, time_s, length.
+
+    time_s counts from the first span of the timeline. A launch enters the queue of its stream when its host call starts
+    and leaves it when its first kernel starts; the kernel that runs is not in the queue. At equal times launches come
+    first, so no length is negative (HTA leaves the order of ties to the sorting).
+    """
+    queue = _queue(timeline)
+    zero_ns = timeline.spans["start_ns"].min() if len(queue) else 0
+    table = queue.assign(time_s=(queue["time_ns"] - zero_ns) / NS_PER_S)
+    return _with_origin(table[["rank", "stream", "time_s", "length"]], timeline)
+
+
+def queue_length(timeline: Timeline, capacity: int = 1022) -> pd.DataFrame:
+    """Queue of each rank and stream, over its changes as HTA counts it, and how often the host ran into its end.
+
+    rank, stream, count (changes), mean, std, min, p25, p50, p75, max; full_s: time with at least `capacity` launches
+    waiting; full_share: of the time from the rank's first to its last span start; blocked_s: host time of launches into
+    a full queue beyond their median duration. On NVIDIA launches get slow once 1,022 wait behind the running kernel, so
+    HTA's limit of 1,024 is not reached; on AMD more are waiting and no call gets slower. Raises ValueError for a
+    capacity below 1.
+    """
+    if capacity < 1:
+        raise ValueError(f"capacity={capacity} is not at least 1")
+    spans, queue = timeline.spans, _queue(timeline)
+    rows = []
+    for (rank, stream), part in queue.groupby(["rank", "stream"]):
+        length, time_ns = part["length"].to_numpy(), part["time_ns"].to_numpy()
+        full = length >= capacity
+        lasting_ns = np.diff(time_ns, append=time_ns[-1:])
+        begins_ns = spans.loc[spans["rank"] == rank, "start_ns"]
+        call_ns = part["cpu_ns"].to_numpy()
+        usual_ns = np.median(call_ns[part["enters"]])
+        quartiles = np.quantile(length, [0.25, 0.5, 0.75])
+        rows.append(
+            {
+                "rank": rank, "stream": stream, "count": len(part), "mean": length.mean(),
+                "std": length.std(ddof=1), "min": length.min(),
+                "p25": quartiles[0], "p50": quartiles[1], "p75": quartiles[2], "max": length.max(),
+                "full_s": lasting_ns[full].sum() / NS_PER_S,
+                "full_share": lasting_ns[full].sum() / max(begins_ns.max() - begins_ns.min(), 1),
+                "blocked_s": np.maximum(call_ns[full & part["enters"]] - usual_ns, 0).sum() / NS_PER_S,
+            }
+        )  # fmt: skip
+    columns = ["rank", "stream", "count", "mean", "std", "min", "p25", "p50", "p75", "max", "full_s", "full_share",
+               "blocked_s"]  # fmt: skip
+    return _with_origin(pd.DataFrame(rows, columns=columns), timeline)
+
+
+def launch_bound(timeline: Timeline) -> pd.DataFrame:
+    """Device time that would be gained if launches, or all host work, were free; one row per rank and step.
+
+    rank, step, total_s, idle_s (no stream of the rank works), launch_bound_s: idle stretches whose next kernel the host
+    launched only after the device had run dry; launching_s: the part of them inside a launch call or between the launch
+    of that next kernel and its start; share = launch_bound_s / total_s; launching_share.
+    Free launches gain up to launching_s, a host that is always ahead (a graph of the whole step) up to launch_bound_s.
+    A step lasts on the device from the end of the work before its first launched kernel to the same of the next step,
+    so total_s and idle_s sum to those of `accounting.breakdown`; step -1 is what precedes the first.
+    Upper bounds: a host that first waits for the device (a sync, .item()) or for data counts too, and a profiler makes
+    launches slower than they are. A gap on one stream under work on another costs nothing here; `idle` counts it.
+    """
+    rows = []
+    for rank, work in device_work(timeline).groupby("rank"):
+        work = work.sort_values(["start_ns", "launch_ns"], kind="stable")
+        gaps = _gaps(work)
+        calls = _spans_of(timeline, work.loc[work["launch_row"] >= 0, "launch_row"].unique())
+        edges, steps = _device_steps(work, gaps)
+        place = np.searchsorted(edges, gaps["start"], side="right") - 1
+        bound = gaps["launch_ns"] > gaps["start"]
+        whole = gaps["end"] - gaps["start"]
+        late = np.clip(
+            gaps["launch_ns"], gaps["start"], gaps["end"]
+        )  # from here to the end the next kernel is under way
+        calling = _covered_before(calls, late) - _covered_before(calls, gaps["start"]) + gaps["end"] - late
+        sums = {key: np.bincount(place, weights=values, minlength=len(steps)) / NS_PER_S
+                for key, values in (("idle_s", whole), ("launch_bound_s", whole * bound),
+                                    ("launching_s", calling * bound))}  # fmt: skip
+        total_s = np.diff(edges, append=(work["start_ns"] + work["dur_ns"]).max()) / NS_PER_S
+        rows.append(pd.DataFrame({"rank": rank, "step": steps, "total_s": total_s, **sums}))
+    columns = ["rank", "step", "total_s", "idle_s", "launch_bound_s", "launching_s"]
+    table = pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns)
+    total_s = table["total_s"].where(table["total_s"] > 0)
+    table = table.assign(share=table["launch_bound_s"] / total_s, launching_share=table["launching_s"] / total_s)
+    return _with_origin(table, timeline)
+
+
+def launch_floor(timeline: Timeline, launch_s: float, speedups: Sequence[float]) -> pd.DataFrame:
+    """What faster devices gain when each computation still costs a launch: rank, speedup, step_s, free_s, share.
+
+    Of the compute spans of a rank (kernels, or top-level operators on a CPU) with durations d, per step:
+    step_s = sum max(d / speedup, launch_s), free_s = sum d / speedup, share = 1 - free_s / step_s. One launch per span,
+    one after the other, and the host does nothing else: a lower bound, as an operator may need several kernels.
+    Raises ValueError for a launch_s that is negative or a speedup that is not positive.
+    """
+    factors = np.asarray(speedups, dtype=float)
+    if launch_s < 0 or not (factors > 0).all():
+        raise ValueError(f"launch_s={launch_s} must not be negative, and every one of speedups={speedups} above 0")
+    compute, rows = timeline.spans[timeline.spans["kind"] == "compute"], []
+    for rank, part in compute.groupby("rank"):
+        dur_s = np.sort(part["dur_ns"].to_numpy()) / NS_PER_S
+        steps = max((part["step"].unique() >= 0).sum(), 1)
+        short = np.searchsorted(dur_s, launch_s * factors)  # so many spans are under the floor
+        floor_s = short * launch_s + (dur_s.sum() - np.r_[0.0, np.cumsum(dur_s)][short]) / factors
+        free_s = dur_s.sum() / factors
+        rows.append(pd.DataFrame({"rank": rank, "speedup": factors, "step_s": floor_s / steps, "free_s": free_s / steps,
+                                  "share": 1 - free_s / np.where(floor_s > 0, floor_s, np.nan)}))  # fmt: skip
+    columns = ["rank", "speedup", "step_s", "free_s", "share"]
+    return _with_origin(pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns), timeline)
+
+
+def _with_origin(table: pd.DataFrame, timeline: Timeline) -> pd.DataFrame:
+    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
+    return table
+
+
+def _graph_ids(timeline: Timeline, table: pd.DataFrame, calls: pd.Series) -> np.ndarray:
+    """Graph of each launch, -1 without; the details are read only where a launch looks like that of a graph."""
+    graph = np.full(len(table), -1, dtype=np.int64)
+    if len(table) and ((table["kernels"] > 1) | calls.str.contains("GraphLaunch", regex=False)).any():
+        known = timeline.details["graphs"].drop_duplicates("row").set_index("row")["graph"]
+        graph = table["row"].map(known).fillna(-1).to_numpy(dtype=np.int64)
+    return graph
+
+
+def _queue(timeline: Timeline) -> pd.DataFrame:
+    """rank, stream, time_ns, length, enters and cpu_ns (of a launch that enters), by rank, stream and time."""
+    work = device_work(timeline)
+    work = work[work["launch_row"] >= 0].sort_values(["launch_row", "start_ns"], kind="stable")
+    work = work.drop_duplicates("launch_row")
+    cpu_ns = timeline.spans["dur_ns"].to_numpy()[work["launch_row"]]
+    keys = work[["rank", "stream"]]
+    enter = keys.assign(time_ns=work["launch_ns"], enters=True, cpu_ns=cpu_ns)
+    leave_ns = np.maximum(work["start_ns"], work["launch_ns"])  # clocks of host and device may disagree
+    queue = pd.concat([enter, keys.assign(time_ns=leave_ns, enters=False, cpu_ns=0)])
+    queue = queue.assign(change=np.where(queue["enters"], 1, -1))
+    queue = queue.sort_values(["rank", "stream", "time_ns", "change"], ascending=[True, True, True, False])
+    return queue.assign(length=queue.groupby(["rank", "stream"])["change"].cumsum()).reset_index(drop=True)
+
+
+def _gaps(work: pd.DataFrame) -> dict[str, np.ndarray]:
+    """Stretches without work between the first and the last span of a rank, with the launch time of the next one."""
+    start = work["start_ns"].to_numpy()
+    reach = np.maximum.accumulate(start + work["dur_ns"].to_numpy())
+    first = np.flatnonzero(start[1:] > reach[:-1]) + 1
+    return {"start": reach[first - 1], "end": start[first], "launch_ns": work["launch_ns"].to_numpy()[first]}
+
+
+def _device_steps(work: pd.DataFrame, gaps: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Where each step begins on the device, (k,) ns in order, and its number; a gap before a step belongs to it."""
+    inside = work[work["step"] >= 0]
+    launched = inside[inside["launch_row"] >= 0]  # the step of others is that of their time, which may be a later one
+    begins = (launched if len(launched) else inside).groupby("step")["start_ns"].min().sort_values(kind="stable")
+    edges, steps = begins.to_numpy(), begins.index.to_numpy()
+    if len(gaps["end"]) and len(edges):
+        place = np.minimum(np.searchsorted(gaps["end"], edges), len(gaps["end"]) - 1)
+        edges = np.where(gaps["end"][place] == edges, gaps["start"][place], edges)
+    first = work["start_ns"].min()
+    if not len(edges) or edges[0] > first:
+        edges, steps = np.r_[first, edges], np.r_[-1, steps]
+    return edges, steps.astype(np.int64)
+
+
+def _spans_of(timeline: Timeline, rows: np.ndarray) -> np.ndarray:
+    spans = timeline.spans[["start_ns", "dur_ns"]].iloc[rows]
+    return union(pack(spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()))
+
+
+def _covered_before(intervals: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Length (n,) that a normal-form set covers before each time."""
+    if not len(intervals):
+        return np.zeros(len(times), dtype=np.int64)
+    lengths = np.r_[0, np.cumsum(intervals[:, 1] - intervals[:, 0])]
+    place = np.searchsorted(intervals[:, 0], times, side="right")
+    over = np.maximum(intervals[np.maximum(place - 1, 0), 1] - times, 0) * (place > 0)
+    return lengths[place] - over
