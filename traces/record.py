@@ -2,8 +2,9 @@
 
 `python traces/record.py` records every set this machine can run, `python traces/record.py vit-ddp` only the named ones.
 A set is a model and a strategy: vit or gpt, times ddp (DistributedDataParallel with small buckets), fsdp (FSDP2
-`fully_shard` of each block, then of the root) or gpu (one process, CUDA). Each set starts its own ranks with torchrun
-and ends as `traces/<set>/rank<r>.json.gz`: what the profiler wrote, less the names of the machine and of its files.
+`fully_shard` of each block, then of the root), memory (one process on the CPU, with the allocator's events) or gpu (one
+process, CUDA, with them too). Each set starts its own ranks with torchrun and ends as `traces/<set>/rank<r>.json.gz`:
+what the profiler wrote, less the names of the machine and of its files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 HERE = Path(__file__).parent
-RANKS = {"vit-ddp": 2, "vit-fsdp": 2, "gpt-ddp": 2, "gpt-fsdp": 2, "vit-gpu": 1, "gpt-gpu": 1}
+RANKS = {"vit-ddp": 2, "vit-fsdp": 2, "gpt-ddp": 2, "gpt-fsdp": 2, "gpt-memory": 1, "vit-gpu": 1, "gpt-gpu": 1}
 WAIT, WARMUP, ACTIVE = 8, 2, 2  # not recorded: DDP rebuilds its buckets, AdamW makes its state, the allocator settles
 DIM, LAYERS, HEADS = 128, 4, 4
 IMAGE, PATCH, CLASSES = 32, 4, 10
@@ -93,8 +94,8 @@ def build(model_name: str, strategy: str) -> nn.Module:
     """The model with the same weights on every rank, split as the strategy says."""
     torch.manual_seed(0)
     model = ViT() if model_name == "vit" else GPT()
-    if strategy == "gpu":
-        return model.cuda()
+    if strategy in ("memory", "gpu"):
+        return model.cuda() if strategy == "gpu" else model
     if strategy == "ddp":
         return DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -126,9 +127,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tenso
 def record_rank(set_name: str) -> None:
     """Train as one rank of a set and write its trace."""
     model_name, strategy = set_name.split("-")
-    rank, on_gpu = int(os.environ["RANK"]), strategy == "gpu"
+    rank, on_gpu, spread = int(os.environ["RANK"]), strategy == "gpu", strategy in ("ddp", "fsdp")
     torch.set_num_threads(1)
-    if not on_gpu:
+    if spread:
         dist.init_process_group("gloo")
     model = build(model_name, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # one operator a step: the trace stays small
@@ -138,11 +139,12 @@ def record_rank(set_name: str) -> None:
         schedule=schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1),
         on_trace_ready=lambda profiler: write_trace(profiler, HERE / set_name / f"rank{rank}.json.gz"),
         record_shapes=True,
+        profile_memory=strategy in ("memory", "gpu"),  # the allocator's events would double the other traces
     ) as profiler:
         for _ in range(WAIT + WARMUP + ACTIVE):
             train_step(model, optimizer, inputs, targets)
             profiler.step()
-    if not on_gpu:
+    if spread:
         dist.destroy_process_group()
 
 
