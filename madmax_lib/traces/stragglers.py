@@ -1,0 +1,65 @@
+"""Which rank arrives last at collectives, how often, and what does that cost the others?
+
+Skew is the last arrival minus the first at the same call. Arrivals are compared by start on timelines with one clock
+(after `alignment.align`, and simulated), else by duration: the rank that spends least time in a call came last.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from madmax_lib.timeline import Timeline
+from madmax_lib.traces.collectives import arrivals
+
+__all__ = ["skew", "stragglers"]
+
+
+def skew(timeline: Timeline) -> pd.DataFrame:
+    """One row per call that several ranks made together, in order of time.
+
+    call, step, group, collective, ranks (how many), size_bytes (mean over ranks), first_s (earliest start, from the
+    first span of the timeline), transfer_s (shortest duration), skew_s, last_rank (lowest of those that are equally
+    late), wait_s and exposed_wait_s (of all other ranks), bus_bytes_per_s (of the shortest duration).
+    """
+    table = arrivals(timeline)
+    of_call = table.groupby("call")
+    result = of_call.agg(
+        step=("step", "min"),
+        group=("group", "first"),
+        collective=("collective", "first"),
+        ranks=("rank", "size"),
+        size_bytes=("size_bytes", "mean"),
+        first_s=("start_s", "min"),
+        transfer_s=("duration_s", "min"),
+        skew_s=("skew_s", "first"),
+        last_rank=("last_rank", "first"),
+        wait_s=("wait_s", "sum"),
+        exposed_wait_s=("exposed_wait_s", "sum"),
+        bus_bytes_per_s=("bus_bytes_per_s", "max"),
+    )
+    result = result.reset_index().sort_values(["first_s", "call"]).reset_index(drop=True)
+    result.attrs.update(table.attrs)
+    return result
+
+
+def stragglers(timeline: Timeline) -> pd.DataFrame:
+    """One row per rank that shares calls with another, the costliest first.
+
+    rank. calls: shared with other ranks. last: in how many of them it arrived last and someone waited, share: last over
+    calls, 0..1. cost_s: what the others waited for it, exposed_cost_s: not under their compute. waited_s,
+    exposed_waited_s: what it waited for others. `.attrs["by"]` as in `arrivals`.
+    """
+    table = arrivals(timeline)
+    own = table.groupby("rank").agg(
+        calls=("call", "size"), waited_s=("wait_s", "sum"), exposed=("exposed_wait_s", "sum")
+    )
+    late = table[table["skew_s"] > 0].groupby("last_rank")
+    late = late.agg(last=("call", "nunique"), cost_s=("wait_s", "sum"), exposed_cost_s=("exposed_wait_s", "sum"))
+    result = own.join(late).rename_axis("rank").reset_index().rename(columns={"exposed": "exposed_waited_s"})
+    result[["cost_s", "exposed_cost_s"]] = result[["cost_s", "exposed_cost_s"]].fillna(0.0)
+    result["last"] = result["last"].fillna(0).astype("int64")
+    result["share"] = result["last"] / result["calls"]
+    columns = ["rank", "calls", "last", "share", "cost_s", "exposed_cost_s", "waited_s", "exposed_waited_s"]
+    result = result[columns].sort_values(["cost_s", "rank"], ascending=[False, True]).reset_index(drop=True)
+    result.attrs.update(table.attrs)
+    return result
