@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["EMPTY", "intersection", "pack", "subtraction", "total", "union"]
+__all__ = ["EMPTY", "covered_before", "intersection", "pack", "subtraction", "total", "union"]
 
 EMPTY = np.empty((0, 2), dtype=np.int64)
 
@@ -54,6 +54,20 @@ def subtraction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     low, high = a[0, 0], a[-1, 1]
     gaps = np.stack([np.r_[low, b[:, 1]], np.r_[b[:, 0], high]], axis=1)  # the complement of b inside [low, high)
     return _where_depth(a, gaps[gaps[:, 1] > gaps[:, 0]], 2)
+
+
+def covered_before(intervals: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """How much (n,) of a set in normal form lies before each of the times (n,).
+
+    >>> covered_before(np.array([[0, 2], [5, 9]]), np.array([1, 4, 6])).tolist()
+    [1, 2, 3]
+    """
+    if not len(intervals):
+        return np.zeros(len(times), dtype=np.int64)
+    before = np.r_[0, np.cumsum(intervals[:, 1] - intervals[:, 0])]
+    begun = np.searchsorted(intervals[:, 0], times)
+    rest = np.maximum(intervals[np.maximum(begun - 1, 0), 1] - times, 0)  # of the last one that has begun
+    return before[begun] - np.where(begun > 0, rest, 0)
 
 
 def total(intervals: np.ndarray) -> int:

@@ -5,7 +5,7 @@ Only `Timeline` stores integers (nanoseconds), because profiler traces are exact
 
 from __future__ import annotations
 
-__all__ = ["NS_PER_S", "format_s"]
+__all__ = ["NS_PER_S", "bytes_unit", "format_bytes", "format_s"]
 
 NS_PER_S = 1_000_000_000
 
@@ -16,6 +16,26 @@ def format_s(duration_s: float) -> str:
     >>> format_s(0.0131), format_s(2.5e-7), format_s(0.0)
     ('13.1 ms', '250 ns', '0 ns')
     """
-    prefixes = ((1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+    prefixes = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
     factor, unit = next((p for p in prefixes if abs(duration_s) >= p[0]), prefixes[-1])
     return f"{duration_s / factor:.3g} {unit}"
+
+
+def bytes_unit(size_bytes: float) -> tuple[str, float]:
+    """The decimal unit an engineer would choose for a size, and its bytes.
+
+    >>> bytes_unit(2.5e6)
+    ('MB', 1000000.0)
+    """
+    return next((unit for unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size_bytes >= unit[1]),
+                ("B", 1.0))  # fmt: skip
+
+
+def format_bytes(size_bytes: float) -> str:
+    """A size as text.
+
+    >>> format_bytes(25_557_032), format_bytes(12)
+    ('25.6 MB', '12 B')
+    """
+    unit, factor = bytes_unit(size_bytes)
+    return f"{size_bytes / factor:.3g} {unit}"

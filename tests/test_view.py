@@ -166,9 +166,10 @@ def test_absent_input_skips_the_figure_by_name(monkeypatch, capsys):
 
 def test_report_is_one_self_contained_page(step, tmp_path):
     page = write_report(step, tmp_path / "out" / "report.html", "a <run>").read_text()
-    for heading in ("Where the time goes", "Overlap", "Exposed communication", "Who waits for whom", "Top kernels"):
+    for heading in ("Where the time goes", "Overlap", "Exposed communication", "Who waits for whom", "Top kernels",
+                    "What to fix first"):  # fmt: skip
         assert f"<h2>{heading}" in page
-    assert page.count("<svg") == 5 and "a &lt;run&gt;" in page and "adam &lt;&amp;&gt;" in page
+    assert page.count("<svg") == 6 and "a &lt;run&gt;" in page and "adam &lt;&amp;&gt;" in page
     assert "src=" not in page and "<link" not in page and "$" not in page
     assert "Rank 1 arrives last most: the others wait 2 ms for it" in page
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["report.html"]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from madmax_lib.intervals import pack, union
+from madmax_lib.intervals import covered_before, pack, union
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.call_metadata import call_metadata
 from madmax_lib.units import NS_PER_S
@@ -170,18 +170,8 @@ def _exposed_ns(timeline: Timeline, rank: pd.Series, start_ns: pd.Series, dur_ns
     for number, rows in rank.groupby(rank).indices.items():
         here = compute.iloc[rows_of.get(number, [])]
         busy = union(pack(here["start_ns"], here["dur_ns"]))
-        exposed[rows] -= _covered(busy, end[rows]) - _covered(busy, start[rows])
+        exposed[rows] -= covered_before(busy, end[rows]) - covered_before(busy, start[rows])
     return exposed
-
-
-def _covered(busy: np.ndarray, until: np.ndarray) -> np.ndarray:
-    """How much (n,) of the intervals, in normal form, lies before each instant (n,)."""
-    if not len(busy):
-        return np.zeros(len(until), dtype=np.int64)
-    before = np.r_[0, np.cumsum(busy[:, 1] - busy[:, 0])]
-    begun = np.searchsorted(busy[:, 0], until)
-    rest = np.maximum(busy[np.maximum(begun - 1, 0), 1] - until, 0)  # of the last one that has begun
-    return before[begun] - np.where(begun > 0, rest, 0)
 
 
 def _match(table: pd.DataFrame, start_ns: pd.Series) -> tuple[pd.Series, pd.Series]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from madmax_lib.intervals import pack, union
+from madmax_lib.intervals import covered_before, pack, union
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.units import NS_PER_S
 
@@ -171,10 +171,8 @@ def launch_bound(timeline: Timeline) -> pd.DataFrame:
         place = np.searchsorted(edges, gaps["start"], side="right") - 1
         bound = gaps["launch_ns"] > gaps["start"]
         whole = gaps["end"] - gaps["start"]
-        late = np.clip(
-            gaps["launch_ns"], gaps["start"], gaps["end"]
-        )  # from here to the end the next kernel is under way
-        calling = _covered_before(calls, late) - _covered_before(calls, gaps["start"]) + gaps["end"] - late
+        late = np.clip(gaps["launch_ns"], gaps["start"], gaps["end"])  # from here on the next kernel is under way
+        calling = covered_before(calls, late) - covered_before(calls, gaps["start"]) + gaps["end"] - late
         sums = {key: np.bincount(place, weights=values, minlength=len(steps)) / NS_PER_S
                 for key, values in (("idle_s", whole), ("launch_bound_s", whole * bound),
                                     ("launching_s", calling * bound))}  # fmt: skip
@@ -266,13 +264,3 @@ def _device_steps(work: pd.DataFrame, gaps: dict[str, np.ndarray]) -> tuple[np.n
 def _spans_of(timeline: Timeline, rows: np.ndarray) -> np.ndarray:
     spans = timeline.spans[["start_ns", "dur_ns"]].iloc[rows]
     return union(pack(spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()))
-
-
-def _covered_before(intervals: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Length (n,) that a normal-form set covers before each time."""
-    if not len(intervals):
-        return np.zeros(len(times), dtype=np.int64)
-    lengths = np.r_[0, np.cumsum(intervals[:, 1] - intervals[:, 0])]
-    place = np.searchsorted(intervals[:, 0], times, side="right")
-    over = np.maximum(intervals[np.maximum(place - 1, 0), 1] - times, 0) * (place > 0)
-    return lengths[place] - over

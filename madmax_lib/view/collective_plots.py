@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from madmax_lib.kinds import COLLECTIVES
-from madmax_lib.units import format_s
+from madmax_lib.units import format_bytes, format_s
 from madmax_lib.view.plots import COLORS, _fill, _keep, _legend, _new_axes, _rank_axis
 
 __all__ = ["plot_bandwidth", "plot_clock_offsets", "plot_groups", "plot_skew", "plot_stragglers"]
@@ -74,13 +74,13 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     for name, part in points.groupby("collective", sort=False):
         ax.scatter(part["size_bytes"], part["bus_bytes_per_s"] / 1e9, s=34, marker=_MARKERS.get(name, "o"),
                    label=_name(name), zorder=2, rasterized=many, **style)  # fmt: skip
-    _log_axis(ax, "x", points["size_bytes"].min(), points["size_bytes"].max(), _bytes)
+    _log_axis(ax, "x", points["size_bytes"].min(), points["size_bytes"].max(), format_bytes)
     _log_axis(ax, "y", ends[0].min(), ends[1].max(), "{:g}".format)
     ax.set(xlabel="message", ylabel="bus bandwidth [GB/s]")
     ax.grid(axis="y")
     best = points.loc[points["bus_bytes_per_s"].idxmax()]
     rate = f"{best['bus_bytes_per_s'] / 1e9:.3g} GB/s"
-    ax.set_title(f"{_name(best['collective']).capitalize()} reaches {rate} with {_bytes(best['size_bytes'])}")
+    ax.set_title(f"{_name(best['collective']).capitalize()} reaches {rate} with {format_bytes(best['size_bytes'])}")
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
     return _keep(ax, points, table)
 
@@ -101,10 +101,10 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax.vlines(median_s or np.nan, place - 0.38, place + 0.38, color="black", linewidth=1.2)
     ax.set_yticks(range(len(by_median)), [_name(name) for name in by_median.index])
     late_s = table.loc[table["skew_s"] > 0, "skew_s"]
-    _log_axis(ax, "x", late_s.min(), late_s.max(), _time)
+    _log_axis(ax, "x", late_s.min(), late_s.max(), format_s)
     ax.set(ylim=(len(by_median) - 0.4, -0.6), xlabel="last arrival - first arrival (bar: median)")
     skew_s, transfer_s = table["skew_s"].median(), table["transfer_s"].median()
-    ax.set_title(f"Median skew {_time(skew_s)}, {skew_s / max(transfer_s, 1e-12):.2g} times the median transfer")
+    ax.set_title(f"Median skew {format_s(skew_s)}, {skew_s / max(transfer_s, 1e-12):.2g} times the median transfer")
     return _keep(ax, drawn, table)
 
 
@@ -125,7 +125,7 @@ def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     _rank_axis(ax, table["rank"])
     top = table.loc[table["cost_s"].idxmax()]
     ax.set(xlabel="waiting of the other ranks [ms]", xlim=(0, table["cost_s"].max() * 1e3 * 1.15))
-    cost = f"costs the others {_time(top['cost_s'])}"
+    cost = f"costs the others {format_s(top['cost_s'])}"
     ax.set_title(f"Rank {top['rank']:.0f} is last in {top['share']:.0%} of its calls and {cost}")
     _legend(ax, ["comm", "hidden"], {"comm": "exposed", "hidden": "hidden under compute"})
     return _keep(ax, table)
@@ -145,9 +145,9 @@ def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set(xlabel="clock ahead of the reference [µs]")
     largest, spread = table["offset_s"].abs().max(), table["spread_s"].median()
     if largest <= table["spread_s"].max():
-        ax.set_title(f"Clocks agree: {_time(largest)} apart at most, ends scatter by {_time(spread)}")
+        ax.set_title(f"Clocks agree: {format_s(largest)} apart at most, ends scatter by {format_s(spread)}")
     else:
-        ax.set_title(f"Clocks lie up to {_time(largest)} apart, ends scatter by {_time(spread)}")
+        ax.set_title(f"Clocks lie up to {format_s(largest)} apart, ends scatter by {format_s(spread)}")
     handles = [
         Line2D([], [], color=COLORS["comm"], marker="o", linestyle=""),
         Line2D([], [], color=COLORS["hidden"], lw=3),
@@ -182,12 +182,3 @@ def _label(group: str, collective: str) -> str:
     ranks = ranks.rstrip("]")
     short = ranks if len(ranks) <= 12 else f"{ranks.split(',')[0]} … {ranks.split(',')[-1].strip()}"
     return f"{_name(collective)} · {head} [{short}]" if ranks else _name(collective) + (f" · {group}" if group else "")
-
-
-def _bytes(size: float) -> str:
-    factor, unit = next(((f, u) for f, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= f), (1, "B"))
-    return f"{size / factor:.3g} {unit}"
-
-
-def _time(duration_s: float) -> str:
-    return format_s(duration_s).replace("us", "µs")

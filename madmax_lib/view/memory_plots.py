@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.memory import BEFORE, CATEGORIES, held_at_peak, memory_timeline, peak
-from madmax_lib.units import format_s
+from madmax_lib.units import bytes_unit, format_bytes, format_s
 from madmax_lib.view.plots import COLORS, _fill, _keep, _new_axes
 
 __all__ = ["plot_held", "plot_memory", "plot_memory_categories"]
@@ -39,7 +39,7 @@ def plot_memory(
     ax, top = ax or _new_axes(height=3.2), peaks.loc[peaks["peak_bytes"].idxmax()]
     table = _chosen(memory_timeline(timeline, top["device"]), top["rank"], None)
     drawn = _thinned(table, "allocated_bytes")
-    unit, factor = _unit(np.nanmax([top["peak_bytes"], top["reserved_bytes"]]))
+    unit, factor = bytes_unit(np.nanmax([top["peak_bytes"], top["reserved_bytes"]]))
     source, time_ms = timeline.meta.source, drawn["time_s"] * 1e3
     used, older = drawn["allocated_bytes"] / factor, drawn["before_bytes"] / factor
     reserved = drawn["reserved_bytes"] / factor
@@ -56,7 +56,7 @@ def plot_memory(
     _mark_steps(ax, table)
     _label_peak(ax, top, held_at_peak(timeline, 3), factor)
     where = f"rank {top['rank']}, {top['device']}" if len(timeline.ranks) > 1 else top["device"]
-    ax.set_title(f"Peak {_text(top['peak_bytes'])} on {where} after {format_s(top['time_s'])}{_in_step(top['step'])}")
+    ax.set_title(f"Peak {format_bytes(top['peak_bytes'])} on {where} after {format_s(top['time_s'])}{_in_step(top['step'])}")
     return _keep(ax, drawn, timeline)
 
 
@@ -70,7 +70,7 @@ def plot_memory_categories(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     wide = wide.assign(total=wide.sum(axis=1), time_s=table["time_s"].to_numpy()[:: len(CATEGORIES)])
     drawn = _thinned(wide, "total")
     high = wide.loc[wide["total"].idxmax()]
-    unit, factor = _unit(high["total"])
+    unit, factor = bytes_unit(high["total"])
     shown = [c for c in CATEGORIES if drawn[c].max() > 0.003 * high["total"]]
     below = np.zeros(len(drawn))
     for category in shown:
@@ -83,7 +83,7 @@ def plot_memory_categories(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     share = high[most] / max(high["total"], 1)
     ax.set(xlim=(0, max(drawn["time_s"].max() * 1e3, 1e-3)), xlabel="time [ms]", ylabel=f"memory [{unit}]",
            ylim=(0, 1.1 * high["total"] / factor))  # fmt: skip
-    ax.set_title(f"Peak {_text(high['total'])}: {share:.0%} {most.replace('_', ' ')}")
+    ax.set_title(f"Peak {format_bytes(high['total'])}: {share:.0%} {most.replace('_', ' ')}")
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return _keep(ax, drawn.drop(columns="total")[["time_s", *CATEGORIES]], table)
@@ -103,7 +103,7 @@ def plot_held(
     of_rank, of_device = peaks.idxmax()
     part = part[(part["rank"] == of_rank) & (part["device"] == of_device)]
     ax = ax or _new_axes(height=1.1 + 0.28 * len(part))
-    unit, factor = _unit(part["size_bytes"].max())
+    unit, factor = bytes_unit(part["size_bytes"].max())
     older, source = (part["operator"] == BEFORE).to_numpy(), table.attrs.get("source")
     for kind, rows in (("other", ~older), ("idle", older)):
         ax.barh(np.flatnonzero(rows), part["size_bytes"][rows] / factor, height=0.75, **_fill(kind, source))
@@ -189,13 +189,3 @@ def _short(name: str) -> str:
     """
     name = name.removeprefix("autograd::engine::evaluate_function: ").removeprefix("torch::autograd::")
     return name if len(name) <= 36 else name[:35] + "…"
-
-
-def _unit(size_bytes: float) -> tuple[str, float]:
-    """Prefix of an axis that reaches size_bytes, and its bytes."""
-    return next((u for u in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size_bytes >= u[1]), ("B", 1.0))
-
-
-def _text(size_bytes: float) -> str:
-    unit, factor = _unit(size_bytes)
-    return f"{size_bytes / factor:.3g} {unit}"

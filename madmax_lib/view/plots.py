@@ -17,11 +17,21 @@ from madmax_lib.intervals import pack, union
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.units import NS_PER_S, format_s
 
-__all__ = ["COLORS", "figure_data", "plot_breakdown", "plot_exposed", "plot_overlap", "plot_timeline", "plot_waiting"]
+__all__ = [
+    "COLORS",
+    "figure_data",
+    "plot_advice",
+    "plot_breakdown",
+    "plot_exposed",
+    "plot_overlap",
+    "plot_timeline",
+    "plot_waiting",
+]
 
 COLORS = {"compute": "#3b75af", "comm": "#e1812c", "hidden": "#f4c79a", "memcpy": "#529d3f", "other": "#8d6bb8",
           "idle": "#d9d9d9"}  # fmt: skip
 _LABELS = {"compute": "compute", "comm": "communication", "memcpy": "copies", "other": "other", "idle": "idle"}
+_TALK = ("exposed communication", "small messages", "straggler rank")
 _SMALLEST = 1 / 3000  # of the time axis: gaps below are not drawn, so that pictures of any trace stay small
 
 
@@ -136,6 +146,23 @@ def plot_waiting(table: pd.DataFrame, ax: Axes | None = None, *, ranks: list[int
     share = last.max() / max(last.sum(), 1e-12)
     ax.set(xlabel="rank that arrives last", ylabel="", title=f"Waiting [ms]: {share:.0%} for rank {last.idxmax()}")
     return _keep(ax, table)
+
+
+def plot_advice(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 10) -> Axes:
+    """What each fix of `traces.advise` would gain at most per step, the largest `count` of them."""
+    shown = table.head(count)
+    ax = ax or _new_axes(height=1.1 + 0.34 * max(len(shown), 1))
+    if not len(shown):
+        ax.set(title="No cause of lost time was found", xticks=[], yticks=[])
+        return _keep(ax, shown, table)
+    kinds = ["comm" if cause in _TALK else "memcpy" if "copies" in cause else "idle" for cause in shown["cause"]]
+    for place, (kind, gain_s, share) in enumerate(zip(kinds, shown["gain_s"], shown["share"], strict=True)):
+        ax.barh(place, gain_s * 1e3, height=0.7, **_fill(kind, table.attrs.get("source")))
+        ax.annotate(f"{share:.1%}", (gain_s * 1e3, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
+    ax.set_yticks(range(len(shown)), [f"{row.cause}: {row.where}"[:60] for row in shown.itertuples()])
+    ax.set(ylim=(len(shown) - 0.4, -0.6), xlim=(0, shown["gain_s"].max() * 1e3 * 1.12))
+    ax.set(xlabel="gain per step, at most [ms]", title=f"{shown['cause'].iloc[0].capitalize()} costs most")
+    return _keep(ax, shown, table)
 
 
 def _one_step(timeline: Timeline, step: int | None) -> Timeline:

@@ -16,9 +16,10 @@ from madmax_lib import __version__
 from madmax_lib.accounting import breakdown, exposed_by_collective, top_kernels
 from madmax_lib.atomic import replacing
 from madmax_lib.timeline import Timeline
+from madmax_lib.traces.advise import advise
 from madmax_lib.traces.collectives import waiting
 from madmax_lib.units import format_s
-from madmax_lib.view.plots import plot_breakdown, plot_exposed, plot_overlap, plot_timeline, plot_waiting
+from madmax_lib.view.plots import plot_advice, plot_breakdown, plot_exposed, plot_overlap, plot_timeline, plot_waiting
 
 __all__ = ["write_report"]
 
@@ -52,6 +53,10 @@ def _sections(timeline: Timeline, table: pd.DataFrame) -> list[str]:
     if len(part) < len(table):
         note = f"<p>Drawn: the {len(part)} of {len(table)} ranks with the most exposed communication.</p>"
     sections = [_section("Where the time goes", note, _svg(plot_breakdown(part)), _table(table))]
+    advice = advise(timeline)
+    if len(advice):
+        about = "<p>What each fix would gain at most, per step and mean over the ranks; causes overlap.</p>"
+        sections.append(_section("What to fix first", about, _svg(plot_advice(advice)), _table(advice.head(12))))
     if table["comm_s"].sum() > 0:
         sections.append(_section("Overlap of communication and compute", note, _svg(plot_overlap(part))))
         per_rank = _table(by_collective) if len(table) <= _MOST_RANKS_DRAWN else ""

@@ -1,0 +1,179 @@
+"""What should be fixed first? Causes of lost time, ranked by the seconds that a fix would gain, with the evidence.
+
+Each gain is the time per rank and step that would go if this one cause went and nothing else changed: an upper bound.
+Causes overlap (a late rank also exposes its collective), so gains do not add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from madmax_lib.accounting import breakdown
+from madmax_lib.intervals import pack, subtraction, total
+from madmax_lib.timeline import Timeline
+from madmax_lib.traces.collectives import arrivals, calls
+from madmax_lib.traces.idle import idle
+from madmax_lib.traces.launch import device_work, launch_bound
+from madmax_lib.traces.stragglers import stragglers
+from madmax_lib.units import NS_PER_S, format_bytes, format_s
+
+__all__ = ["COLUMNS", "advise"]
+
+COLUMNS = ["cause", "where", "gain_s", "share", "evidence", "remedy"]
+_WORTH_SHARE = 0.001  # of the time on the device; less is not worth a line
+_SLOW = 0.5  # of the best bus bandwidth of the same group: below, a call is ruled by its latency
+
+_REMEDY = {
+    "exposed communication": "overlap it with compute (prefetch, buckets, a stream of its own), send less, or use a "
+    "faster link",
+    "straggler rank": "look at this rank: data loading, uneven work, a slow or throttled device",
+    "small messages": "make buckets larger or fuse calls, so that the link and not the latency rules",
+    "launch-bound": "fuse kernels, compile, or capture a CUDA graph",
+    "host wait": "remove synchronisation (.item(), .cpu(), prints) and feed data ahead of the step",
+    "short gaps": "fuse the small kernels of this stream or capture a CUDA graph",
+    "pipeline bubble": "use more micro-batches, an interleaved or a zero-bubble schedule, stages of equal work",
+    "other idle": "look for events, for streams that wait for each other, and for ranks that wait outside of calls",
+    "exposed copies": "pin host memory, copy with non_blocking=True on a stream of its own, keep data on the device",
+}
+
+
+def advise(timeline: Timeline) -> pd.DataFrame:
+    """Causes of lost time, the largest gain first; measured or simulated timelines.
+
+    cause: exposed communication, straggler rank, small messages, launch-bound, host wait, pipeline bubble, other idle,
+    short gaps or exposed copies. where: collective and group, ranks, stream. gain_s: per step, mean over the ranks.
+    share: of the time on the device, 0..1. evidence, and remedy, the usual one. Causes below 0.1 % are left out; an
+    empty table means that none was found, not that the run is fast.
+    """
+    whole = breakdown(timeline)
+    ranks, steps = max(len(whole), 1), max(len(timeline.steps), 1)
+    total_s = whole["total_s"].sum()
+    found = [{"cause": cause, "where": where, "gain_s": gain_s / ranks / steps,
+              "share": gain_s / total_s if total_s > 0 else 0.0, "evidence": evidence, "remedy": _REMEDY[cause]}
+             for finder in (_communication, _late_ranks, _host, _other_idle, _gaps, _copies)
+             for cause, where, gain_s, evidence in finder(timeline)]  # fmt: skip
+    table = pd.DataFrame(found, columns=COLUMNS).astype({"gain_s": "float64", "share": "float64"})
+    table = table[table["share"] >= _WORTH_SHARE]
+    table = table.sort_values(["gain_s", "cause", "where"], ascending=[False, True, True], ignore_index=True)
+    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
+    return table
+
+
+Finding = tuple[str, str, float, str]  # cause, where, seconds over all ranks and steps, evidence
+
+
+def _communication(timeline: Timeline) -> Iterator[Finding]:
+    """Exposed transfers by group and collective, and what small messages cost of them; waiting is the late ranks'."""
+    table = calls(timeline)
+    waits = arrivals(timeline).set_index("row")[["wait_s", "exposed_wait_s"]]
+    table = table.join(waits, on="row").fillna({"wait_s": 0.0, "exposed_wait_s": 0.0})
+    transfer_s = table["duration_s"] - table["wait_s"]
+    rate = table["bus_bytes_per_s"] * table["duration_s"] / transfer_s.where(transfer_s > 0)
+    table = table.assign(rate=rate, lost_s=table["exposed_s"] - table["exposed_wait_s"])
+    role = table["group"].str.replace(r"\s*\[.*", "", regex=True)  # groups of one name differ in their ranks
+    for (name, collective), part in table.groupby([role, "collective"]):
+        groups = f" ({part['group'].nunique()} groups)" if part["group"].nunique() > 1 else ""
+        where = " · ".join(filter(None, (collective.replace("_", "-"), name))) + groups
+        total_s, waited_s = part["duration_s"].sum(), part["wait_s"].sum()
+        exposed_s = _exposed_s(timeline, part["row"])  # calls side by side are exposed once
+        evidence = f"{exposed_s / max(total_s, 1e-12):.0%} of {format_s(total_s)} in {len(part)} calls exposed"
+        evidence += f"; {waited_s / total_s:.0%} is waiting for late ranks" if waited_s > 0 else ""
+        gain_s = min(exposed_s, part["lost_s"].sum())
+        yield "exposed communication", where, gain_s, evidence
+        if (part["rate"] > 0).any():
+            yield _small_messages(part[part["rate"] > 0], where, gain_s)
+
+
+def _exposed_s(timeline: Timeline, rows: pd.Series) -> float:
+    """Time of some spans, each instant once per rank, that lies under no compute."""
+    compute = timeline.spans[timeline.spans["kind"] == "compute"]
+    return sum(
+        _alone(part, compute[compute["rank"] == rank]) for rank, part in timeline.spans.loc[rows].groupby("rank")
+    )
+
+
+def _alone(spans: pd.DataFrame, others: pd.DataFrame) -> float:
+    """Seconds of some spans beside which none of the others runs."""
+    return total(subtraction(*(pack(s["start_ns"], s["dur_ns"]) for s in (spans, others)))) / NS_PER_S
+
+
+def _small_messages(part: pd.DataFrame, where: str, exposed_s: float) -> Finding:
+    """What the exposed calls of one group would gain at the bus bandwidth of its best call."""
+    best = part.loc[part["rate"].idxmax()]
+    slow = part[(part["rate"] < _SLOW * best["rate"]) & (part["size_bytes"] < best["size_bytes"])]
+    size, rate = slow[["size_bytes", "rate"]].median() if len(slow) else (0.0, 0.0)
+    evidence = f"{len(slow)} calls of median {format_bytes(size)} at {format_bytes(rate)}/s bus bandwidth; "
+    evidence += f"{format_bytes(best['size_bytes'])} reach {format_bytes(best['rate'])}/s"
+    gain_s = (slow["lost_s"] * (1 - slow["rate"] / best["rate"])).sum()
+    return "small messages", where, min(gain_s, exposed_s), evidence
+
+
+def _late_ranks(timeline: Timeline) -> Iterator[Finding]:
+    for row in stragglers(timeline).itertuples():
+        evidence = f"last in {row.last} of {row.calls} calls; the others wait {format_s(row.cost_s)} for it"
+        yield "straggler rank", f"rank {row.rank}", row.exposed_cost_s, evidence
+
+
+def _host(timeline: Timeline) -> Iterator[Finding]:
+    """Device idle because the host is late: in launches themselves, or elsewhere."""
+    by_rank = launch_bound(timeline).groupby("rank")[["launching_s", "launch_bound_s", "idle_s"]].sum()
+    of_idle = f"of {format_s(by_rank['idle_s'].sum())} idle"
+    launching_s, other_s = by_rank["launching_s"], by_rank["launch_bound_s"] - by_rank["launching_s"]
+    yield (
+        "launch-bound",
+        _worst(launching_s),
+        launching_s.sum(),
+        f"{format_s(launching_s.sum())} {of_idle} lie inside launches",
+    )
+    late = f"during {format_s(other_s.sum())} {of_idle} the host is late for another reason than launches"
+    yield "host wait", _worst(other_s), other_s.sum(), late
+
+
+def _other_idle(timeline: Timeline) -> Iterator[Finding]:
+    """Device idle that neither the host nor the pace of kernels explains."""
+    if (timeline.spans["stream"] < 0).all():  # of CPU threads nobody is kept waiting
+        return
+    idle_s = breakdown(timeline).set_index("rank")["idle_s"]
+    late_s = launch_bound(timeline).groupby("rank")["launch_bound_s"].sum()
+    short_s = _short_gaps(timeline).groupby("rank")["idle_s"].sum()
+    left_s = (idle_s.sub(late_s, fill_value=0.0).sub(short_s, fill_value=0.0)).clip(lower=0.0)
+    passes_on = calls(timeline)["collective"].isin(("send", "recv", "send_recv")).any()
+    evidence = f"{format_s(left_s.sum())} of {format_s(idle_s.sum())} idle are no matter of the host"
+    yield "pipeline bubble" if passes_on else "other idle", _worst(left_s), left_s.sum(), evidence
+
+
+def _gaps(timeline: Timeline) -> Iterator[Finding]:
+    """Short gaps between kernels that were launched in time."""
+    for stream, part in _short_gaps(timeline).groupby("stream"):
+        idle_s, count = part["idle_s"].sum(), part["count"].sum()
+        evidence = f"{count} gaps of {format_s(idle_s / count)} between kernels launched in time"
+        yield "short gaps", f"stream {stream}, {_worst(part.groupby('rank')['idle_s'].sum())}", idle_s, evidence
+
+
+def _short_gaps(timeline: Timeline) -> pd.DataFrame:
+    """Rows of `idle` for short gaps; none where the host is not known, as in simulations."""
+    table = idle(timeline)
+    known = bool((device_work(timeline)["launch_row"] >= 0).any())
+    return table[(table["cause"] == "kernel_wait") & (table["count"] > 0) & known]
+
+
+def _copies(timeline: Timeline) -> Iterator[Finding]:
+    """Copies beside which the device does nothing else."""
+    spans = timeline.spans
+    copies, others = spans[spans["kind"] == "memcpy"], spans[spans["kind"].isin(("compute", "comm", "other"))]
+    exposed_s = {rank: _alone(part, others[others["rank"] == rank]) for rank, part in copies.groupby("rank")}
+    exposed_s = pd.Series(exposed_s, dtype=float)
+    longest = copies.groupby("name", observed=True)["dur_ns"].sum().nlargest(1).index.tolist()
+    evidence = f"{len(copies)} copies, most time in {longest[0] if longest else ''}"
+    yield "exposed copies", _worst(exposed_s), exposed_s.sum(), evidence
+
+
+def _worst(by_rank: pd.Series) -> str:
+    """The ranks of a cause in words: one by name, of several the one that loses most."""
+    if not len(by_rank):
+        return ""
+    if len(by_rank) == 1:
+        return f"rank {by_rank.index[0]}"
+    return f"{len(by_rank)} ranks, most on rank {by_rank.idxmax()}"
