@@ -89,7 +89,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from madmax_lib.datasets import dataset, names, places
+    from madmax_lib.datasets import cache_folder, dataset, names, places
 
     print(f"madmax-workbench {__version__}, Python {platform.python_version()}, {platform.machine()}")
     for package in ("torch", "holistictraceanalysis", "pandas", "papermill", "jupyterlab", "ipywidgets", "matplotlib"):
@@ -100,6 +100,10 @@ def _doctor(options: argparse.Namespace) -> int:
     print("datasets are looked for in")
     for place in places():
         print(f"  {place}{'' if place.is_dir() else ' (not there)'}")
+    kept = cache_folder() / "timelines"
+    size = sum(path.stat().st_size for path in kept.glob("*")) if kept.is_dir() else 0
+    print(f"traces that were read are kept in {kept} ({size / 1e6:,.1f} MB, may be deleted)")
+    print("datasets")
     for name in names():
         try:
             print(f"  {name}: {dataset(name, download=False)}")
