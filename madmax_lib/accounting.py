@@ -11,7 +11,7 @@ import pandas as pd
 
 from madmax_lib.intervals import intersection, pack, subtraction, total, union
 from madmax_lib.kinds import collective_names
-from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.units import NS_PER_S
 
 __all__ = ["breakdown", "exposed_by_collective", "top_kernels"]
@@ -26,8 +26,7 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     """
     rows = [{"rank": rank, **_rank_breakdown(spans)} for rank, spans in _busy(timeline)]
     table = pd.DataFrame(rows, columns=["rank", *_rank_breakdown(timeline.spans[:0])])
-    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
-    return table
+    return with_origin(table, timeline)
 
 
 def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
@@ -56,8 +55,7 @@ def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
                 }
             )
     table = pd.DataFrame(rows, columns=["rank", "collective", "count", "comm_s", "exposed_s", "size_bytes"])
-    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
-    return table
+    return with_origin(table, timeline)
 
 
 def top_kernels(timeline: Timeline, count: int = 10) -> pd.DataFrame:
@@ -68,8 +66,7 @@ def top_kernels(timeline: Timeline, count: int = 10) -> pd.DataFrame:
     table["share"] = table["sum"] / max(table["sum"].sum(), 1)
     table = table.assign(total_s=table["sum"] / NS_PER_S, mean_s=table["mean"] / NS_PER_S)
     table = table[["name", "kind", "count", "total_s", "mean_s", "share"]].head(count)
-    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
-    return table
+    return with_origin(table, timeline)
 
 
 def _busy(timeline: Timeline) -> list[tuple[int, pd.DataFrame]]:

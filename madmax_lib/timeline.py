@@ -18,7 +18,7 @@ import pandas as pd
 from madmax_lib.atomic import replacing
 from madmax_lib.details import DETAILS, Details, joined
 
-__all__ = ["BUSY_KINDS", "EDGES", "KINDS", "SPANS", "Meta", "Timeline", "concat"]
+__all__ = ["BUSY_KINDS", "EDGES", "KINDS", "SPANS", "Meta", "Timeline", "concat", "with_origin"]
 
 KINDS = ("compute", "comm", "memcpy", "other", "memory", "idle", "cpu", "annotation")
 BUSY_KINDS = ("compute", "comm", "memcpy", "other")  # a device (or, on CPU-only traces, a worker thread) is at work
@@ -175,6 +175,12 @@ def _unpack(text: bytes) -> pd.DataFrame:
     import pyarrow as pa
 
     return pa.ipc.open_stream(base64.b64decode(text)).read_pandas()
+
+
+def with_origin(table: pd.DataFrame, timeline: Timeline, **more) -> pd.DataFrame:
+    """The table, remembering in `.attrs` whether its timeline was measured or simulated, and from what."""
+    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source, **more)
+    return table
 
 
 def concat(timelines: Sequence[Timeline]) -> Timeline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -41,3 +42,11 @@ def make_timeline(rows: list[tuple], **meta) -> Timeline:
 def own_cache(tmp_path_factory, monkeypatch):
     """No test reads what another, or the user, has cached."""
     monkeypatch.setenv("MADMAX_NO_CACHE", "1")
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    """Figures that a test leaves open do not add up."""
+    yield
+    if pyplot := sys.modules.get("matplotlib.pyplot"):
+        pyplot.close("all")

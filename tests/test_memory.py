@@ -13,7 +13,6 @@ from madmax_lib.traces.kineto import read_trace
 from madmax_lib.traces.memory import (
     BEFORE,
     CATEGORIES,
-    _open_at,
     allocations,
     growth,
     held_at_peak,
@@ -149,19 +148,6 @@ def test_objects_of_a_python_function_are_one_holder():
     spans = [(0, -1, "cpu", f"<built-in method add_ of Tensor object at 0x7f{i}>", 10 * i, 5) for i in range(3)]
     table = held_at_peak(remembering([(10 * i + 1, 4, i) for i in range(3)], spans))
     assert table["operator"].tolist() == ["<built-in method add_ of Tensor>"] and table["count"].tolist() == [3]
-
-
-def test_innermost_is_the_naive_innermost():
-    """Any intervals, nested or not: the one that began last (of two, the shorter) and holds the time."""
-    random = np.random.default_rng(0)
-    for _ in range(30):
-        start = random.integers(0, 40, 25)
-        end, time = start + random.integers(0, 20, 25), random.integers(0, 65, 50)
-        found = _open_at(start, end, time)
-        for t, row in zip(time, found, strict=True):
-            inside = [(s, -e) for s, e in zip(start, end, strict=True) if s <= t <= e]
-            assert (row == -1) == (not inside)
-            assert row == -1 or (start[row], -end[row]) == max(inside)
 
 
 def a_random_history(seed: int) -> tuple[Timeline, list[dict]]:

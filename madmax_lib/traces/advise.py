@@ -12,7 +12,7 @@ import pandas as pd
 
 from madmax_lib.accounting import breakdown
 from madmax_lib.intervals import pack, subtraction, total
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.collectives import arrivals, calls
 from madmax_lib.traces.idle import idle
 from madmax_lib.traces.launch import device_work, launch_bound
@@ -57,8 +57,7 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     table = pd.DataFrame(found, columns=COLUMNS).astype({"gain_s": "float64", "share": "float64"})
     table = table[table["share"] >= _WORTH_SHARE]
     table = table.sort_values(["gain_s", "cause", "where"], ascending=[False, True, True], ignore_index=True)
-    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
-    return table
+    return with_origin(table, timeline)
 
 
 Finding = tuple[str, str, float, str]  # cause, where, seconds over all ranks and steps, evidence

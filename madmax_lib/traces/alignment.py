@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.details import Details
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.collectives import calls
 from madmax_lib.units import NS_PER_S
 
@@ -48,8 +48,7 @@ def clock_offsets(timeline: Timeline) -> pd.DataFrame:
             "calls": of_rank.size().reindex(ranks).fillna(0).astype(np.int64).to_numpy(),
         }
     )
-    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
-    return table
+    return with_origin(table, timeline)
 
 
 def align(timeline: Timeline) -> Timeline:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.launch import device_work
 from madmax_lib.units import NS_PER_S
 
@@ -43,5 +43,4 @@ def idle(timeline: Timeline, consecutive_kernel_delay_s: float = 30e-6) -> pd.Da
     table = table.fillna({"count": 0, "idle_s": 0.0}).astype({"count": "int64", "idle_s": "float64"})
     whole_s = table.groupby(["rank", "stream"])["idle_s"].transform("sum")
     table["share"] = table["idle_s"] / whole_s.where(whole_s > 0)
-    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
-    return table
+    return with_origin(table, timeline)

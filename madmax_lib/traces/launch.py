@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.intervals import covered_before, pack, union
-from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.units import NS_PER_S
 
 __all__ = [
@@ -80,7 +80,7 @@ def launches(timeline: Timeline) -> pd.DataFrame:
     table = table.sort_values(["rank", "launch_ns", "launch_row"], ignore_index=True)
     columns = ["rank", "step", "stream", "correlation", "name", "launch", "cpu_s", "gpu_s", "delay_s", "since_launch_s",
                "kernels", "graph", "row", "launch_row"]  # fmt: skip
-    return _with_origin(table[columns], timeline)
+    return with_origin(table[columns], timeline)
 
 
 def short_kernels(timeline: Timeline) -> pd.DataFrame:
@@ -98,7 +98,7 @@ def short_kernels(timeline: Timeline) -> pd.DataFrame:
     result["share"] = result["short"] / result["count"]
     result = result.sort_values(["short", "count", "rank", "name"], ascending=[False, False, True, True])
     result = result[["rank", "name", "count", "short", "share", "cpu_s", "gpu_s"]].reset_index(drop=True)
-    return _with_origin(result, timeline)
+    return with_origin(result, timeline)
 
 
 def queue_series(timeline: Timeline) -> pd.DataFrame:
@@ -111,7 +111,7 @@ def queue_series(timeline: Timeline) -> pd.DataFrame:
     queue = _queue(timeline)
     zero_ns = timeline.spans["start_ns"].min() if len(queue) else 0
     table = queue.assign(time_s=(queue["time_ns"] - zero_ns) / NS_PER_S)
-    return _with_origin(table[["rank", "stream", "time_s", "length"]], timeline)
+    return with_origin(table[["rank", "stream", "time_s", "length"]], timeline)
 
 
 def queue_length(timeline: Timeline, capacity: int = 1022) -> pd.DataFrame:
@@ -147,7 +147,7 @@ def queue_length(timeline: Timeline, capacity: int = 1022) -> pd.DataFrame:
         )  # fmt: skip
     columns = ["rank", "stream", "count", "mean", "std", "min", "p25", "p50", "p75", "max", "full_s", "full_share",
                "blocked_s"]  # fmt: skip
-    return _with_origin(pd.DataFrame(rows, columns=columns), timeline)
+    return with_origin(pd.DataFrame(rows, columns=columns), timeline)
 
 
 def launch_bound(timeline: Timeline) -> pd.DataFrame:
@@ -182,7 +182,7 @@ def launch_bound(timeline: Timeline) -> pd.DataFrame:
     table = pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns)
     total_s = table["total_s"].where(table["total_s"] > 0)
     table = table.assign(share=table["launch_bound_s"] / total_s, launching_share=table["launching_s"] / total_s)
-    return _with_origin(table, timeline)
+    return with_origin(table, timeline)
 
 
 def launch_floor(timeline: Timeline, launch_s: float, speedups: Sequence[float]) -> pd.DataFrame:
@@ -206,12 +206,7 @@ def launch_floor(timeline: Timeline, launch_s: float, speedups: Sequence[float])
         rows.append(pd.DataFrame({"rank": rank, "speedup": factors, "step_s": floor_s / steps, "free_s": free_s / steps,
                                   "share": 1 - free_s / np.where(floor_s > 0, floor_s, np.nan)}))  # fmt: skip
     columns = ["rank", "speedup", "step_s", "free_s", "share"]
-    return _with_origin(pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns), timeline)
-
-
-def _with_origin(table: pd.DataFrame, timeline: Timeline) -> pd.DataFrame:
-    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
-    return table
+    return with_origin(pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns), timeline)
 
 
 def _graph_ids(timeline: Timeline, table: pd.DataFrame, calls: pd.Series) -> np.ndarray:

@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.traces.nesting import Nest, thread_of
 from madmax_lib.traces.ops import OUTSIDE
 from madmax_lib.units import NS_PER_S
 
@@ -59,7 +60,7 @@ def memory_timeline(timeline: Timeline, device: str | None = None) -> pd.DataFra
         raise ValueError(f"device {device!r} has no allocator events; the timeline has {', '.join(known)}")
     events = events if device is None else events[events["device"] == device]
     table = _placed(timeline, events)
-    return _tell(table[[*_POOL, "time_s", "step", "allocated_bytes", "before_bytes", "reserved_bytes"]], timeline)
+    return with_origin(table[[*_POOL, "time_s", "step", "allocated_bytes", "before_bytes", "reserved_bytes"]].reset_index(drop=True), timeline)
 
 
 def allocations(timeline: Timeline) -> pd.DataFrame:
@@ -80,7 +81,7 @@ def allocations(timeline: Timeline) -> pd.DataFrame:
     for column, names in _enclosing(timeline, born).items():
         table[column] = names
     columns = ["step", "size_bytes", "start_s", "end_s", "lifetime_s", "operator", "annotation", "module", "phase"]
-    return _tell(table[[*_POOL, *columns]], timeline)
+    return with_origin(table[[*_POOL, *columns]].reset_index(drop=True), timeline)
 
 
 def peak(timeline: Timeline) -> pd.DataFrame:
@@ -93,7 +94,7 @@ def peak(timeline: Timeline) -> pd.DataFrame:
     table = _placed(timeline, _peaks(_events(timeline)))
     table["unused_bytes"] = table["reserved_bytes"] - table["peak_bytes"]
     columns = ["peak_bytes", "time_s", "step", "before_bytes", "reserved_bytes", "unused_bytes"]
-    return _tell(table[[*_POOL, *columns]], timeline)
+    return with_origin(table[[*_POOL, *columns]].reset_index(drop=True), timeline)
 
 
 def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
@@ -121,7 +122,7 @@ def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
         table[column] = table["pool"].map(of_pool[column].astype(object))
     table["share"] = table["size_bytes"] / table["pool"].map(of_pool["peak_bytes"]).clip(lower=1)
     table = table.astype({"rank": "int32", "size_bytes": "int64", "count": "float64"}).reset_index(drop=True)
-    return _tell(table[[*_POOL, "operator", "size_bytes", "count", "share"]], timeline)
+    return with_origin(table[[*_POOL, "operator", "size_bytes", "count", "share"]].reset_index(drop=True), timeline)
 
 
 def growth(timeline: Timeline) -> pd.DataFrame:
@@ -138,7 +139,7 @@ def growth(timeline: Timeline) -> pd.DataFrame:
     for when in ("first", "last"):
         table[f"{when}_bytes"] = grouped["allocated_bytes"].agg(when)
     table = table[[*_POOL, "steps", "first_bytes", "last_bytes", "bytes_per_step"]].reset_index(drop=True)
-    return _tell(table, timeline)
+    return with_origin(table.reset_index(drop=True), timeline)
 
 
 def read_memory_timeline(path: str | Path) -> pd.DataFrame:
@@ -302,37 +303,9 @@ def _host(timeline: Timeline) -> pd.DataFrame:
 
 def _innermost(spans: pd.DataFrame, events: pd.DataFrame) -> np.ndarray:
     """Name (n,) of the span on the thread of each event that began last and is still open, "" without."""
+    nest = Nest(spans, np.arange(len(spans)), closed=True)
+    place = nest.at(thread_of(events), events["time_ns"].to_numpy())
     names = np.full(len(events), "", dtype=object)
-    threads = spans.groupby(["rank", "stream"]).indices
-    start_ns, dur_ns, name = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy(), spans["name"]
-    for thread, asking in events.groupby(["rank", "stream"]).indices.items():
-        rows = threads.get(thread, np.zeros(0, dtype=np.int64))
-        place = _open_at(start_ns[rows], start_ns[rows] + dur_ns[rows], events["time_ns"].to_numpy()[asking])
-        found = place >= 0
-        names[asking[found]] = name.iloc[rows[place[found]]].astype(object)
+    found = place >= 0
+    names[found] = spans["name"].iloc[nest.rows[place[found]]].astype(object)
     return names
-
-
-def _open_at(start: np.ndarray, end: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Of intervals [start, end] (n,), the one that holds each time (m,) and began last; -1 without.
-
-    From the last that began before, go to the last before that which ends later, until one holds the time.
-
-    >>> _open_at(np.array([0, 2, 6]), np.array([9, 4, 7]), np.array([3, 5, 6, 10])).tolist()
-    [1, 0, 2, -1]
-    """
-    order = np.lexsort((-end, start))
-    start, end, outer = start[order], end[order], np.arange(-1, len(order) - 1)
-    waiting = np.arange(len(order))
-    while len(waiting := waiting[(outer[waiting] >= 0) & (end[outer[waiting]] <= end[waiting])]):
-        outer[waiting] = outer[outer[waiting]]  # all between a span and its `outer` end no later than the span
-    place = np.searchsorted(start, time, side="right") - 1
-    while len(closed := np.flatnonzero((place >= 0) & (np.r_[end, 0][place] < time))):
-        place[closed] = outer[place[closed]]
-    return np.where(place >= 0, np.r_[order, -1][place], -1)
-
-
-def _tell(table: pd.DataFrame, timeline: Timeline) -> pd.DataFrame:
-    table = table.reset_index(drop=True)
-    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
-    return table

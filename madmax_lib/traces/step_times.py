@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.accounting import breakdown
-from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.launch import device_work
 from madmax_lib.traces.steps import step_spans
 from madmax_lib.units import NS_PER_S
@@ -51,8 +51,7 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     table = table.assign(cut=_cut(table))
     table["warmup"] = table["step"].isin(_warmup(table[~table["cut"]]))
     table = table[["rank", "step", *QUANTITIES, "annotated", "cut", "warmup"]]
-    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source)
-    return table
+    return with_origin(table, timeline)
 
 
 def step_summary(table: pd.DataFrame) -> pd.DataFrame:
