@@ -15,7 +15,7 @@ from madmax_lib.traces.collectives import by_group, calls, waiting
 from madmax_lib.traces.kineto import read_trace
 from madmax_lib.traces.stragglers import skew, stragglers
 from madmax_lib.view import collective_plots as plots
-from madmax_lib.view.plots import figure_data
+from madmax_lib.view.drawing import figure_data
 
 AR = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 EPOCH_NS = 1_700_000_000_000_000_000

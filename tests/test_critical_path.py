@@ -16,8 +16,8 @@ from madmax_lib.timeline import Meta, Timeline
 from madmax_lib.traces import hta
 from madmax_lib.traces.critical_path import PATH_KINDS, critical_path, faster_kinds, path_share, what_if
 from madmax_lib.traces.kineto import read_trace
+from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.path_plots import plot_path, plot_path_share, plot_what_if
-from madmax_lib.view.plots import figure_data
 
 INF = float("inf")
 TRACES = Path(__file__).parent.parent / "traces"

@@ -15,8 +15,8 @@ from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, compare_ops, op_classes, op_names
 from madmax_lib.traces.kineto import read_trace
 from madmax_lib.view.diff_plots import plot_compare, plot_ops, plot_pair
+from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.notebook import save_figure
-from madmax_lib.view.plots import figure_data
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
 STEP = [(0, 7, "compute", "gemm", 0, 10), (0, 20, "comm", NCCL, 8, 6), (0, 7, "compute", "gelu", 20, 4)]

@@ -24,8 +24,8 @@ from madmax_lib.traces.launch import (
     queue_series,
     short_kernels,
 )
+from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.launch_plots import plot_idle, plot_launch_floor, plot_launches, plot_queue
-from madmax_lib.view.plots import figure_data
 
 US = 1000
 ANALYSES = [launches, short_kernels, queue_series, queue_length, launch_bound, idle]

@@ -20,8 +20,8 @@ from madmax_lib.traces.memory import (
     peak,
     read_memory_timeline,
 )
+from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.memory_plots import plot_held, plot_memory, plot_memory_categories
-from madmax_lib.view.plots import figure_data
 
 ANALYSES = [memory_timeline, allocations, peak, held_at_peak, growth]
 

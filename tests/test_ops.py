@@ -11,7 +11,7 @@ from madmax_lib.timeline import BUSY_KINDS, Meta, Timeline, concat
 from madmax_lib.traces import hta, ops, roofline
 from madmax_lib.traces.kineto import read_trace
 from madmax_lib.view import op_plots
-from madmax_lib.view.plots import figure_data
+from madmax_lib.view.drawing import figure_data
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo"),

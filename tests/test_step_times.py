@@ -12,8 +12,8 @@ from madmax_lib.accounting import breakdown
 from madmax_lib.timeline import SPANS, Timeline
 from madmax_lib.traces.kineto import read_trace
 from madmax_lib.traces.step_times import QUANTITIES, step_summary, steps
+from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.launch_plots import plot_steps
-from madmax_lib.view.plots import figure_data
 
 MS = 10**6
 

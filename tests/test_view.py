@@ -8,10 +8,9 @@ from matplotlib import pyplot as plt
 from madmax_lib.accounting import breakdown, exposed_by_collective
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.collectives import waiting
+from madmax_lib.view.drawing import COLORS, figure_data
 from madmax_lib.view.notebook import optional_dataset, save_figure, setup
 from madmax_lib.view.plots import (
-    COLORS,
-    figure_data,
     plot_breakdown,
     plot_exposed,
     plot_overlap,

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from madmax_lib.kinds import COLLECTIVES
 from madmax_lib.units import format_bytes, format_s
-from madmax_lib.view.plots import COLORS, _fill, _keep, _legend, _new_axes, _rank_axis
+from madmax_lib.view.drawing import COLORS, fill_of, keep_data, kind_legend, new_axes, rank_axis
 
 __all__ = ["plot_bandwidth", "plot_clock_offsets", "plot_groups", "plot_skew", "plot_stragglers"]
 
@@ -29,26 +29,26 @@ def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     shown = table.head(_MOST_ROWS).reset_index(drop=True)
     if not len(shown):
         return _empty(ax, "No communication in this trace", shown, table)
-    ax = ax or _new_axes(height=1.3 + 0.32 * len(shown))
+    ax = ax or new_axes(height=1.3 + 0.32 * len(shown))
     wait_ms = shown["wait_s"].fillna(0) / shown["ranks"] * 1e3
     transfer_ms = shown["total_s"] / shown["ranks"] * 1e3 - wait_ms
     source = table.attrs.get("source")
-    ax.barh(range(len(shown)), transfer_ms, height=0.7, **_fill("comm", source))
-    ax.barh(range(len(shown)), wait_ms, left=transfer_ms, height=0.7, **_fill("idle", source))
+    ax.barh(range(len(shown)), transfer_ms, height=0.7, **fill_of("comm", source))
+    ax.barh(range(len(shown)), wait_ms, left=transfer_ms, height=0.7, **fill_of("idle", source))
     labels = [_label(group, collective) for group, collective in zip(shown["group"], shown["collective"], strict=True)]
     ax.set_yticks(range(len(shown)), labels)
     ax.set(ylim=(len(shown) - 0.4, -0.6), xlabel="time per rank [ms]")
     if table["wait_s"].notna().any():
         share = table["wait_s"].sum() / max(table["total_s"].sum(), 1e-12)
         ax.set_title(f"{share:.0%} of the communication is waiting for the last rank")
-        _legend(ax, ["comm", "idle"], {"comm": "transfer", "idle": "waiting"})
+        kind_legend(ax, ["comm", "idle"], {"comm": "transfer", "idle": "waiting"})
     else:
         top = shown.iloc[0]
         share = top["total_s"] / max(table["total_s"].sum(), 1e-12)
         ax.set_title(f"{_name(top['collective']).capitalize()} takes {share:.0%} of the communication")
-        _legend(ax, ["comm"], {"comm": "transfer and waiting (one rank: not told apart)"})
+        kind_legend(ax, ["comm"], {"comm": "transfer and waiting (one rank: not told apart)"})
     columns = ["group", "collective", "ranks", "total_s", "wait_s"]
-    return _keep(ax, shown[columns], table)
+    return keep_data(ax, shown[columns], table)
 
 
 def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -66,11 +66,11 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     points = points[(points["size_bytes"] > 0) & (points["bus_bytes_per_s"] > 0)].reset_index().drop(columns="call")
     if not len(points):
         return _empty(ax, "No bandwidth: no call tells its size", points, table)
-    ax = ax or _new_axes(height=3.6)
+    ax = ax or new_axes(height=3.6)
     many = len(points) > _MOST_POINTS
     ends = points["slowest_bytes_per_s"] / 1e9, points["bus_bytes_per_s"] / 1e9
     ax.vlines(points["size_bytes"], *ends, color=COLORS["hidden"], linewidth=0.8, zorder=1, rasterized=many)
-    style = _fill("comm", table.attrs.get("source")) | {"edgecolor": "white", "linewidth": 0.4}
+    style = fill_of("comm", table.attrs.get("source")) | {"edgecolor": "white", "linewidth": 0.4}
     for name, part in points.groupby("collective", sort=False):
         ax.scatter(part["size_bytes"], part["bus_bytes_per_s"] / 1e9, s=34, marker=_MARKERS.get(name, "o"),
                    label=_name(name), zorder=2, rasterized=many, **style)  # fmt: skip
@@ -82,7 +82,7 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     rate = f"{best['bus_bytes_per_s'] / 1e9:.3g} GB/s"
     ax.set_title(f"{_name(best['collective']).capitalize()} reaches {rate} with {format_bytes(best['size_bytes'])}")
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    return _keep(ax, points, table)
+    return keep_data(ax, points, table)
 
 
 def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -92,8 +92,8 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if not (table["skew_s"] > 0).any():
         text = "All ranks arrive together" if len(table) else "No skew: no call has two ranks here"
         return _empty(ax, text, drawn, table)
-    ax = ax or _new_axes(height=1.3 + 0.55 * len(by_median))
-    style = _fill("comm", table.attrs.get("source")) | {"edgecolor": "white", "linewidth": 0.3}
+    ax = ax or new_axes(height=1.3 + 0.55 * len(by_median))
+    style = fill_of("comm", table.attrs.get("source")) | {"edgecolor": "white", "linewidth": 0.3}
     for place, (name, median_s) in enumerate(by_median.items()):
         skew_s = table.loc[(table["collective"] == name) & (table["skew_s"] > 0), "skew_s"]
         height = place + (np.arange(len(skew_s)) % 7 - 3) * 0.07  # side by side, and the same in every run
@@ -105,7 +105,7 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set(ylim=(len(by_median) - 0.4, -0.6), xlabel="last arrival - first arrival (bar: median)")
     skew_s, transfer_s = table["skew_s"].median(), table["transfer_s"].median()
     ax.set_title(f"Median skew {format_s(skew_s)}, {skew_s / max(transfer_s, 1e-12):.2g} times the median transfer")
-    return _keep(ax, drawn, table)
+    return keep_data(ax, drawn, table)
 
 
 def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -114,21 +114,21 @@ def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if not len(table) or not table["cost_s"].max() > 0:
         text = "No rank waits for another" if len(table) else "No stragglers: no call has two ranks here"
         return _empty(ax, text, table, table)
-    ax = ax or _new_axes(height=1.3 + 0.28 * len(table))
+    ax = ax or new_axes(height=1.3 + 0.28 * len(table))
     exposed_ms, hidden_ms = table["exposed_cost_s"] * 1e3, (table["cost_s"] - table["exposed_cost_s"]) * 1e3
     source = table.attrs.get("source")
-    ax.barh(range(len(table)), exposed_ms, height=0.75, **_fill("comm", source))
-    ax.barh(range(len(table)), hidden_ms, left=exposed_ms, height=0.75, **_fill("hidden", source))
+    ax.barh(range(len(table)), exposed_ms, height=0.75, **fill_of("comm", source))
+    ax.barh(range(len(table)), hidden_ms, left=exposed_ms, height=0.75, **fill_of("hidden", source))
     for place, (cost_s, share) in enumerate(zip(table["cost_s"], table["share"], strict=True)):
         text = f"last in {share:.0%}" if share else "never last"
         ax.annotate(text, (cost_s * 1e3, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
-    _rank_axis(ax, table["rank"])
+    rank_axis(ax, table["rank"])
     top = table.loc[table["cost_s"].idxmax()]
     ax.set(xlabel="waiting of the other ranks [ms]", xlim=(0, table["cost_s"].max() * 1e3 * 1.15))
     cost = f"costs the others {format_s(top['cost_s'])}"
     ax.set_title(f"Rank {top['rank']:.0f} is last in {top['share']:.0%} of its calls and {cost}")
-    _legend(ax, ["comm", "hidden"], {"comm": "exposed", "hidden": "hidden under compute"})
-    return _keep(ax, table)
+    kind_legend(ax, ["comm", "hidden"], {"comm": "exposed", "hidden": "hidden under compute"})
+    return keep_data(ax, table)
 
 
 def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -136,11 +136,11 @@ def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     drawn = table.iloc[table["offset_s"].abs().argsort(kind="stable").iloc[::-1][:64]].sort_values("rank")
     if not table["calls"].sum():
         return _empty(ax, "Clocks cannot be compared: no call has two ranks here", drawn, table)
-    ax = ax or _new_axes(height=1.1 + 0.24 * len(drawn))
+    ax = ax or new_axes(height=1.1 + 0.24 * len(drawn))
     color = {"color": COLORS["comm"], "ecolor": COLORS["hidden"], "fmt": "o", "markersize": 5, "elinewidth": 3}
     spread_us = drawn["spread_s"].fillna(0) * _US
     ax.errorbar(drawn["offset_s"] * _US, range(len(drawn)), xerr=spread_us, **color)
-    _rank_axis(ax, drawn["rank"])
+    rank_axis(ax, drawn["rank"])
     ax.axvline(0, color="black", linewidth=0.8, zorder=0)
     ax.set(xlabel="clock ahead of the reference [µs]")
     largest, spread = table["offset_s"].abs().max(), table["spread_s"].median()
@@ -154,13 +154,13 @@ def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ]
     below = -0.75 / ax.figure.get_figheight()
     ax.legend(handles, ["offset", "spread of the ends"], ncols=2, loc="upper right", bbox_to_anchor=(1.0, below))
-    return _keep(ax, drawn, table)
+    return keep_data(ax, drawn, table)
 
 
 def _empty(ax: Axes | None, title: str, drawn: pd.DataFrame, table: pd.DataFrame) -> Axes:
-    ax = ax or _new_axes(height=0.6)
+    ax = ax or new_axes(height=0.6)
     ax.set(title=title, xticks=[], yticks=[])
-    return _keep(ax, drawn, table)
+    return keep_data(ax, drawn, table)
 
 
 def _log_axis(ax: Axes, which: str, low: float, high: float, text: Callable[[float], str]) -> None:

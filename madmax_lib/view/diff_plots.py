@@ -14,7 +14,7 @@ from madmax_lib.intervals import pack
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, op_names
 from madmax_lib.units import NS_PER_S, format_s
-from madmax_lib.view.plots import _LABELS, COLORS, _blocks, _fill, _keep, _legend, _new_axes
+from madmax_lib.view.drawing import COLORS, LABELS, fill_of, keep_data, kind_legend, new_axes, visible_blocks
 
 __all__ = ["plot_compare", "plot_ops", "plot_pair"]
 
@@ -38,7 +38,7 @@ def plot_pair(a: Timeline, b: Timeline, ax: Axes | None = None, *, labels: tuple
     kinds = [kind for kind in BUSY_KINDS if any((part["kind"] == kind).any() for part in parts)]
     if not kinds:
         raise ValueError(_NOTHING)
-    ax = ax or _new_axes(height=1.6 + 0.5 * len(kinds))
+    ax = ax or new_axes(height=1.6 + 0.5 * len(kinds))
     drawn, ticks = [], []
     for side, (part, (timeline, rank, step)) in enumerate(zip(parts, cells, strict=True)):
         top = side * (len(kinds) + 0.9)
@@ -46,22 +46,22 @@ def plot_pair(a: Timeline, b: Timeline, ax: Axes | None = None, *, labels: tuple
         ax.annotate(about, (0, top - 0.5), (2, 1), textcoords="offset points", va="bottom", fontsize=8)
         for place, kind in enumerate(kinds):
             bars = _bars(part[part["kind"] == kind], max(reach_ns))
-            ax.broken_barh(bars * 1e3, (top + place - 0.4, 0.8), **_fill(kind, timeline.meta.source))
+            ax.broken_barh(bars * 1e3, (top + place - 0.4, 0.8), **fill_of(kind, timeline.meta.source))
             drawn += [("ab"[side], kind, start_s, dur_s) for start_s, dur_s in bars]
-            ticks.append((top + place, _LABELS[kind]))
+            ticks.append((top + place, LABELS[kind]))
         ax.vlines(reach_ns[side] / NS_PER_S * 1e3, top - 0.45, top + len(kinds) - 0.55, color="black", linewidth=0.8)
     ax.set_yticks(*zip(*ticks, strict=True))
     ax.set(ylim=(ticks[-1][0] + 0.6, -1.2), xlim=(0, max(reach_ns) / NS_PER_S * 1.01e3))
     ax.set(xlabel="time from the start of the step [ms]")
     ax.set_title(_change_message(table.attrs["labels"], *reach_ns) + " in this step")
-    return _keep(ax, pd.DataFrame(drawn, columns=["side", "kind", "start_s", "dur_s"]), table)
+    return keep_data(ax, pd.DataFrame(drawn, columns=["side", "kind", "start_s", "dur_s"]), table)
 
 
 def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Grouped bars of `compare`: each quantity in `a` above `b`, with the difference as text; lines from min to max."""
     table = table[table["quantity"].isin(list(_QUANTITIES))].set_index("quantity").reindex(list(_QUANTITIES))
     shown = table[(table[["a", "b"]].fillna(0) > 0).any(axis=1)]
-    ax = ax or _new_axes(height=1.3 + 0.45 * max(len(shown), 1))
+    ax = ax or new_axes(height=1.3 + 0.45 * max(len(shown), 1))
     longest_ms = float(np.nan_to_num(shown[["a_max", "b_max"]].to_numpy()).max(initial=1e-9)) * 1e3
     for place, (quantity, row) in enumerate(shown.iterrows()):
         for side, offset in (("a", -0.2), ("b", 0.2)):
@@ -75,16 +75,16 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set(ylim=(len(shown) - 0.4, -0.6), xlim=(0, longest_ms * 1.3), xlabel="time per step and rank [ms]")
     ax.set_title(_compare_message(table))
     _sides_legend(ax, table.attrs)
-    return _keep(ax, shown.reset_index(), table)
+    return keep_data(ax, shown.reset_index(), table)
 
 
 def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
     """The operations of `compare_ops` that differ most: bars to the right take longer in `b`, colour by kind."""
     top = table[table["difference_s"] != 0].head(count)
-    ax = ax or _new_axes(height=1.3 + 0.34 * max(len(top), 1))
+    ax = ax or new_axes(height=1.3 + 0.34 * max(len(top), 1))
     width_ms = max(float(top["difference_s"].abs().max() * 1e3) if len(top) else 0.0, 1e-9)
     for place, row in enumerate(top.itertuples()):
-        fill = _fill(row.kind if row.kind in COLORS else "other", table.attrs["source"])
+        fill = fill_of(row.kind if row.kind in COLORS else "other", table.attrs["source"])
         ax.barh(place, row.difference_s * 1e3, height=0.7, **fill)
         side = 1 if row.difference_s > 0 else -1
         ax.annotate(_told(row), (row.difference_s * 1e3, place), (4 * side, 0), textcoords="offset points", va="center",
@@ -94,8 +94,8 @@ def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) ->
     label_a, label_b = table.attrs["labels"]
     ax.set(ylim=(len(top) - 0.4, -0.6), xlim=(-1.8 * width_ms, 1.8 * width_ms))
     ax.set(xlabel=f"time per step and rank: {label_b} minus {label_a} [ms]", title=_ops_message(table))
-    _legend(ax, [kind for kind in _LABELS if (top["kind"] == kind).any()])
-    return _keep(ax, top, table)
+    kind_legend(ax, [kind for kind in LABELS if (top["kind"] == kind).any()])
+    return keep_data(ax, top, table)
 
 
 def _first_cells(a: Timeline, b: Timeline) -> list[tuple[Timeline, int, int]]:
@@ -116,7 +116,7 @@ def _busy(timeline: Timeline) -> pd.DataFrame:
 
 def _bars(spans: pd.DataFrame, reach_ns: int) -> np.ndarray:
     """Start and length in s, (n, 2); blocks are drawn a little wider than elsewhere, so that short copies show."""
-    blocks = _blocks(pack(spans["start_ns"], spans["dur_ns"]), 3 * reach_ns)
+    blocks = visible_blocks(pack(spans["start_ns"], spans["dur_ns"]), 3 * reach_ns)
     return np.stack([blocks[:, 0], blocks[:, 1] - blocks[:, 0]], axis=1) / NS_PER_S
 
 

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 from madmax_lib.traces.idle import CAUSES
 from madmax_lib.units import format_s
-from madmax_lib.view.plots import COLORS, _fill, _keep, _legend, _new_axes
+from madmax_lib.view.drawing import COLORS, fill_of, keep_data, kind_legend, new_axes
 
 __all__ = ["plot_idle", "plot_launch_floor", "plot_launches", "plot_queue", "plot_steps"]
 
@@ -22,10 +22,10 @@ _MOST_ROWS, _STRETCHES = 24, 600
 
 def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Kernel duration over launch delay of `launches`, as counts; shaded: shorter than the median launch call."""
-    ax = ax or _new_axes(height=3.6, width=5.2)
+    ax = ax or new_axes(height=3.6, width=5.2)
     if not len(table):
         ax.set(title="No launches: no work on a device in this trace", xticks=[], yticks=[])
-        return _keep(ax, table)
+        return keep_data(ax, table)
     delay_s, gpu_s = (table[column].clip(lower=_SMALLEST_S) for column in ("delay_s", "gpu_s"))
     edges = [np.geomspace(_SMALLEST_S, max(values.max(), 1e-5) * 1.01, 41) for values in (delay_s, gpu_s)]
     counts, *_ = np.histogram2d(delay_s, gpu_s, bins=edges)
@@ -43,15 +43,15 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set(xlabel="launch delay [µs] (0 at the left edge)", ylabel="kernel [µs]")
     short = (table["gpu_s"] < table["cpu_s"]).mean()
     ax.set_title(f"{short:.0%} of the kernels are shorter than their launch")
-    return _keep(ax, data, table)
+    return keep_data(ax, data, table)
 
 
 def plot_queue(series: pd.DataFrame, ax: Axes | None = None, *, rank: int | None = None) -> Axes:
     """Launches that wait, over time, for each stream of one rank (the first) of `queue_series`."""
-    ax = ax or _new_axes(height=2.6)
+    ax = ax or new_axes(height=2.6)
     if not len(series):
         ax.set(title="No queue: no launches in this trace", xticks=[], yticks=[])
-        return _keep(ax, series)
+        return keep_data(ax, series)
     rank = series["rank"].min() if rank is None else rank
     of_rank = series[series["rank"] == rank]
     if not len(of_rank):
@@ -67,22 +67,22 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None, *, rank: int | None
     top = busiest[0]
     ax.set_title(f"Rank {rank}: up to {top['length'].max():,} launches wait on stream {top['stream'].iloc[0]}")
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    return _keep(ax, pd.concat(busiest[: len(palette)], ignore_index=True), series)
+    return keep_data(ax, pd.concat(busiest[: len(palette)], ignore_index=True), series)
 
 
 def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Idle time of each stream by cause, of `idle`; the streams with most idle time, at most 24."""
     if not len(table):
-        ax = ax or _new_axes(height=1.2)
+        ax = ax or new_axes(height=1.2)
         ax.set(title="No idle time to explain: no device stream in this trace", xticks=[], yticks=[])
-        return _keep(ax, table)
+        return keep_data(ax, table)
     grid = table.pivot_table(index=["rank", "stream"], columns="cause", values="idle_s", aggfunc="sum")
     most = grid.sum(axis=1).nlargest(_MOST_ROWS).index
     grid = grid.loc[grid.index.isin(most), list(CAUSES)] * 1e3
-    ax = ax or _new_axes(height=1.2 + 0.24 * len(grid))
+    ax = ax or new_axes(height=1.2 + 0.24 * len(grid))
     left, source = np.zeros(len(grid)), table.attrs.get("source")
     for cause in CAUSES:
-        style = {**_fill("idle", source), "facecolor": _CAUSES[cause]}
+        style = {**fill_of("idle", source), "facecolor": _CAUSES[cause]}
         ax.barh(range(len(grid)), grid[cause], left=left, height=0.75, **style)
         left = left + grid[cause].to_numpy()
     ax.set_yticks(range(len(grid)), [f"rank {rank} · stream {stream}" for rank, stream in grid.index])
@@ -92,7 +92,7 @@ def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     handles = [Patch(color=_CAUSES[cause], label=_CAUSE_LABELS[cause]) for cause in CAUSES]
     below = -0.75 / ax.figure.get_figheight()
     ax.legend(handles=handles, ncols=3, loc="upper right", bbox_to_anchor=(1.0, below))
-    return _keep(ax, table)
+    return keep_data(ax, table)
 
 
 def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -101,13 +101,13 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     rest_s = (table["non_compute_s"] - table["exposed_comm_s"]).clip(lower=0)
     columns = [*parts.values(), "total_s", "wall_s", "period_s", "warmup", "cut"]
     mean = table.assign(rest_s=rest_s).astype({"warmup": float, "cut": float}).groupby("step")[columns].mean()
-    ax = ax or _new_axes(height=1.2 + 0.28 * len(mean))
+    ax = ax or new_axes(height=1.2 + 0.28 * len(mean))
     if not len(mean):
         ax.set(title="No steps in this trace", xticks=[], yticks=[])
-        return _keep(ax, table)
+        return keep_data(ax, table)
     places, left, source = np.arange(len(mean)), np.zeros(len(mean)), table.attrs.get("source")
     for kind, column in parts.items():
-        ax.barh(places, mean[column] * 1e3, left=left, height=0.75, **_fill(kind, source))
+        ax.barh(places, mean[column] * 1e3, left=left, height=0.75, **fill_of(kind, source))
         left = left + mean[column].to_numpy() * 1e3
     ax.vlines(mean["wall_s"] * 1e3, places - 0.45, places + 0.45, color="black", linewidth=1.4)
     reach = max(left.max(), mean["wall_s"].max() * 1e3) * 1.1 or 1.0
@@ -120,17 +120,17 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set(xlabel="time [ms] (black: the step on the host)", xlim=(0, reach), ylim=(len(mean) - 0.4, -0.6))
     ax.set_title(_steps_message(table))
     shown = [kind for kind, column in parts.items() if mean[column].sum() > 0]
-    _legend(ax, shown, {"comm": "exposed communication", "memcpy": "copies and other"})
-    return _keep(ax, mean.reset_index(), table)
+    kind_legend(ax, shown, {"comm": "exposed communication", "memcpy": "copies and other"})
+    return keep_data(ax, mean.reset_index(), table)
 
 
 def plot_launch_floor(table: pd.DataFrame, ax: Axes | None = None, *, launch_s: float | None = None) -> Axes:
     """Step time over device speed, with and without the cost of launches, mean over the ranks, of `launch_floor`."""
     mean = table.groupby("speedup")[["step_s", "free_s", "share"]].mean().reset_index()
-    ax = ax or _new_axes(height=2.9, width=5.2)
+    ax = ax or new_axes(height=2.9, width=5.2)
     if not len(mean):
         ax.set(title="No computation in this trace", xticks=[], yticks=[])
-        return _keep(ax, table)
+        return keep_data(ax, table)
     label = "every computation costs a launch" + (f" of {format_s(launch_s)}" if launch_s else "")
     ax.plot(mean["speedup"], mean["step_s"] * 1e3, color=COLORS["compute"], marker="o", markersize=3, label=label)
     ax.plot(mean["speedup"], mean["free_s"] * 1e3, color=COLORS["compute"], linestyle="--", label="launches are free")
@@ -147,7 +147,7 @@ def plot_launch_floor(table: pd.DataFrame, ax: Axes | None = None, *, launch_s: 
     else:
         ax.set_title(f"Launches are at most {mean['share'].max():.0%} of a step")
     ax.legend(loc="lower left")
-    return _keep(ax, mean, table)
+    return keep_data(ax, mean, table)
 
 
 def _outline(part: pd.DataFrame) -> pd.DataFrame:

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from madmax_lib.view.drawing import COLORS, new_axes
 from madmax_lib.view.madmax_style import (
     GREY,
     HATCH,
@@ -25,7 +26,6 @@ from madmax_lib.view.madmax_style import (
     paper_marks,
     strategy_label,
 )
-from madmax_lib.view.plots import COLORS, _new_axes
 
 __all__ = [
     "plot_best",
@@ -46,7 +46,7 @@ def plot_cloud(table: pd.DataFrame, x: str, y: str, ax: Axes | None = None) -> A
     names = {"a100_hours": "A100-equivalent GPU-hours per 1B samples (by FP16 peak)", "mqps": "throughput [MQPS]",
              "hours": "time for 1B samples [h]", "cost_usd": "cost of 1B samples [USD]",
              "energy_mwh": "energy for 1B samples [MWh]"}  # fmt: skip
-    ax = ax or _new_axes(height=4.2)
+    ax = ax or new_axes(height=4.2)
     for strategy, part in table[~table["fits"]].groupby("dense_strategy"):
         ax.plot(part[x], part[y], MARKS[strategy], mfc="none", mec=GREY, ms=4, mew=0.7, ls="none")
     good, sign = table[table["fits"]], 1 if y != "mqps" else -1
@@ -95,7 +95,7 @@ def plot_best(
     gain within memory that the paper publishes.
     """
     groups = list(dict.fromkeys(table[by]))
-    ax = ax or _new_axes(height=0.9 + 0.42 * len(groups))
+    ax = ax or new_axes(height=0.9 + 0.42 * len(groups))
     free_any = False
     for place, group in enumerate(groups):
         rows = table[table[by] == group]
@@ -178,7 +178,7 @@ def plot_classes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     needed = table.pivot(index="mlp", columns="transformer", values="memory_needed_gb").loc[order, order]
     texts = grids["gain"].map(lambda gain: f"{gain:.2f}x")
     texts = texts.where(grids["fits"].astype(bool), texts + needed.map(lambda size_gb: f"\n{_memory(size_gb)}"))
-    ax = ax or _new_axes(height=3.2, width=5.6)
+    ax = ax or new_axes(height=3.2, width=5.6)
     ax.set_facecolor("#dddddd")
     style = {"cmap": "Greens", "cbar": False, "linewidths": 1.5, "vmin": 0.5, "annot_kws": {"fontsize": 8}}
     labels = [strategy_label(strategy) for strategy in order]
@@ -196,7 +196,7 @@ def plot_classes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 def plot_context(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Figure 15: throughput over FSDP against the context length, a line per strategy; hollow where it does not fit."""
-    ax = ax or _new_axes(height=3.2)
+    ax = ax or new_axes(height=3.2)
     shown = table[(table["gain"] > 0.5) & (table["dense_strategy"] != "fsdp")]
     for strategy, part in shown.groupby("dense_strategy", sort=False):
         color, fits = STRATEGY_COLORS[strategy], part["fits"].all()

@@ -13,15 +13,16 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from madmax_lib.timeline import Timeline
+from madmax_lib.view.drawing import COLORS, new_axes
 from madmax_lib.view.madmax_style import HATCH, PAPER, PIECE_COLORS, PIECE_NAMES, bars, done, legend, note
-from madmax_lib.view.plots import COLORS, _new_axes, plot_timeline
+from madmax_lib.view.plots import plot_timeline
 
 __all__ = ["plot_forward", "plot_prefetch", "plot_validation", "plot_vit"]
 
 
 def plot_validation(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Figure 7: the pieces of a DLRM-A step one after another and overlapped, beside what was measured."""
-    ax = ax or _new_axes(height=3.3)
+    ax = ax or new_axes(height=3.3)
     rows = table[["gpus", "who", "bar"]].drop_duplicates().to_numpy().tolist()
     ranking = {"measured": 0, "paper": 1, "ours": 2}
     order = sorted(rows, key=lambda row: (-row[0], ranking[row[1]]))
@@ -55,7 +56,7 @@ def plot_validation(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 def plot_vit(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Figure 8: MFU of ViT training measured, predicted by the paper, and ours with constant and fitted utilisation."""
-    ax = ax or _new_axes(height=4.8)
+    ax = ax or new_axes(height=4.8)
     styles = {"measured": {"facecolor": "#4a4a4a"}, "paper": {"facecolor": "white", "edgecolor": PAPER},
               "fitted": {"facecolor": COLORS["compute"], "hatch": HATCH, "edgecolor": "white"}}  # fmt: skip
     height = 0.26
@@ -82,7 +83,7 @@ def plot_vit(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 def plot_forward(timeline: Timeline, ax: Axes | None = None, *, title: str = "") -> Axes:
     """Figure 6: the two streams of a step, the long operations named."""
-    ax = plot_timeline(timeline, ax or _new_axes(height=1.9))
+    ax = plot_timeline(timeline, ax or new_axes(height=1.9))
     zero_ns = timeline.spans["start_ns"].min()
     reach_ns = (timeline.spans["start_ns"] + timeline.spans["dur_ns"]).max() - zero_ns
     for stream, text, start_ns, end_ns in _runs(timeline.spans):

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from madmax_lib.view.plots import COLORS, _keep
+from madmax_lib.view.drawing import COLORS, keep_data
 
 __all__ = [
     "GREY",
@@ -79,7 +79,7 @@ def done(ax: Axes, table: pd.DataFrame) -> Axes:
     """Lay out once and for all, so that neither saving nor showing repeats it; keep the table."""
     ax.figure.draw_without_rendering()
     ax.figure.set_layout_engine("none")
-    return _keep(ax, table)
+    return keep_data(ax, table)
 
 
 UNFIT = Patch(facecolor="none", edgecolor=GREY, linestyle=":", label="does not fit in memory")

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.memory import BEFORE, CATEGORIES, held_at_peak, memory_timeline, peak
 from madmax_lib.units import bytes_unit, format_bytes, format_s
-from madmax_lib.view.plots import COLORS, _fill, _keep, _new_axes
+from madmax_lib.view.drawing import COLORS, fill_of, keep_data, new_axes
 
 __all__ = ["plot_held", "plot_memory", "plot_memory_categories"]
 
@@ -36,15 +36,15 @@ def plot_memory(
     peaks = _chosen(peak(timeline), rank, device)
     if not len(peaks):
         return _empty(ax, timeline)
-    ax, top = ax or _new_axes(height=3.2), peaks.loc[peaks["peak_bytes"].idxmax()]
+    ax, top = ax or new_axes(height=3.2), peaks.loc[peaks["peak_bytes"].idxmax()]
     table = _chosen(memory_timeline(timeline, top["device"]), top["rank"], None)
     drawn = _thinned(table, "allocated_bytes")
     unit, factor = bytes_unit(np.nanmax([top["peak_bytes"], top["reserved_bytes"]]))
     source, time_ms = timeline.meta.source, drawn["time_s"] * 1e3
     used, older = drawn["allocated_bytes"] / factor, drawn["before_bytes"] / factor
     reserved = drawn["reserved_bytes"] / factor
-    ax.fill_between(time_ms, older, used, step="post", **_fill("other", source))
-    ax.fill_between(time_ms, 0, older, step="post", **_fill("idle", source))
+    ax.fill_between(time_ms, older, used, step="post", **fill_of("other", source))
+    ax.fill_between(time_ms, 0, older, step="post", **fill_of("idle", source))
     ax.step(time_ms, reserved, where="post", color="#444444", linewidth=1)
     if reserved.notna().any():
         _name(ax, "reserved", time_ms.iloc[-1], reserved.iloc[-1], (0, 3))
@@ -56,17 +56,19 @@ def plot_memory(
     _mark_steps(ax, table)
     _label_peak(ax, top, held_at_peak(timeline, 3), factor)
     where = f"rank {top['rank']}, {top['device']}" if len(timeline.ranks) > 1 else top["device"]
-    ax.set_title(f"Peak {format_bytes(top['peak_bytes'])} on {where} after {format_s(top['time_s'])}{_in_step(top['step'])}")
-    return _keep(ax, drawn, timeline)
+    ax.set_title(
+        f"Peak {format_bytes(top['peak_bytes'])} on {where} after {format_s(top['time_s'])}{_in_step(top['step'])}"
+    )
+    return keep_data(ax, drawn, timeline)
 
 
 def plot_memory_categories(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Stacked area of `read_memory_timeline`: what kind of data fills the memory, over time."""
-    ax = ax or _new_axes(height=3.2)
+    ax = ax or new_axes(height=3.2)
     wide = pd.DataFrame(table["size_bytes"].to_numpy().reshape(-1, len(CATEGORIES)), columns=CATEGORIES)
     if not len(wide):
         ax.set(title="An empty memory timeline", xticks=[], yticks=[])
-        return _keep(ax, table)
+        return keep_data(ax, table)
     wide = wide.assign(total=wide.sum(axis=1), time_s=table["time_s"].to_numpy()[:: len(CATEGORIES)])
     drawn = _thinned(wide, "total")
     high = wide.loc[wide["total"].idxmax()]
@@ -75,7 +77,7 @@ def plot_memory_categories(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     below = np.zeros(len(drawn))
     for category in shown:
         above = below + drawn[category].to_numpy() / factor
-        style = _fill("idle", table.attrs.get("source")) | {"facecolor": _CATEGORY_COLORS[category]}
+        style = fill_of("idle", table.attrs.get("source")) | {"facecolor": _CATEGORY_COLORS[category]}
         label = category.replace("_", " ")
         ax.fill_between(drawn["time_s"] * 1e3, below, above, step="post", label=label, **style)
         below = above
@@ -86,7 +88,7 @@ def plot_memory_categories(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set_title(f"Peak {format_bytes(high['total'])}: {share:.0%} {most.replace('_', ' ')}")
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return _keep(ax, drawn.drop(columns="total")[["time_s", *CATEGORIES]], table)
+    return keep_data(ax, drawn.drop(columns="total")[["time_s", *CATEGORIES]], table)
 
 
 def plot_held(
@@ -102,11 +104,11 @@ def plot_held(
     peaks = part.groupby(["rank", "device"], sort=False)["size_bytes"].sum()
     of_rank, of_device = peaks.idxmax()
     part = part[(part["rank"] == of_rank) & (part["device"] == of_device)]
-    ax = ax or _new_axes(height=1.1 + 0.28 * len(part))
+    ax = ax or new_axes(height=1.1 + 0.28 * len(part))
     unit, factor = bytes_unit(part["size_bytes"].max())
     older, source = (part["operator"] == BEFORE).to_numpy(), table.attrs.get("source")
     for kind, rows in (("other", ~older), ("idle", older)):
-        ax.barh(np.flatnonzero(rows), part["size_bytes"][rows] / factor, height=0.75, **_fill(kind, source))
+        ax.barh(np.flatnonzero(rows), part["size_bytes"][rows] / factor, height=0.75, **fill_of(kind, source))
     for place, row in enumerate(part.itertuples()):
         count = "" if np.isnan(row.count) else f", {row.count:,.0f} allocation{'s' if row.count > 1 else ''}"
         ax.annotate(f"{row.share:.1%}{count}", (max(row.size_bytes, 0) / factor, place), (3, 0),
@@ -119,7 +121,7 @@ def plot_held(
     names = f"{_short(known['operator'].iloc[0])} holds {known['share'].iloc[0]:.0%}" if len(known) else "No operator"
     before = part.loc[older, "share"].sum()
     ax.set_title(f"{names} of the peak" + (f", {before:.0%} is from {BEFORE}" if before else ""))
-    return _keep(ax, part, table)
+    return keep_data(ax, part, table)
 
 
 def _chosen(table: pd.DataFrame, rank: int | None, device: str | None) -> pd.DataFrame:
@@ -134,10 +136,10 @@ def _chosen(table: pd.DataFrame, rank: int | None, device: str | None) -> pd.Dat
 
 
 def _empty(ax: Axes | None, origin: Timeline | pd.DataFrame) -> Axes:
-    ax = ax or _new_axes(height=0.6)
+    ax = ax or new_axes(height=0.6)
     ax.set(title="No allocator events: record with profile_memory=True", xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
-    return _keep(ax, memory_timeline(origin) if isinstance(origin, Timeline) else origin, origin)
+    return keep_data(ax, memory_timeline(origin) if isinstance(origin, Timeline) else origin, origin)
 
 
 def _name(ax: Axes, text: str, time_ms: float, value: float, offset: tuple[int, int]) -> None:

@@ -21,7 +21,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from madmax_lib.datasets import PROJECT, dataset
-from madmax_lib.view.plots import figure_data
+from madmax_lib.view.drawing import figure_data
 
 __all__ = ["Place", "optional_dataset", "save_figure", "setup"]
 

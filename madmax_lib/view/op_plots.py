@@ -11,7 +11,7 @@ from matplotlib.colors import to_rgb
 
 from madmax_lib.traces.diff import op_names
 from madmax_lib.traces.ops import OUTSIDE
-from madmax_lib.view.plots import _LABELS, COLORS, _fill, _keep, _legend, _new_axes, _rank_axis
+from madmax_lib.view.drawing import COLORS, LABELS, fill_of, keep_data, kind_legend, new_axes, rank_axis
 
 __all__ = ["plot_kernel_types", "plot_kernels", "plot_mfu", "plot_modules", "plot_operators", "plot_roofline"]
 
@@ -54,11 +54,11 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 8
 
     Ranks together. Area: device time; colour: dtype; the `count` longest are numbered. Only operators with FLOPs.
     """
-    ax = ax or _new_axes(height=3.6, width=7.4)
+    ax = ax or new_axes(height=3.6, width=7.4)
     rows = _products(table)
     if not len(rows):
         ax.set(title="No operator has FLOPs: shapes were not recorded", xticks=[], yticks=[])
-        return _keep(ax, rows, table)
+        return keep_data(ax, rows, table)
     peaks = rows.dropna(subset="peak_flops").drop_duplicates("dtype").set_index("dtype")["peak_flops"]
     bandwidth = rows["peak_bytes_per_s"].iloc[0]
     low, high = rows["flops_per_byte"].min() / 2, max([rows["flops_per_byte"].max() * 2, *(peaks / bandwidth * 4)])
@@ -81,53 +81,53 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 8
     top = rows.iloc[0]
     ax.set_title(f"{_short(top['name'])} runs at {_percent(top['roof'])} of its {top['bound']} roof "
                  f"on {table.attrs.get('device') or 'its device'}")  # fmt: skip
-    return _keep(ax, rows, table)
+    return keep_data(ax, rows, table)
 
 
 def plot_kernel_types(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Busy time of each rank by the kinds that run side by side, of `kernel_types`."""
     grid = table.pivot_table(index="rank", columns="kinds", values="total_s", aggfunc="sum", observed=False)
-    ax = ax or _new_axes(height=1.2 + 0.28 * len(grid))
+    ax = ax or new_axes(height=1.2 + 0.28 * len(grid))
     if not len(grid):
         ax.set(title="Nothing ran", xticks=[], yticks=[])
-        return _keep(ax, table)
+        return keep_data(ax, table)
     grid = grid[grid.sum().sort_values(ascending=False).index].fillna(0.0) * 1e3
     left = np.zeros(len(grid))
-    labels = {kinds: " + ".join(_LABELS[kind] for kind in kinds.split(" + ")) for kinds in grid}
+    labels = {kinds: " + ".join(LABELS[kind] for kind in kinds.split(" + ")) for kinds in grid}
     for kinds, name in labels.items():
-        fill = _fill(kinds.split(" + ")[0], table.attrs.get("source"))
+        fill = fill_of(kinds.split(" + ")[0], table.attrs.get("source"))
         if "+" in kinds:  # side by side: hidden communication as elsewhere, else between the colours of both
             mixed = np.mean([to_rgb(COLORS[kind]) for kind in kinds.split(" + ")], axis=0)
             fill["facecolor"] = COLORS["hidden"] if kinds == "compute + comm" else tuple(mixed)
         ax.barh(range(len(grid)), grid[kinds], left=left, height=0.75, label=name, **fill)
         left = left + grid[kinds].to_numpy()
-    _rank_axis(ax, grid.index.to_series())
+    rank_axis(ax, grid.index.to_series())
     ax.set_xlabel("busy time [ms]")
     ax.legend(ncols=3, loc="upper right", bbox_to_anchor=(1.0, -0.75 / ax.figure.get_figheight()))
     first = grid.sum().idxmax()
     how = "side by side" if "+" in first else "alone"
     ax.set_title(f"{grid[first].sum() / grid.to_numpy().sum():.0%} of the busy time is {labels[first]} {how}")
-    return _keep(ax, table)
+    return keep_data(ax, table)
 
 
 def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Model FLOPs utilisation of each rank, of `mfu`: the median of its steps as a bar, each step as a point."""
     known = table.dropna(subset="mfu")
     ranks = sorted(known["rank"].unique())
-    ax = ax or _new_axes(height=1.1 + 0.28 * max(len(ranks), 1))
+    ax = ax or new_axes(height=1.1 + 0.28 * max(len(ranks), 1))
     if not len(known):
         ax.set(title="No utilisation: no FLOPs are known", xticks=[], yticks=[])
-        return _keep(ax, table)
+        return keep_data(ax, table)
     median = known.groupby("rank")["mfu"].median()
-    ax.barh(range(len(ranks)), median * 100, height=0.75, **_fill("compute", table.attrs.get("source")))
+    ax.barh(range(len(ranks)), median * 100, height=0.75, **fill_of("compute", table.attrs.get("source")))
     ax.plot(known["mfu"] * 100, known["rank"].map(ranks.index), "o", color="black", markersize=2.5)
     for place, value in enumerate(median):
         right = known.loc[known["rank"] == ranks[place], "mfu"].max() * 100
         ax.annotate(_percent(value), (right, place), (5, 0), textcoords="offset points", va="center", fontsize=7)
-    _rank_axis(ax, pd.Series(ranks))
+    rank_axis(ax, pd.Series(ranks))
     ax.set(xlabel="model FLOPs utilisation [%]", xlim=(0, known["mfu"].max() * 112))
     ax.set_title(f"{_percent(known['mfu'].median())} of the peak in the median step")
-    return _keep(ax, table)
+    return keep_data(ax, table)
 
 
 def _bars(rows: pd.DataFrame, column: str, ax: Axes | None, count: int, table: pd.DataFrame, label: str,
@@ -136,21 +136,21 @@ def _bars(rows: pd.DataFrame, column: str, ax: Axes | None, count: int, table: p
     rows = rows.assign(share=rows[column] / max(rows[column].sum(), 1e-12))
     most = rows.sort_values([column, "name"], ascending=[False, True]).head(count)
     most = most[most["share"] >= 0.0005].reset_index(drop=True)
-    ax = ax or _new_axes(height=1.1 + 0.25 * max(len(most), 1))
+    ax = ax or new_axes(height=1.1 + 0.25 * max(len(most), 1))
     if not len(most):
         ax.set(title=f"Nothing is recorded of {whole}", xticks=[], yticks=[])
-        return _keep(ax, most, table)
+        return keep_data(ax, most, table)
     for place, row in most.iterrows():
-        ax.barh(place, row[column] * 1e3, height=0.75, **_fill(row["kind"], table.attrs.get("source")))
+        ax.barh(place, row[column] * 1e3, height=0.75, **fill_of(row["kind"], table.attrs.get("source")))
         number, what = (row["modules"], "module") if "modules" in row else (row["count"], "call")
         text = f"{row['share']:.1%}, {number:,} {what}{'s' if number != 1 else ''}"
         ax.annotate(text, (row[column] * 1e3, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
     ax.set_yticks(range(len(most)), [_short(name) for name in most["name"]])
     ax.set(ylim=(len(most) - 0.4, -0.6), xlim=(0, most[column].max() * 1e3 * 1.25), xlabel=label)
     if most["kind"].nunique() > 1:
-        _legend(ax, [kind for kind in _LABELS if kind in set(most["kind"])])
+        kind_legend(ax, [kind for kind in LABELS if kind in set(most["kind"])])
     ax.set_title(f"{_short(most['name'][0])} takes {_percent(most['share'][0])} of {whole}")
-    return _keep(ax, most, table)
+    return keep_data(ax, most, table)
 
 
 def _number(ax: Axes, x: pd.Series, y: pd.Series) -> None:

@@ -11,7 +11,7 @@ from madmax_lib.intervals import intersection, pack
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.critical_path import PATH_KINDS
 from madmax_lib.units import NS_PER_S, format_s
-from madmax_lib.view.plots import COLORS, _blocks, _fill, _keep, _new_axes, _row_label, _rows
+from madmax_lib.view.drawing import COLORS, fill_of, keep_data, new_axes, row_label, rows_of, visible_blocks
 
 __all__ = ["plot_path", "plot_path_share", "plot_what_if"]
 
@@ -30,8 +30,8 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     begin_ns = path["start_s"].mul(NS_PER_S).round().astype("int64")
     on_path = path.assign(start_ns=begin_ns + zero_ns, dur_ns=path["dur_s"].mul(NS_PER_S).round().astype("int64"))
     shown = pd.concat([work.loc[work["kind"] != "host", ["rank", "stream", "kind"]], path[["rank", "stream", "kind"]]])
-    rows = _rows(shown)
-    ax = ax or _new_axes(height=0.9 + 0.24 * len(rows))
+    rows = rows_of(shown)
+    ax = ax or new_axes(height=0.9 + 0.24 * len(rows))
     drawn = []
     for place, (rank, stream) in enumerate(rows):
         for spans, share in ((work, "beside"), (on_path, "path")):
@@ -39,12 +39,12 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
             for kind in [kind for kind in PATH_KINDS if (lane["kind"] == kind).any()]:
                 of_kind = lane[lane["kind"] == kind]
                 times = intersection(pack(of_kind["start_ns"] - zero_ns, of_kind["dur_ns"]), np.array([[0, reach_ns]]))
-                bars = np.diff(_blocks(times, reach_ns), prepend=0, axis=1) / NS_PER_S
+                bars = np.diff(visible_blocks(times, reach_ns), prepend=0, axis=1) / NS_PER_S
                 height = 0.8 if share == "path" else 0.5
                 style = _paint(kind, timeline.meta.source) | ({} if share == "path" else {"alpha": 0.25})
                 ax.broken_barh(bars * 1e3, (place - height / 2, height), **style)
                 drawn += [(rank, stream, share, kind, start_s, dur_s) for start_s, dur_s in bars]
-    ax.set_yticks(range(len(rows)), [_row_label(rank, stream) for rank, stream in rows])
+    ax.set_yticks(range(len(rows)), [row_label(rank, stream) for rank, stream in rows])
     ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, reach_ns / NS_PER_S * 1e3), xlabel="time in the step [ms]")
     shares = (path.groupby("kind")["dur_s"].sum() / path["dur_s"].sum()).sort_values(ascending=False)
     message = ", ".join(
@@ -52,13 +52,13 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     )
     ax.set_title(f"What decides {format_s(path.attrs['step_s'])}: {message}")
     _kinds_legend(ax, shares.index)
-    return _keep(ax, pd.DataFrame(drawn, columns=["rank", "stream", "part", "kind", "start_s", "dur_s"]), timeline)
+    return keep_data(ax, pd.DataFrame(drawn, columns=["rank", "stream", "part", "kind", "start_s", "dur_s"]), timeline)
 
 
 def plot_path_share(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Bars of `path_share`: time of each kind on the path, beside all its time, on the path or not."""
     table = table.sort_values("path_s", ascending=False)
-    ax = ax or _new_axes(height=1.1 + 0.45 * len(table))
+    ax = ax or new_axes(height=1.1 + 0.45 * len(table))
     source = table.attrs.get("source")
     for place, row in enumerate(table.itertuples()):
         ax.barh(place - 0.18, row.path_s * 1e3, height=0.36, **_paint(row.kind, source))
@@ -80,13 +80,13 @@ def plot_path_share(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         "No path" if first is None else f"{_NAMES.get(first.kind, first.kind)} decides {first.share:.0%} of the step"
     )
     ax.set_title(title[0].upper() + title[1:])
-    return _keep(ax, table)
+    return keep_data(ax, table)
 
 
 def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Bars of `what_if`: the time of the step in each scenario, with the measured time as a line."""
     groups = table.groupby("faster", sort=False)["saved_s"].max().sort_values(ascending=False)
-    ax = ax or _new_axes(height=1.2 + 0.22 * len(table))
+    ax = ax or new_axes(height=1.2 + 0.22 * len(table))
     source, places = table.attrs.get("source"), []
     now_s = float((table["step_s"] + table["saved_s"]).max()) if len(table) else 0.0
     for name in groups.index:
@@ -106,11 +106,11 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set_xlabel("time of the step, dotted: as it is [ms]")
     best = f"{_NAMES.get(groups.index[0], groups.index[0])}, up to {groups.iloc[0] / now_s:.0%}" if now_s else "nothing"
     ax.set_title(f"Most to gain: {best}")
-    return _keep(ax, table)
+    return keep_data(ax, table)
 
 
 def _paint(kind: str, source: str | None) -> dict:
-    return _fill("other", source) | {"facecolor": _COLORS[kind]}
+    return fill_of("other", source) | {"facecolor": _COLORS[kind]}
 
 
 def _kinds_legend(ax: Axes, kinds) -> None:

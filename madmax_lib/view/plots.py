@@ -9,17 +9,25 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import seaborn as sns
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 
-from madmax_lib.intervals import pack, union
+from madmax_lib.intervals import pack
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.units import NS_PER_S, format_s
+from madmax_lib.view.drawing import (
+    COLORS,
+    fill_of,
+    keep_data,
+    kind_legend,
+    new_axes,
+    rank_axis,
+    row_label,
+    rows_of,
+    visible_blocks,
+)
 
 __all__ = [
     "COLORS",
-    "figure_data",
     "plot_advice",
     "plot_breakdown",
     "plot_exposed",
@@ -28,16 +36,7 @@ __all__ = [
     "plot_waiting",
 ]
 
-COLORS = {"compute": "#3b75af", "comm": "#e1812c", "hidden": "#f4c79a", "memcpy": "#529d3f", "other": "#8d6bb8",
-          "idle": "#d9d9d9"}  # fmt: skip
-_LABELS = {"compute": "compute", "comm": "communication", "memcpy": "copies", "other": "other", "idle": "idle"}
 _TALK = ("exposed communication", "small messages", "straggler rank")
-_SMALLEST = 1 / 3000  # of the time axis: gaps below are not drawn, so that pictures of any trace stay small
-
-
-def figure_data(ax: Axes) -> pd.DataFrame | None:
-    """The table a picture of this module shows."""
-    return getattr(ax, "_madmax_data", None)
 
 
 def plot_timeline(timeline: Timeline, ax: Axes | None = None, *, step: int | None = None) -> Axes:
@@ -51,62 +50,62 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, *, step: int | Non
         raise ValueError("nothing to draw: no span of kind " + ", ".join(BUSY_KINDS))
     zero_ns = spans["start_ns"].min()
     reach_ns = int((spans["start_ns"] + spans["dur_ns"]).max() - zero_ns)
-    rows = _rows(spans)
-    ax = ax or _new_axes(height=0.9 + 0.24 * len(rows))
+    rows = rows_of(spans)
+    ax = ax or new_axes(height=0.9 + 0.24 * len(rows))
     drawn = []
     for place, (rank, stream) in enumerate(rows):
         row = spans[(spans["rank"] == rank) & (spans["stream"] == stream)]
         for kind in BUSY_KINDS:
             of_kind = row[row["kind"] == kind]
-            blocks = _blocks(pack(of_kind["start_ns"] - zero_ns, of_kind["dur_ns"]), reach_ns)
+            blocks = visible_blocks(pack(of_kind["start_ns"] - zero_ns, of_kind["dur_ns"]), reach_ns)
             bars = np.stack([blocks[:, 0], blocks[:, 1] - blocks[:, 0]], axis=1) / NS_PER_S
-            ax.broken_barh(bars * 1e3, (place - 0.4, 0.8), **_fill(kind, timeline.meta.source))
+            ax.broken_barh(bars * 1e3, (place - 0.4, 0.8), **fill_of(kind, timeline.meta.source))
             drawn += [(rank, stream, kind, start_s, dur_s) for start_s, dur_s in bars]
-    ax.set_yticks(range(len(rows)), [_row_label(rank, stream) for rank, stream in rows])
+    ax.set_yticks(range(len(rows)), [row_label(rank, stream) for rank, stream in rows])
     ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, reach_ns / NS_PER_S * 1e3), xlabel="time in the step [ms]")
     numbered = set(spans["step"]) - {-1, 0}
     which = f"Step {min(numbered)}" if numbered else "One step"
     ranks = spans["rank"].nunique()
     ax.set_title(f"{which}: {format_s(reach_ns / NS_PER_S)} on {ranks} rank{'s' if ranks > 1 else ''}")
-    _legend(ax, [kind for kind in BUSY_KINDS if (spans["kind"] == kind).any()])
-    return _keep(ax, pd.DataFrame(drawn, columns=["rank", "stream", "kind", "start_s", "dur_s"]), timeline)
+    kind_legend(ax, [kind for kind in BUSY_KINDS if (spans["kind"] == kind).any()])
+    return keep_data(ax, pd.DataFrame(drawn, columns=["rank", "stream", "kind", "start_s", "dur_s"]), timeline)
 
 
 def plot_breakdown(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Stacked bars of `breakdown`: compute, exposed communication, the remaining busy time, idle, per rank."""
-    ax = ax or _new_axes(height=1.1 + 0.28 * len(table))
+    ax = ax or new_axes(height=1.1 + 0.28 * len(table))
     other_s = (table["non_compute_s"] - table["exposed_comm_s"]).clip(lower=0)
     parts = {"compute": table["compute_s"], "comm": table["exposed_comm_s"], "memcpy": other_s, "idle": table["idle_s"]}
     left, source = np.zeros(len(table)), table.attrs.get("source")
     for kind, value_s in parts.items():
-        ax.barh(range(len(table)), value_s * 1e3, left=left, height=0.75, **_fill(kind, source))
+        ax.barh(range(len(table)), value_s * 1e3, left=left, height=0.75, **fill_of(kind, source))
         for place, (start, width, total) in enumerate(zip(left, value_s * 1e3, table["total_s"] * 1e3, strict=True)):
             if total and width / total > 0.08:
                 ax.text(start + width / 2, place, f"{width / total:.0%}", ha="center", va="center", fontsize=7)
         left = left + value_s.to_numpy() * 1e3
-    _rank_axis(ax, table["rank"])
+    rank_axis(ax, table["rank"])
     ax.set(xlabel="time [ms]", title=_breakdown_message(table))
     shown = [kind for kind, value_s in parts.items() if value_s.sum() > 0]
-    _legend(ax, shown, {"comm": "exposed communication", "memcpy": "copies and other"})
-    return _keep(ax, table)
+    kind_legend(ax, shown, {"comm": "exposed communication", "memcpy": "copies and other"})
+    return keep_data(ax, table)
 
 
 def plot_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Communication of each rank, split into hidden under compute and exposed, with the overlap as text."""
-    ax = ax or _new_axes(height=1.1 + 0.28 * len(table))
+    ax = ax or new_axes(height=1.1 + 0.28 * len(table))
     hidden_ms = (table["comm_s"] - table["exposed_comm_s"]) * 1e3
     source, exposed_ms = table.attrs.get("source"), table["exposed_comm_s"] * 1e3
-    ax.barh(range(len(table)), hidden_ms, height=0.75, **_fill("hidden", source))
-    ax.barh(range(len(table)), exposed_ms, left=hidden_ms, height=0.75, **_fill("comm", source))
+    ax.barh(range(len(table)), hidden_ms, height=0.75, **fill_of("hidden", source))
+    ax.barh(range(len(table)), exposed_ms, left=hidden_ms, height=0.75, **fill_of("comm", source))
     for place, (comm_s, overlap) in enumerate(zip(table["comm_s"], table["overlap"], strict=True)):
         text = "no communication" if np.isnan(overlap) else f"{overlap:.1%} hidden"
         ax.annotate(text, (comm_s * 1e3, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
-    _rank_axis(ax, table["rank"])
+    rank_axis(ax, table["rank"])
     ax.set(xlabel="communication [ms]", xlim=(0, max(table["comm_s"].max() * 1e3 * 1.18, 1e-6)))
     exposed = table["exposed_comm_s"].sum() / max(table["comm_s"].sum(), 1e-12)
     ax.set_title(f"{exposed:.0%} of the communication is exposed")
-    _legend(ax, ["hidden", "comm"], {"hidden": "hidden under compute", "comm": "exposed"})
-    return _keep(ax, table)
+    kind_legend(ax, ["hidden", "comm"], {"hidden": "hidden under compute", "comm": "exposed"})
+    return keep_data(ax, table)
 
 
 def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -114,28 +113,28 @@ def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ranks = table["rank"].nunique()
     mean = table.groupby("collective")[["comm_s", "exposed_s"]].sum() / max(ranks, 1)
     mean = mean.sort_values("exposed_s", ascending=False)
-    ax = ax or _new_axes(height=1.2 + 0.32 * len(mean))
+    ax = ax or new_axes(height=1.2 + 0.32 * len(mean))
     hidden_ms = (mean["comm_s"] - mean["exposed_s"]) * 1e3
     source, exposed_ms = table.attrs.get("source"), mean["exposed_s"] * 1e3
-    ax.barh(range(len(mean)), exposed_ms, height=0.7, **_fill("comm", source))
-    ax.barh(range(len(mean)), hidden_ms, left=exposed_ms, height=0.7, **_fill("hidden", source))
+    ax.barh(range(len(mean)), exposed_ms, height=0.7, **fill_of("comm", source))
+    ax.barh(range(len(mean)), hidden_ms, left=exposed_ms, height=0.7, **fill_of("hidden", source))
     ax.set_yticks(range(len(mean)), [name.replace("_", "-") for name in mean.index])
     ax.set(ylim=(len(mean) - 0.4, -0.6), xlabel=f"time per rank, mean of {ranks} [ms]")
     if mean["exposed_s"].sum() > 0:
         ax.set_title(f"{mean.index[0].replace('_', '-')} is the most exposed")
     else:
         ax.set_title("No communication is exposed" if len(mean) else "No communication")
-    _legend(ax, ["comm", "hidden"], {"hidden": "hidden under compute", "comm": "exposed"})
-    return _keep(ax, mean.reset_index(), table)
+    kind_legend(ax, ["comm", "hidden"], {"hidden": "hidden under compute", "comm": "exposed"})
+    return keep_data(ax, mean.reset_index(), table)
 
 
 def plot_waiting(table: pd.DataFrame, ax: Axes | None = None, *, ranks: list[int] | None = None) -> Axes:
     """Who waits for whom: rows wait, columns arrive last, of `waiting`; values in ms."""
     ranks = sorted({*table["rank"], *table["waits_for"]}) if ranks is None else ranks
-    ax = ax or _new_axes(height=1.4 + 0.32 * len(ranks), width=3.4 + 0.5 * len(ranks))
+    ax = ax or new_axes(height=1.4 + 0.32 * len(ranks), width=3.4 + 0.5 * len(ranks))
     if not len(table):
         ax.set(title="Nobody waits: no collective has two ranks here", xticks=[], yticks=[])
-        return _keep(ax, table)
+        return keep_data(ax, table)
     grid = table.pivot_table(index="rank", columns="waits_for", values="wait_s", aggfunc="sum", observed=False)
     grid = grid.reindex(index=ranks, columns=ranks).fillna(0.0) * 1e3
     texts = grid.map(lambda wait_ms: f"{wait_ms:.3g}" if wait_ms else "")
@@ -145,24 +144,24 @@ def plot_waiting(table: pd.DataFrame, ax: Axes | None = None, *, ranks: list[int
     last = grid.sum()
     share = last.max() / max(last.sum(), 1e-12)
     ax.set(xlabel="rank that arrives last", ylabel="", title=f"Waiting [ms]: {share:.0%} for rank {last.idxmax()}")
-    return _keep(ax, table)
+    return keep_data(ax, table)
 
 
 def plot_advice(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 10) -> Axes:
     """What each fix of `traces.advise` would gain at most per step, the largest `count` of them."""
     shown = table.head(count)
-    ax = ax or _new_axes(height=1.1 + 0.34 * max(len(shown), 1))
+    ax = ax or new_axes(height=1.1 + 0.34 * max(len(shown), 1))
     if not len(shown):
         ax.set(title="No cause of lost time was found", xticks=[], yticks=[])
-        return _keep(ax, shown, table)
+        return keep_data(ax, shown, table)
     kinds = ["comm" if cause in _TALK else "memcpy" if "copies" in cause else "idle" for cause in shown["cause"]]
     for place, (kind, gain_s, share) in enumerate(zip(kinds, shown["gain_s"], shown["share"], strict=True)):
-        ax.barh(place, gain_s * 1e3, height=0.7, **_fill(kind, table.attrs.get("source")))
+        ax.barh(place, gain_s * 1e3, height=0.7, **fill_of(kind, table.attrs.get("source")))
         ax.annotate(f"{share:.1%}", (gain_s * 1e3, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
     ax.set_yticks(range(len(shown)), [f"{row.cause}: {row.where}"[:60] for row in shown.itertuples()])
     ax.set(ylim=(len(shown) - 0.4, -0.6), xlim=(0, shown["gain_s"].max() * 1e3 * 1.12))
     ax.set(xlabel="gain per step, at most [ms]", title=f"{shown['cause'].iloc[0].capitalize()} costs most")
-    return _keep(ax, shown, table)
+    return keep_data(ax, shown, table)
 
 
 def _one_step(timeline: Timeline, step: int | None) -> Timeline:
@@ -173,62 +172,7 @@ def _one_step(timeline: Timeline, step: int | None) -> Timeline:
     return timeline.select(steps=steps) if steps else timeline
 
 
-def _rows(spans: pd.DataFrame) -> list[tuple[int, int]]:
-    """(rank, stream) of each row to draw: by rank, device before host, computing before communicating, then number."""
-    rows = spans.assign(comm=spans["kind"].eq("comm")).groupby(["rank", "stream"])["comm"].mean().reset_index()
-    rows["host"], rows["talks"], rows["number"] = rows["stream"] < 0, rows["comm"] > 0.5, rows["stream"].abs()
-    rows = rows.sort_values(["rank", "host", "talks", "number"])
-    return list(rows[["rank", "stream"]].itertuples(index=False, name=None))
-
-
-def _blocks(intervals: np.ndarray, reach_ns: int) -> np.ndarray:
-    """Union of intervals in which gaps too small to see are closed and blocks too thin to see are widened."""
-    gap = max(int(reach_ns * _SMALLEST), 1)
-    blocks = union(intervals + np.array([0, gap])) - np.array([0, gap])
-    blocks[:, 1] = np.maximum(blocks[:, 1], blocks[:, 0] + gap)
-    return blocks
-
-
-def _new_axes(*, height: float, width: float = 7.0) -> Axes:
-    _, ax = plt.subplots(figsize=(width, height))
-    return ax
-
-
-def _row_label(rank: int, stream: int) -> str:
-    return f"rank {rank} · " + (f"stream {stream}" if stream >= 0 else f"thread {-stream}")
-
-
-def _rank_axis(ax: Axes, ranks: pd.Series) -> None:
-    ax.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    ax.set_ylim(len(ranks) - 0.4, -0.6)
-
-
 def _breakdown_message(table: pd.DataFrame) -> str:
     total_s = max(table["total_s"].sum(), 1e-12)
     shares = {"compute": table["compute_s"], "exposed communication": table["exposed_comm_s"], "idle": table["idle_s"]}
     return ", ".join(f"{values.sum() / total_s:.0%} {name}" for name, values in shares.items())
-
-
-def _fill(kind: str, source: str | None) -> dict:
-    """Colour of a kind; measured is filled, simulated hatched."""
-    hatch = "////" if source == "simulated" else None
-    return {"facecolor": COLORS[kind], "edgecolor": "white", "linewidth": 0, "hatch": hatch}
-
-
-def _legend(ax: Axes, kinds: list[str], labels: dict[str, str] | None = None) -> None:
-    labels = {**_LABELS, **(labels or {})}
-    if not kinds:
-        return
-    handles = [Patch(color=COLORS[kind], label=labels[kind]) for kind in kinds]
-    below = -0.75 / ax.figure.get_figheight()
-    ax.legend(handles=handles, ncols=len(handles), loc="upper right", bbox_to_anchor=(1.0, below))
-
-
-def _keep(ax: Axes, data: pd.DataFrame, origin: Timeline | pd.DataFrame | None = None) -> Axes:
-    """Remember the table of a picture and where its numbers come from, for `save_figure`."""
-    if isinstance(origin, Timeline):
-        data.attrs["provenance"] = origin.meta.provenance
-    elif origin is not None:
-        data.attrs.update(origin.attrs)
-    ax._madmax_data = data
-    return ax
