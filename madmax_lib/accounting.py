@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from madmax_lib.intervals import intersection, pack, subtraction, total, union
+from madmax_lib.intervals import EMPTY, intersection, pack, subtraction, total, union
 from madmax_lib.kinds import collective_names
 from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.units import NS_PER_S
@@ -24,8 +24,14 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     non_compute_s: busy but not computing. exposed_comm_s: communication that no compute hides. idle_s: total - busy.
     overlap: share of communication under compute, 0..1, NaN without communication.
     """
-    rows = [{"rank": rank, **_rank_breakdown(spans)} for rank, spans in _busy(timeline)]
-    table = pd.DataFrame(rows, columns=["rank", *_rank_breakdown(timeline.spans[:0])])
+    spans = timeline.spans
+    kind, rank = spans["kind"].cat.codes.to_numpy(), spans["rank"].to_numpy()
+    times = pack(spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy())
+    of_kind = {name: np.flatnonzero(kind == spans["kind"].cat.categories.get_indexer([name])) for name in BUSY_KINDS}
+    rows = [{"rank": own, **_rank_breakdown({name: times[at[rank[at] == own]] for name, at in of_kind.items()})}
+            for own in timeline.ranks]  # fmt: skip
+    nothing = _rank_breakdown(dict.fromkeys(BUSY_KINDS, EMPTY))
+    table = pd.DataFrame(rows, columns=["rank", *nothing])
     return with_origin(table, timeline)
 
 
@@ -81,9 +87,9 @@ def _intervals(spans: pd.DataFrame, kind: str | None = None) -> np.ndarray:
     return pack(spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy())
 
 
-def _rank_breakdown(spans: pd.DataFrame) -> dict[str, float]:
-    every = _intervals(spans)
-    compute, comm = _intervals(spans, "compute"), _intervals(spans, "comm")
+def _rank_breakdown(times: dict[str, np.ndarray]) -> dict[str, float]:
+    """One row of `breakdown` from the intervals of each busy kind."""
+    every, compute, comm = np.concatenate(list(times.values())), times["compute"], times["comm"]
     span_ns = int(every[:, 1].max() - every[:, 0].min()) if len(every) else 0
     busy_ns, compute_ns, comm_ns = total(every), total(compute), total(comm)
     hidden_ns = total(intersection(comm, compute))
@@ -91,7 +97,7 @@ def _rank_breakdown(spans: pd.DataFrame) -> dict[str, float]:
         "total_s": span_ns / NS_PER_S,
         "compute_s": compute_ns / NS_PER_S,
         "comm_s": comm_ns / NS_PER_S,
-        "memory_s": total(_intervals(spans, "memcpy")) / NS_PER_S,
+        "memory_s": total(times["memcpy"]) / NS_PER_S,
         "non_compute_s": (busy_ns - compute_ns) / NS_PER_S,
         "exposed_comm_s": (comm_ns - hidden_ns) / NS_PER_S,
         "idle_s": (span_ns - busy_ns) / NS_PER_S,
