@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
 from pathlib import Path
@@ -10,14 +12,16 @@ from pathlib import Path
 import numpy as np
 
 from madmax_lib.traces.chrome import decode_pieces
-from madmax_lib.traces.events import Args, Event, RawTrace
+from madmax_lib.traces.events import EXACT, FAR_NS, Args, Event, NotATrace, RawTrace
 
 __all__ = ["Codes", "Columns", "NeedsDecimal", "complete", "dtype_bytes", "integers", "nanoseconds", "read_columns"]
 
 _FLOAT_IS_EXACT_US = 2.0**43  # below, the spacing of float64 is under 1 ns, so three decimals can be recovered
 _DTYPE_BYTES = {"float": 4, "int": 4, "double": 8, "long": 8, "half": 2, "bfloat16": 2, "short": 2, "byte": 1,
                 "char": 1, "bool": 1, "complexfloat": 8, "complexdouble": 16}  # fmt: skip
+_FAR_US = FAR_NS // 1000
 _PIECES_TOGETHER = 256
+_BATCH = 2000  # events whose columns are made at once
 _NO_ARGS = Args()
 
 
@@ -37,7 +41,11 @@ class Codes(dict):
         try:
             return np.fromiter(map(self.__getitem__, values), dtype=np.int32, count=len(values))
         except TypeError:  # a name or thread that is a list
-            return self.of([tuple(map(str, value)) if isinstance(value, tuple) else str(value) for value in values])
+            return np.array([self[_key(value)] for value in values], dtype=np.int32)
+
+    def number(self, value) -> int:
+        """Code of a value that may not be there, then -1."""
+        return self.get(_key(value), -1)
 
     def pairs(self, first: list, second: list) -> np.ndarray:
         """Codes (n,) int32 of pairs of values."""
@@ -45,6 +53,15 @@ class Codes(dict):
             return np.fromiter(map(self.__getitem__, zip(first, second)), dtype=np.int32, count=len(first))  # noqa: B905
         except TypeError:
             return self.of(list(zip(first, second)))  # noqa: B905
+
+
+def _key(value):
+    """A value that can be a key, or its text."""
+    try:
+        hash(value)
+    except TypeError:
+        return tuple(map(_key, value)) if isinstance(value, tuple) else str(value)
+    return value
 
 
 @dataclass
@@ -87,6 +104,8 @@ def read_columns(path: str | Path, *, hta: bool = False) -> tuple[Columns, RawTr
             columns = _gather(trace, exact, hta)
         except NeedsDecimal:
             continue
+        except RecursionError:
+            raise NotATrace(f"{path}: lists nested too deep for a profiler trace") from None
         trace.warn_of_loss()
         return columns, trace
     raise AssertionError("decimal times are always exact")
@@ -97,8 +116,7 @@ def _gather(trace: RawTrace, exact: bool, hta: bool) -> Columns:
     codes["group"].of([""])  # code 0: none
     parts = _Parts()
     group_rank = None
-    for events in decode_pieces(trace, exact=exact):
-        rows = complete(events)
+    for rows in _batches(decode_pieces(trace, exact=exact)):
         if group_rank is None and not _tells_rank(trace.envelope.get("distributedInfo")):
             group_rank = next((r for e in rows if e.args and (r := _global_rank(e.args)) is not None), None)
         piece = _piece(rows, codes, exact, hta)
@@ -114,6 +132,17 @@ def _gather(trace: RawTrace, exact: bool, hta: bool) -> Columns:
         groups=list(codes["group"]),
         group_rank=group_rank,
     )
+
+
+def _batches(pieces: Iterator[list[Event]]) -> Iterator[list[Event]]:
+    """Complete events, some thousands at a time: arrays have a cost of their own."""
+    rows: list[Event] = []
+    for events in pieces:
+        rows += complete(events)
+        if len(rows) >= _BATCH:
+            yield rows
+            rows = []
+    yield rows
 
 
 class _Parts:
@@ -165,7 +194,7 @@ def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool) -
         "group": group,
     }
     if hta:
-        piece |= {"ts_us": np.array(ts, dtype=np.float64), "dur_us": np.array(dur, dtype=np.float64)}
+        piece |= {"ts_us": _floats(ts), "dur_us": _floats(dur)}
         piece["whole_us"] = np.array([type(value) is int for value in ts], dtype=bool)
     return piece
 
@@ -175,20 +204,19 @@ def nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
 
     Splitting off the whole microseconds first keeps the product below 2**53, so rounding gives back the decimals.
     """
-    try:
-        values = np.array(us)
-    except ValueError:
-        values = np.array([None] * len(us))
-    flat = values.ndim == 1
-    if values.dtype.kind == "i" and flat and -(2**52) < values.min(initial=0) <= values.max(initial=0) < 2**52:
-        return values.astype(np.int64) * 1000, np.ones(len(us), bool)
-    if values.dtype.kind == "f" and flat and not exact:
-        sound = np.isfinite(values)
-        values = np.where(sound, values, 0.0)
-        if len(values) and np.abs(values).max() >= _FLOAT_IS_EXACT_US:
-            raise NeedsDecimal
-        whole = np.floor(values)
-        return whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64), sound
+    types = set(map(type, us))  # a text would make every item of an array as long as it is
+    with contextlib.suppress(OverflowError):  # an integer of many digits
+        if types <= {int}:
+            values = np.fromiter(us, dtype=np.int64, count=len(us))
+            if -_FAR_US < values.min(initial=0) <= values.max(initial=0) < _FAR_US:
+                return values * 1000, np.ones(len(us), dtype=bool)
+        elif types <= {int, float} and not exact:
+            values = np.fromiter(us, dtype=np.float64, count=len(us))
+            if np.abs(values).max() >= _FLOAT_IS_EXACT_US:
+                raise NeedsDecimal
+            whole = np.floor(values)
+            ns = whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64)
+            return ns, np.ones(len(us), dtype=bool)
     if not exact and any(isinstance(value, float) and abs(value) >= _FLOAT_IS_EXACT_US for value in us):
         raise NeedsDecimal
     converted = [_decimal_ns(value) for value in us]
@@ -197,13 +225,19 @@ def nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _decimal_ns(us) -> int | None:
-    if isinstance(us, bool):
+    if type(us) not in (int, float, str, Decimal):
         return None
-    try:
-        ns = int((Decimal(us) * 1000).to_integral_value(ROUND_HALF_EVEN))
-    except (InvalidOperation, TypeError, ValueError, OverflowError):
-        return None
-    return ns if abs(ns) < 2**62 else None
+    with contextlib.suppress(InvalidOperation):  # not a number
+        ns = EXACT(us) * 1000
+        if abs(ns) < FAR_NS:
+            return int(ns.to_integral_value(ROUND_HALF_EVEN))
+    return None
+
+
+def _floats(us: list) -> np.ndarray:
+    """(n,) float64 of numbers, some of which may be text."""
+    plain = set(map(type, us)) <= {int, float}
+    return np.fromiter(us if plain else (float(EXACT(v)) for v in us), dtype=np.float64, count=len(us))
 
 
 def integers(values: list, missing: int = -1) -> np.ndarray:
@@ -263,14 +297,13 @@ def _distinct(codes: dict, rows: np.ndarray) -> list[str]:
 
 def _size_bytes(args: Args) -> float:
     """Bytes of a copy, or of a collective's larger side; NaN where the event does not say."""
-    try:
+    size = float("nan")
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         if args.size_bytes is not None:
-            return float(args.size_bytes)
-        if args.collective is not None:
-            return max(int(args.in_elements or 0), int(args.out_elements or 0)) * dtype_bytes(str(args.dtype))
-    except (TypeError, ValueError):
-        pass
-    return float("nan")
+            size = float(args.size_bytes)
+        elif args.collective is not None:
+            size = max(int(args.in_elements or 0), int(args.out_elements or 0)) * dtype_bytes(str(args.dtype))
+    return size if abs(size) < 2**63 else float("nan")
 
 
 def _group(args: Args) -> str:
@@ -293,4 +326,5 @@ def _global_rank(args: Args) -> int | None:
     if args.group_rank is None or (position := _integer(args.group_rank)) < 0:
         return None
     ranks = re.findall(r"\d+", str(args.group_ranks or "").split("...")[0])
-    return int(ranks[position]) if position < len(ranks) else position
+    rank = _integer(ranks[position]) if position < len(ranks) else position
+    return rank if 0 <= rank < 2**31 else None

@@ -20,7 +20,7 @@ from madmax_lib.timeline import SPANS, Timeline
 from madmax_lib.traces.cache import cached, content_sha256
 from madmax_lib.traces.chrome import decode_pieces
 from madmax_lib.traces.columns import Codes, NeedsDecimal, complete, integers, nanoseconds
-from madmax_lib.traces.events import Args, Event, RawTrace
+from madmax_lib.traces.events import Args, Event, NotATrace, RawTrace
 
 __all__ = ["details_of"]
 
@@ -88,6 +88,8 @@ def _read(path: Path, rank: int) -> dict[str, pd.DataFrame]:
             parts = _gather(RawTrace(path), exact, rank)
         except NeedsDecimal:
             continue
+        except RecursionError:
+            raise NotATrace(f"{path}: lists nested too deep for a profiler trace") from None
         return {name: conform(name, _whole(parts[name])) for name in DETAILS if parts[name]}
     raise AssertionError("decimal times are always exact")
 
@@ -114,7 +116,8 @@ def _gather(trace: RawTrace, exact: bool, rank: int) -> dict[str, list[dict]]:
 
 def _placed(events: list[_FullEvent], exact: bool) -> list[_FullEvent]:
     """Events whose times are numbers."""
-    sound = nanoseconds([e.ts for e in events], exact)[1] & nanoseconds([e.dur or 0 for e in events], exact)[1]
+    durations = [0 if e.dur is None else e.dur for e in events]
+    sound = nanoseconds([e.ts for e in events], exact)[1] & nanoseconds(durations, exact)[1]
     return events if sound.all() else [e for e, good in zip(events, sound, strict=True) if good]
 
 
@@ -145,7 +148,7 @@ def _collective(name: str) -> str:
 def _memory(events: list[_FullEvent], exact: bool, threads: Codes) -> dict[str, Any]:
     args = [e.args for e in events]
     return {
-        "stream": [-1 - threads.get((e.pid, e.tid), -1) for e in events],
+        "stream": [-1 - threads.number((e.pid, e.tid)) for e in events],
         "time_ns": nanoseconds([e.ts for e in events], exact)[0],
         "size_bytes": integers([a.allocated for a in args], missing=0),
         "address": integers([a.address for a in args]),

@@ -6,12 +6,20 @@ import functools
 import operator
 import warnings
 from dataclasses import dataclass, field
+from decimal import Context
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-__all__ = ["QUICK", "Args", "Event", "NotATrace", "OtherContent", "RawTrace", "TraceWarning"]
+__all__ = ["EXACT", "FAR_NS", "QUICK", "Args", "Event", "NotATrace", "OtherContent", "RawTrace", "TraceWarning"]
+
+
+EXACT = Context(prec=50, Emin=-400, Emax=400, traps=[]).create_decimal
+"""Text of a number to Decimal; what is none becomes NaN and what is beyond all bounds Infinity, which costs no time."""
+
+
+FAR_NS = 3 * 10**18  # no time is as large, and the sum of three fits into int64: zero of the file, start and duration
 
 
 class NotATrace(ValueError):
@@ -89,12 +97,13 @@ class RawTrace:
     skipped: int = 0  # events that could not be read
     lost_bytes: int = 0  # text after the last complete event of a truncated file
     damage: str = ""  # why the file ended early
+    lost_keys: bool = False  # what stands before the events could not be read
 
     @property
     def base_ns(self) -> int:
         """What the file counts its times from, in ns since 1970; 0 if it does not say."""
         base_ns = self.envelope.get("baseTimeNanoseconds", 0)
-        return base_ns if isinstance(base_ns, int) and abs(base_ns) < 2**62 else 0
+        return base_ns if isinstance(base_ns, int) and abs(base_ns) < FAR_NS else 0
 
     def warn(self, text: str) -> None:
         """A TraceWarning about this file."""
@@ -102,6 +111,8 @@ class RawTrace:
 
     def warn_of_loss(self) -> None:
         """Warnings for a file that was not read whole."""
+        if self.lost_keys:
+            self.warn("the keys before the events could not be read")
         if self.damage:
             self.warn(f"{self.damage}; kept {self.events} complete events, lost the last {self.lost_bytes} bytes")
         if self.skipped:

@@ -60,7 +60,10 @@ def memory_timeline(timeline: Timeline, device: str | None = None) -> pd.DataFra
         raise ValueError(f"device {device!r} has no allocator events; the timeline has {', '.join(known)}")
     events = events if device is None else events[events["device"] == device]
     table = _placed(timeline, events)
-    return with_origin(table[[*_POOL, "time_s", "step", "allocated_bytes", "before_bytes", "reserved_bytes"]].reset_index(drop=True), timeline)
+    return with_origin(
+        table[[*_POOL, "time_s", "step", "allocated_bytes", "before_bytes", "reserved_bytes"]].reset_index(drop=True),
+        timeline,
+    )
 
 
 def allocations(timeline: Timeline) -> pd.DataFrame:

@@ -28,6 +28,7 @@ __all__ = ["read_file"]
 _COPY = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")
 _DEVICE = ("kernel", "mtia_ccp_events", *_COPY)
 _ANNOTATION = ("user_annotation", "gpu_user_annotation")
+_TELLING = 1 << 12  # letters of a name that tell its kind: patterns take the square of its length
 _EPOCH_NS = 10**18  # a time beyond this is counted from 1970 even without baseTimeNanoseconds (2001 and later)
 
 
@@ -49,10 +50,10 @@ def _read(path: Path, hta: bool, user_kinds: str | Path | None) -> tuple[pd.Data
     rank = _rank(columns, trace)
     spans = _spans(columns, trace, rank, hta, table)
     info = trace.envelope.get("distributedInfo")
-    world_size = info.get("world_size", 1) if isinstance(info, dict) else 1
+    world_size = info.get("world_size") if isinstance(info, dict) else None
     meta = Meta(
         source="measured",
-        world_size=world_size if isinstance(world_size, int) else 1,
+        world_size=world_size if _is_rank(world_size) else 1,
         represents={rank: [rank]},
         device=_device_name(trace.envelope.get("deviceProperties")),
         clock="unix" if len(spans) and spans["start_ns"].min() > _EPOCH_NS else "relative",
@@ -70,13 +71,16 @@ def _read(path: Path, hta: bool, user_kinds: str | Path | None) -> tuple[pd.Data
 def _rank(columns: Columns, trace: RawTrace) -> int:
     """Rank from distributedInfo, else from a collective's metadata, else from the file name, else 0 with a warning."""
     info = trace.envelope.get("distributedInfo")
-    if isinstance(info, dict) and isinstance(info.get("rank"), int):
-        return info["rank"]
-    for rank in (columns.group_rank, rank_in_name(trace.path)):
-        if rank is not None:
+    told = info.get("rank") if isinstance(info, dict) else None
+    for rank in (told, columns.group_rank, rank_in_name(trace.path)):
+        if _is_rank(rank):
             return rank
     trace.warn("no rank in distributedInfo, events or file name; taken as rank 0")
     return 0
+
+
+def _is_rank(value) -> bool:
+    return isinstance(value, int) and 0 <= value < 2**31
 
 
 def _spans(columns: Columns, trace: RawTrace, rank: int, hta: bool, table: pd.DataFrame) -> pd.DataFrame:
@@ -171,7 +175,8 @@ def _hta_kinds(columns: Columns, table: pd.DataFrame) -> tuple[np.ndarray, np.nd
 def _kind_of_name(columns: Columns, rows: np.ndarray, rules: str, table: pd.DataFrame) -> np.ndarray:
     names, used = columns.name[rows], np.zeros(len(columns.names), dtype=bool)
     used[names] = True
-    kinds = kernel_kinds([columns.names[code] for code in np.flatnonzero(used)], rules=rules, table=table)
+    told = [columns.names[code][:_TELLING] for code in np.flatnonzero(used)]
+    kinds = kernel_kinds(told, rules=rules, table=table)
     of_name = np.zeros(len(used), dtype=np.int8)
     of_name[used] = [KINDS.index(kind) for kind in kinds]
     return of_name[names]
@@ -189,7 +194,7 @@ def _hta_times(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
 def _stream_of_thread(columns: Columns) -> np.ndarray:
     """Stream of device rows whose args have none: Kineto shows a stream as thread, as a number or as `stream 7`."""
     digits = [re.search(r"(?<![-\d])\d+$", str(tid)) for _, tid in columns.threads]
-    streams = np.array([int(d[0]) if d and int(d[0]) < 2**31 else 0 for d in digits], dtype=np.int32)
+    streams = np.array([int(d[0]) if d and len(d[0]) < 10 else 0 for d in digits], dtype=np.int32)
     return streams[columns.thread] if len(columns) else np.zeros(0, dtype=np.int32)
 
 

@@ -17,8 +17,8 @@ from madmax_lib.timeline import Timeline
 
 __all__ = ["assign_steps", "hta_rows", "step_spans"]
 
-_PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
-_ITERATION = re.compile(r"^\W*(?:train(?:ing)?[_ ]?)?(?:step|iter|iteration|batch)[\W_]*(\d+)\W*$", re.IGNORECASE)
+_PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,9})(?!\d)")
+_ITERATION = re.compile(r"^\W*(?:train(?:ing)?[_ ]?)?(?:step|iter|iteration|batch)[\W_]*(\d{1,9})\W*$", re.IGNORECASE)
 
 
 def assign_steps(spans: pd.DataFrame) -> np.ndarray:
