@@ -79,7 +79,11 @@ class Transformer:
     kv_heads and head_dim default to heads and hidden/heads. vocab counts padded rows, classes is the ViT's head.
     attention_bias: all, qkv or none. qk_norm: rms norms of queries and keys per head. norm: layer (weight and bias) or
     rms. positions: learned or rope. experts, active_experts, shared_experts: per MoE layer, each of width expert_ffn;
-    the first dense_layers are dense.
+    the first dense_layers are dense; router_bias: the router has one. With kv_lora_rank attention is multi-head latent
+    [DeepSeek-V2, arXiv 2405.04434]: keys and values come from a latent of that rank, queries from one of q_lora_rank
+    (0: directly), rope_head_dim more channels per head carry positions, values have v_head_dim channels. window: tokens
+    that a layer attends to (0: all); every full_every-th layer attends to all of them (0: none).
+    sinks: one learned score per head beside those of the keys.
     """
 
     name: str
@@ -103,6 +107,14 @@ class Transformer:
     shared_experts: int = 0
     expert_ffn: int = 0
     dense_layers: int = 0
+    router_bias: bool = False
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    rope_head_dim: int = 0
+    v_head_dim: int = 0
+    window: int = 0
+    full_every: int = 0
+    sinks: bool = False
     image: int = 0
     patch: int = 0
     classes: int = 0
@@ -117,7 +129,7 @@ class Transformer:
             if self.patch <= 0 or self.image % self.patch:
                 raise ValueError(f"{self.name}: patch={self.patch} does not divide image={self.image}")
             defaults["sequence"] = (self.image // self.patch) ** 2 + 1  # patches and the class token
-        for name, value in defaults.items():
+        for name, value in [*defaults.items(), ("v_head_dim", self.head_dim or defaults["head_dim"])]:
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
         if self.heads % self.kv_heads:
@@ -131,11 +143,34 @@ class Transformer:
         return self.layers - self.dense_layers if self.experts else 0
 
     @property
+    def attention_matrices(self) -> tuple[tuple[str, int, int], ...]:
+        """(name, inputs, outputs) of one layer's weights; all but "projection" are split by columns under tp."""
+        q, kv, scored = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.head_dim + self.rope_head_dim
+        projection = ("projection", self.heads * self.v_head_dim, self.hidden)
+        if not self.kv_lora_rank:
+            return ("qkv", self.hidden, q + 2 * kv), projection
+        rank, out = self.q_lora_rank, self.heads * scored
+        query = (("q_down", self.hidden, rank), ("q_up", rank, out)) if rank else (("q", self.hidden, out),)
+        down = ("kv_down", self.hidden, self.kv_lora_rank + self.rope_head_dim)
+        return *query, down, ("kv_up", self.kv_lora_rank, self.heads * (self.head_dim + self.v_head_dim)), projection
+
+    @property
+    def core_width(self) -> float:
+        """Channels of all heads, mean of scores and values: attention takes 4 x core_width FLOPs per query and key."""
+        return self.heads * (self.head_dim + self.rope_head_dim + self.v_head_dim) / 2
+
+    @property
     def attention_parameters(self) -> int:
         """Of one layer."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         bias = {"all": q + 2 * kv + self.hidden, "qkv": q + 2 * kv, "none": 0}[self.attention_bias]
-        return self.hidden * (q + 2 * kv) + q * self.hidden + bias + (2 * self.head_dim if self.qk_norm else 0)
+        norms = (2 * self.head_dim if self.qk_norm else 0) + self.q_lora_rank + self.kv_lora_rank
+        sinks = self.heads if self.sinks else 0
+        return sum(inputs * outputs for _, inputs, outputs in self.attention_matrices) + bias + norms + sinks
+
+    def layer_window(self, layer: int) -> int:
+        """Tokens that a layer attends to, 0 for all."""
+        return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
 
     def mlp_parameters(self, width: int) -> int:
         """Of one feed-forward block of that width."""
@@ -152,7 +187,8 @@ class Transformer:
     def moe_parameters(self) -> int:
         """Of the router and all experts of one MoE layer."""
         experts = self.experts + self.shared_experts
-        return self.hidden * self.experts + experts * self.mlp_parameters(self.expert_ffn)
+        router = (self.hidden + self.router_bias) * self.experts
+        return router + experts * self.mlp_parameters(self.expert_ffn)
 
     @property
     def embedding_parameters(self) -> int:
@@ -183,10 +219,10 @@ class Transformer:
         return self.parameters - self.moe_layers * idle
 
     def forward_flops(self, samples: float = 1, sequence: int | None = None) -> float:
-        """FLOPs of the forward pass; the backward pass of a training step takes twice as many."""
+        """FLOPs of the forward pass, attention to all tokens; the backward pass of a step takes twice as many."""
         s = sequence or self.sequence
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = 2 * s * self.hidden * (2 * q + 2 * kv) + 4 * s * s * q
+        products = sum(inputs * outputs for _, inputs, outputs in self.attention_matrices)
+        attention = 2 * s * products + 4 * s * s * self.core_width
         matrices = 3 if self.gated else 2
         dense = 2 * s * matrices * self.hidden * self.ffn
         used = self.active_experts + self.shared_experts

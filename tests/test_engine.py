@@ -40,6 +40,16 @@ def test_what_cannot_run_is_refused(ops, message):
         run(program(ops))
 
 
+def test_a_part_is_issued_again_on_another_rank():
+    part = program([(0, 0, 1.0, []), (0, 1, 2.0, [0]), (0, 0, 1.0, [1])])
+    whole = Program()
+    first = whole.extend(part, 0)
+    second = whole.extend(part, 3, [(0, first + 1), (2, first + 2)])
+    assert (first, second) == (0, 3) and whole.rank == [0, 0, 0, 3, 3, 3]
+    assert whole.after == [(), (0,), (1,), (1,), (3,), (4, 2)]
+    assert run(whole) == ([0, 1, 3, 3, 4, 6], [1, 3, 4, 4, 6, 7])
+
+
 OPS = st.lists(
     st.tuples(
         st.integers(0, 2), st.integers(0, 2), st.integers(0, 9).map(float), st.sets(st.integers(0, 30), max_size=3)

@@ -13,7 +13,7 @@ import madmax_lib
 PACKAGE = Path(madmax_lib.__file__).parent
 LAYERS = [
     {"units", "intervals", "atomic", "details"},
-    {"specs", "plan", "timeline"},
+    {"specs", "plan", "plan_flags", "timeline"},
     {"kinds"},
     {"catalog", "profiles", "datasets", "accounting"},
     {"simulator", "traces", "runs"},
@@ -29,6 +29,7 @@ FREE_SIBLINGS = {
     "details",
     "specs",
     "plan",
+    "plan_flags",
     "timeline",
     "catalog",
     "profiles",

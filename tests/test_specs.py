@@ -1,5 +1,6 @@
 import pytest
 
+import madmax_lib as mm
 from madmax_lib.specs import DLRM, Cluster, Device, Link, Transformer
 
 GPT2_LARGE = Transformer("gpt2-large", 36, 1280, 20, 5120, 1024, 50257)
@@ -30,6 +31,38 @@ def test_a_mixture_of_one_expert_is_dense_but_for_the_router():
     moe = Transformer("moe", **shape, experts=1, active_experts=1)
     assert moe.parameters - dense.parameters == 2 * 8
     assert moe.forward_flops(1) - dense.forward_flops(1) == 2 * 2 * 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active"),
+    [
+        ("deepseek-v3", 671_026_419_200, 37e9),  # released weights without the multi-token module: 671B, 37B active
+        ("deepseek-v2", 235_741_434_880, 21e9),
+        ("deepseek-v2-lite", 15_706_484_224, 2.4e9),  # without the embedding's 0.2B
+        ("gpt-oss-120b", 116_829_156_672, 5.1e9),  # without the embedding's 0.6B
+        ("qwen3-30b-a3b", 30_532_122_624, 3.3e9),
+    ],
+)
+def test_mixtures_count_as_published(name, parameters, active):
+    model = mm.model(name)
+    assert model.parameters == parameters
+    embedding = model.embedding_parameters if name in ("deepseek-v2-lite", "gpt-oss-120b") else 0
+    assert model.active_parameters - embedding == pytest.approx(active, rel=0.03)
+
+
+def test_latent_attention_in_closed_form():
+    """DeepSeek-V3, one layer, by hand [arXiv 2412.19437, section 4.2]; scores have 192 channels, values 128."""
+    model = mm.model("deepseek-v3")
+    down, up = 7168 * (1536 + 512 + 64), 1536 * 128 * 192 + 512 * 128 * 256
+    assert model.attention_parameters == down + up + 128 * 128 * 7168 + 1536 + 512
+    core = model.forward_flops(1, 2) - 2 * model.forward_flops(1, 1)
+    assert core == pytest.approx(61 * 2 * (4 - 2) * 128 * (192 + 128))
+
+
+def test_every_second_layer_has_a_window():
+    model = mm.model("gpt-oss-120b")
+    assert [model.layer_window(layer) for layer in range(4)] == [128, 0, 128, 0]
+    assert GPT2_LARGE.layer_window(0) == 0
 
 
 def test_dlrm_counts_of_the_paper():

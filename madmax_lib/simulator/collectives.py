@@ -11,7 +11,8 @@ import numpy as np
 
 from madmax_lib.specs import Cluster
 
-__all__ = ["all_gather_s", "all_reduce_s", "all_to_all_s", "group_bandwidth", "reduce_scatter_s", "send_s"]
+__all__ = ["all_gather_s", "all_reduce_s", "all_to_all_s", "group_bandwidth", "reduce_scatter_s", "send_s",
+           "shared_bandwidth"]  # fmt: skip
 
 
 def all_reduce_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s=0.0):
@@ -59,3 +60,16 @@ def group_bandwidth(cluster: Cluster, ranks: int, stride: int = 1) -> tuple[floa
     across = in_node * cluster.inter.bandwidth_bytes_per_s
     inside = cluster.intra.bandwidth_bytes_per_s if in_node > 1 else float("inf")
     return min(across, inside), cluster.inter.latency_s
+
+
+def shared_bandwidth(ranks, stride, domain, link_bytes_per_s, nic_bytes_per_s):
+    """Bandwidth per rank of rings whose ranks are `stride` devices apart, `domain` devices on the fast link.
+
+    As `group_bandwidth`, for arrays: inside the domain the link; across domains the k ranks of a domain drive their k
+    network ports with as many rings, up to the link.
+    """
+    ranks, stride, domain = np.asarray(ranks, float), np.asarray(stride, float), np.asarray(domain, float)
+    in_domain = np.minimum(np.maximum(np.floor(domain / stride), 1), ranks)
+    across = in_domain * nic_bytes_per_s
+    across = np.where(in_domain > 1, np.minimum(across, link_bytes_per_s), across)
+    return np.where(ranks * stride <= domain, link_bytes_per_s, across)

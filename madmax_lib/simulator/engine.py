@@ -60,6 +60,20 @@ class Program:
         self.size_bytes.append(size_bytes)
         return len(self.duration_s) - 1
 
+    def extend(self, part: Program, rank: int, waits: Iterable[tuple[int, int]] = ()) -> int:
+        """Issue all ops of another program on a rank and return the number of the first.
+
+        waits: (op of the part, op of this program that it waits for).
+        """
+        base = len(self)
+        self.rank += [rank] * len(part)
+        for name in ("stream", "kind", "name", "duration_s", "group", "size_bytes"):
+            getattr(self, name).extend(getattr(part, name))
+        self.after += [tuple([base + other for other in after]) for after in part.after]
+        for op, other in waits:
+            self.after[base + op] += (other,)
+        return base
+
 
 def run(program: Program) -> tuple[list[float], list[float]]:
     """Start and end of each op in seconds, (n,) each, from 0.
@@ -130,32 +144,45 @@ def to_timeline(program: Program, meta: Meta) -> Timeline:
     start_ns = np.rint(np.array(start_s) * NS_PER_S).astype(np.int64)
     end_ns = np.rint(np.array(end_s) * NS_PER_S).astype(np.int64)
     count = len(program)
-    names, name_codes = np.unique(np.array(program.name, dtype=object), return_inverse=True)
+    kinds = {kind: code for code, kind in enumerate(KINDS)}
     spans = pd.DataFrame(
         {
             "rank": np.array(program.rank, dtype=np.int32),
             "stream": np.array(program.stream, dtype=np.int32),
-            "kind": pd.Categorical(program.kind, categories=KINDS),
-            "name": pd.Categorical.from_codes(name_codes, names),
+            "kind": pd.Categorical.from_codes([kinds[kind] for kind in program.kind], KINDS),
+            "name": _categories(program.name),
             "start_ns": start_ns,
             "dur_ns": end_ns - start_ns,
             "step": np.zeros(count, dtype=np.int32),
             "correlation": np.full(count, -1, dtype=np.int64),
             "op": np.arange(count, dtype=np.int64),
-            "group": pd.Categorical([group or None for group in program.group]),
+            "group": _categories(program.group),
             "size_bytes": np.array(program.size_bytes, dtype=np.float64),
         }
     )
     return Timeline(spans, meta, _edges(program))
 
 
+def _categories(texts: list[str]) -> pd.Categorical:
+    """Sorted categories; empty text is missing."""
+    known = sorted(set(texts) - {""})
+    code = {text: i for i, text in enumerate(known)} | {"": -1}
+    return pd.Categorical.from_codes([code[text] for text in texts], pd.Index(known, dtype=object))
+
+
 def _edges(program: Program) -> pd.DataFrame:
-    data = [(other, op) for op, after in enumerate(program.after) for other in after]
-    order, last = [], {}
-    for op, lane in enumerate(zip(program.rank, program.stream, strict=True)):
-        if lane in last:
-            order.append((last[lane], op))
-        last[lane] = op
-    pairs = np.array(data + order, dtype=np.int64).reshape(-1, 2)
-    why = pd.Categorical(["data"] * len(data) + ["stream"] * len(order), categories=["data", "stream"])
-    return pd.DataFrame({"source": pairs[:, 0], "target": pairs[:, 1], "why": why})
+    counts = np.array([len(after) for after in program.after], dtype=np.int64)
+    source = np.fromiter((other for after in program.after for other in after), dtype=np.int64, count=int(counts.sum()))
+    target = np.repeat(np.arange(len(program)), counts)
+    rank, stream = np.array(program.rank, dtype=np.int64), np.array(program.stream, dtype=np.int64)
+    issued = np.lexsort((stream, rank))  # stable: the order of each stream of each rank
+    same = (np.diff(rank[issued]) == 0) & (np.diff(stream[issued]) == 0)
+    later = np.argsort(issued[1:][same], kind="stable")
+    why = pd.Categorical.from_codes(np.repeat([0, 1], [len(source), len(later)]), ["data", "stream"])
+    return pd.DataFrame(
+        {
+            "source": np.concatenate([source, issued[:-1][same][later]]),
+            "target": np.concatenate([target, issued[1:][same][later]]),
+            "why": why,
+        }
+    )

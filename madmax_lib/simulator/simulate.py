@@ -10,15 +10,16 @@ import pandas as pd
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.compute import Parameters
 from madmax_lib.simulator.engine import to_timeline
-from madmax_lib.simulator.schedule import Step
-from madmax_lib.simulator.workload import BYTES, blocks
-from madmax_lib.specs import DLRM, Cluster, Model
+from madmax_lib.simulator.layout import Step
+from madmax_lib.simulator.ops import storage_bytes
+from madmax_lib.simulator.topology import Group, member_names
+from madmax_lib.simulator.workload import chunk_blocks
+from madmax_lib.specs import DLRM, Cluster, Model, Transformer
 from madmax_lib.timeline import Meta, Timeline
 
 __all__ = ["simulate"]
 
 _ALL_RANKS_UP_TO = 64
-_LATER = {"cp": 1, "ep": 1, "interleave": 1, "offload": None}  # what the schedule lays out only with this value
 
 
 def simulate(
@@ -30,29 +31,25 @@ def simulate(
     sequence: int | None = None,
     dtype: str = "bf16",
     parameters: Parameters | None = None,
+    imbalance: float = 1.0,
 ) -> Timeline:
     """One training step of a model on a cluster under a plan.
 
     global_batch: samples over all devices. sequence: tokens per sample, the model's own if None. parameters: achieved
-    shares of the data-sheet rates, ideal if None. Ranks: one per pipeline stage, standing for all devices of the stage
-    (meta.represents); all ranks of up to 64 devices. Streams: 0 compute, 1 tensor, 2 data, 3 pipeline parallel.
+    shares of the data-sheet rates, ideal if None. imbalance: tokens of the busiest expert device over the mean. Ranks:
+    one per pipeline stage, standing for all devices of the stage (meta.represents); all ranks of up to 64 devices.
+    Streams: 0 compute, 1 tensor, 2 data, 3 pipeline, 4 context, 5 expert parallel, 6 copies of HSDP's shards.
     Raises ValueError, in the field's words, for a plan that cannot be laid over model and cluster.
     """
     plan.check(model, cluster)
-    for name, only in _LATER.items():
-        if getattr(plan, name) != only:
-            raise ValueError(f"{name}={getattr(plan, name)}: the simulator lays out {name}={only} only")
-    if plan.schedule == "zero-bubble":
-        raise ValueError("schedule='zero-bubble': the simulator lays out gpipe and 1f1b only")
-    micro_batches = plan.micro_batches(global_batch)
-    stages = blocks(model, plan, sequence, dtype=dtype)
-    step = Step(stages, plan, cluster, parameters or Parameters(), dtype)
-    activation_bytes = 0.0
-    if not isinstance(model, DLRM):
-        tokens = plan.micro_batch * (sequence or model.sequence)
-        shards = plan.tp if plan.sequence_parallel else 1
-        activation_bytes = tokens * model.hidden * BYTES[dtype] / shards
-    program = step.build(micro_batches, activation_bytes)
+    if plan.offload is not None:
+        raise ValueError(f"offload={plan.offload}: the simulator lays out offload=None only")
+    micro_batches, short = plan.micro_batches(global_batch), plan.last_micro_batch(global_batch)
+    shapes = [replace(plan, micro_batch=samples) for samples in dict.fromkeys((plan.micro_batch, short))]
+    chunks = [chunk_blocks(model, shape, sequence, dtype=dtype, imbalance=imbalance) for shape in shapes]
+    sent = [0.0 if isinstance(model, DLRM) else _activation_bytes(model, shape, sequence, dtype) for shape in shapes]
+    step = Step(chunks[0], plan, cluster, parameters or Parameters(), dtype, chunks[-1])
+    program = step.build(micro_batches, sent[0], sent[-1])
     width = plan.world_size // plan.pp
     meta = Meta(
         source="simulated",
@@ -67,22 +64,50 @@ def simulate(
             "global_batch": global_batch,
         },
     )
-    return _with_device_ranks(to_timeline(program, meta))
+    return _with_device_ranks(to_timeline(program, meta), plan, step.groups)
 
 
-def _with_device_ranks(timeline: Timeline) -> Timeline:
+def _activation_bytes(model: Transformer, plan: Plan, sequence: int | None, dtype: str) -> float:
+    """Sent from a pipeline stage to the next, per micro-batch and device."""
+    tokens = plan.micro_batch * (sequence or model.sequence) / plan.cp
+    return tokens * model.hidden * storage_bytes(dtype) / (plan.tp if plan.sequence_parallel else 1)
+
+
+def _with_device_ranks(timeline: Timeline, plan: Plan, groups: dict[str, Group]) -> Timeline:
     """Stage numbers become device ranks: the first of each stage, or every one in a small world."""
-    groups = timeline.meta.represents
+    of_stage = timeline.meta.represents
     every = timeline.meta.world_size <= _ALL_RANKS_UP_TO
     spans, edges, stage_of = timeline.spans, timeline.edges, timeline.spans["rank"].to_numpy()
-    first = np.array([groups[stage][0] for stage in sorted(groups)], dtype=np.int32)
-    copies = len(groups[0]) if every else 1
-    parts = [spans.assign(rank=first[stage_of] + np.int32(copy)) for copy in range(copies)]
-    shifted = [edges.assign(source=edges["source"] + i * len(spans), target=edges["target"] + i * len(spans))
-               for i in range(copies)]  # fmt: skip
-    represents = {rank: [rank] if every else ranks for ranks in groups.values() for rank in ranks[:copies]}
-    return Timeline(
-        pd.concat(parts, ignore_index=True),
-        replace(timeline.meta, represents=represents),
-        pd.concat(shifted, ignore_index=True),
-    )
+    first = np.array([of_stage[stage][0] for stage in sorted(of_stage)], dtype=np.int32)
+    copies = np.arange(len(of_stage[0]) if every else 1)
+    rows = np.tile(np.arange(len(spans)), len(copies))
+    spans = spans.take(rows).assign(rank=first[stage_of][rows] + np.repeat(copies, len(stage_of)).astype(np.int32))
+    shift = np.repeat(copies * len(stage_of), len(edges))
+    edges = edges.take(np.tile(np.arange(len(edges)), len(copies)))
+    edges = edges.assign(source=edges["source"].to_numpy() + shift, target=edges["target"].to_numpy() + shift)
+    represents = {rank: [rank] if every else ranks for ranks in of_stage.values() for rank in ranks[: len(copies)]}
+    spans = spans.reset_index(drop=True).assign(group=_with_members(spans["group"], spans["rank"], plan, groups))
+    return Timeline(spans, replace(timeline.meta, represents=represents), edges.reset_index(drop=True))
+
+
+def _with_members(group: pd.Series, rank: pd.Series, plan: Plan, groups: dict[str, Group]) -> pd.Categorical:
+    """Names of groups with their ranks; tp, dp and pp alone need none, they follow from the plan."""
+    names, codes = list(group.cat.categories), group.cat.codes.to_numpy()
+    plain = ("tp", "dp", "pp") if plan.cp == 1 else ()
+    listed = [code for code, name in enumerate(names) if name not in plain]
+    if not listed:
+        return group.array
+    result, rank = codes.astype(np.int64), rank.to_numpy()
+    for code in listed:
+        found = groups[names[code]]
+        texts = member_names(found.name, np.unique(rank), {found.name: (found.ranks, found.stride)})
+        known = list(dict.fromkeys(texts.values()))
+        number = {r: len(names) + known.index(text) for r, text in texts.items()}
+        names += known
+        here = codes == code
+        result[here] = np.array([number[r] for r in range(rank.max() + 1) if r in number])[
+            np.searchsorted(np.unique(rank), rank[here])
+        ]
+    used = sorted({names[code] for code in np.unique(result[result >= 0])})
+    place = np.array([used.index(name) if name in used else -1 for name in names] + [-1])
+    return pd.Categorical.from_codes(place[result], pd.Index(used, dtype=object))

@@ -1,38 +1,22 @@
-"""What has to be computed and moved? A model cut by a plan, as a list of blocks per pipeline stage.
+"""What has to be computed and moved? A model cut by a plan, as blocks per pipeline stage and as a table of ops.
 
-A block is the smallest part that is computed between two collectives: embedding, attention or feed-forward part of a
-layer, head. Amounts are per device and micro-batch, forward; the backward pass takes twice the FLOPs.
+A block is what is computed between two collectives: embedding, attention or feed-forward part of a layer, head.
+Amounts are per device and micro-batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+
+import pandas as pd
 
 from madmax_lib.plan import Plan
-from madmax_lib.specs import DLRM, Model, Transformer
+from madmax_lib.simulator.moe import dlrm_blocks
+from madmax_lib.simulator.ops import BYTES, Block, Comm, mirror, phases
+from madmax_lib.simulator.transformer import TransformerBlocks
+from madmax_lib.specs import DLRM, Model
 
-__all__ = ["BYTES", "Block", "blocks", "stage_layers"]
-
-BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5, "int8": 1}
-
-
-@dataclass(frozen=True)
-class Block:
-    """Forward work of one device on one micro-batch.
-
-    flops: matrix products; core_flops: those of attention scores, which selective recompute repeats. traffic_bytes:
-    parameters and activations read and written. parameters: held by the device before data-parallel sharding.
-    tp_bytes: activation that tensor parallelism reduces after the block. all_to_all_bytes: pooled embeddings that the
-    devices exchange after the block. 0 where there is none.
-    """
-
-    name: str
-    flops: float
-    traffic_bytes: float
-    parameters: float
-    tp_bytes: float = 0.0
-    all_to_all_bytes: float = 0.0
-    core_flops: float = 0.0
+__all__ = ["BYTES", "Block", "blocks", "chunk_blocks", "chunk_layers", "ops", "phases", "stage_layers"]
 
 
 def stage_layers(layers: int, pp: int) -> list[range]:
@@ -46,92 +30,121 @@ def stage_layers(layers: int, pp: int) -> list[range]:
     middle_first = sorted(range(pp), key=lambda stage: abs(stage - (pp - 1) / 2))
     for stage in middle_first[:rest]:
         sizes[stage] += 1
-    ends = [sum(sizes[: stage + 1]) for stage in range(pp)]
+    return _ranges(sizes)
+
+
+def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:
+    """Layers of each chunk of each stage; chunk c of stage s is number c x pp + s of the pipeline.
+
+    Without uneven ends as `stage_layers`. Where embedding or head count as layers, a remainder goes to the first stages
+    [torchtitan]; beside first_layers or last_layers the others must come out equal [Megatron-LM], else ValueError.
+
+    >>> chunk_layers(14, Plan(pp=4, embedding_as_layer=True, head_as_layer=True))
+    [[range(0, 3)], [range(3, 7)], [range(7, 11)], [range(11, 14)]]
+    """
+    pp, v = plan.pp, plan.interleave
+    parts = _ranges(_uneven(layers, plan)) if _has_uneven_ends(plan) else stage_layers(layers, pp * v)
+    return [[parts[chunk * pp + stage] for chunk in range(v)] for stage in range(pp)]
+
+
+def _has_uneven_ends(plan: Plan) -> bool:
+    return bool(plan.first_layers or plan.last_layers or plan.embedding_as_layer or plan.head_as_layer)
+
+
+def _uneven(layers: int, plan: Plan) -> list[int]:
+    """Layers of each virtual stage where the ends differ."""
+    v, ends = plan.interleave, [plan.first_layers, plan.last_layers]
+    counted = layers + plan.embedding_as_layer + plan.head_as_layer - sum(ends)
+    others = (plan.pp - sum(end > 0 for end in ends)) * v
+    if counted < others or (not others and counted):
+        asked = f"first_layers={ends[0]} and last_layers={ends[1]}"
+        raise ValueError(f"{asked} do not leave {layers} layers for pp x interleave = {plan.pp} x {v}")
+    even, rest = divmod(counted, others) if others else (0, 0)
+    if rest and any(ends):
+        raise ValueError(
+            f"pp x interleave = {plan.pp} x {v}: {counted} layers do not divide evenly over {others} stages"
+        )
+    sizes = [ends[0] // v or even, *[even] * (plan.pp - 2), ends[1] // v or even] * v
+    sizes = [size + (place < rest) for place, size in enumerate(sizes)]
+    sizes[0] -= plan.embedding_as_layer
+    sizes[-1] -= plan.head_as_layer
+    return sizes
+
+
+def _ranges(sizes: list[int]) -> list[range]:
+    ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def blocks(model: Model, plan: Plan, sequence: int | None = None, *, dtype: str = "bf16") -> list[list[Block]]:
-    """Blocks of each pipeline stage, forward order, one micro-batch. Raises ValueError for a DLRM with tp or pp."""
+def blocks(model: Model, plan: Plan, sequence: int | None = None, *, dtype: str = "bf16", imbalance: float = 1.0
+           ) -> list[list[Block]]:  # fmt: skip
+    """Blocks of each pipeline stage, forward order, one micro-batch: the chunks of `chunk_blocks` in a row."""
+    chunks = chunk_blocks(model, plan, sequence, dtype=dtype, imbalance=imbalance)
+    return [[block for chunk in stage for block in chunk] for stage in chunks]
+
+
+def chunk_blocks(model: Model, plan: Plan, sequence: int | None = None, *, dtype: str = "bf16", imbalance: float = 1.0
+                 ) -> list[list[list[Block]]]:  # fmt: skip
+    """Blocks of each chunk of each stage. imbalance: tokens of the busiest expert device over the mean.
+
+    Raises ValueError for layers that the stages cannot share, and for a DLRM with more than dp.
+    """
     if isinstance(model, DLRM):
-        return [_dlrm_blocks(model, plan)]
-    s = sequence or model.sequence
-    tokens, width = plan.micro_batch * s, BYTES[dtype]
-    stages = []
-    for stage, layers in enumerate(stage_layers(model.layers, plan.pp)):
-        stage_blocks = [_embedding(model, plan, tokens, width)] if stage == 0 else []
-        for layer in layers:
-            stage_blocks.append(_attention(model, plan, tokens, s, width, layer))
-            stage_blocks.append(_feed_forward(model, plan, tokens, width, layer))
-        if stage == plan.pp - 1:
-            stage_blocks.append(_head(model, plan, tokens, width))
-        stages.append(stage_blocks)
+        return [[dlrm_blocks(model, plan, dtype)]]
+    work = TransformerBlocks(model, plan, sequence or model.sequence, dtype, imbalance)
+    stages = [[work.layers(layers) for layers in stage] for stage in chunk_layers(model.layers, plan)]
+    stages[0][0].insert(0, work.embedding())
+    stages[-1][-1].append(work.head())
     return stages
 
 
-def _embedding(model: Transformer, plan: Plan, tokens: float, width: float) -> Block:
-    hidden = tokens * model.hidden
-    patches = tokens - plan.micro_batch  # the class token is a parameter
-    flops = 2 * patches * 3 * model.patch**2 * model.hidden / plan.tp if model.image else 0.0
-    moved = hidden * width
-    return Block("embedding", flops, 2 * moved, model.embedding_parameters / plan.tp, moved if plan.tp > 1 else 0.0)
+_COLUMNS = ["stage", "block", "op", "phase", "kind", "dtype", "stream", "flops", "read_bytes", "written_bytes",
+            "collective", "group", "size_bytes"]  # fmt: skip
 
 
-def _attention(model: Transformer, plan: Plan, tokens: float, sequence: float, width: float, layer: int) -> Block:
-    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    core_flops = tokens * 4 * sequence * q / plan.tp
-    flops = tokens * 2 * model.hidden * (2 * q + 2 * kv) / plan.tp + core_flops
-    parameters = model.attention_parameters / plan.tp + model.norm_parameters
-    moved = tokens * model.hidden * width
-    traffic = parameters * width + 4 * moved + 2 * tokens * (q + 2 * kv) * width / plan.tp
-    reduced = moved if plan.tp > 1 else 0.0
-    return Block(f"attention {layer}", flops, traffic, parameters, reduced, core_flops=core_flops)
+def ops(model: Model, plan: Plan, sequence: int | None = None, dtype: str = "bf16", *, imbalance: float = 1.0
+        ) -> pd.DataFrame:  # fmt: skip
+    """Every op of one micro-batch on one device of each stage, and the optimizer's: a row each.
+
+    Columns: stage, block, op, phase (forward recompute backward optimizer), kind (gemm attention pointwise lookup
+    comm), dtype, stream (compute, or the group's), flops, read_bytes, written_bytes, and collective, group, size_bytes.
+    Gradients and parameters of data parallelism move once per step or layer, not per micro-batch: not listed.
+    """
+    rows: list[tuple] = []
+    for stage, stage_blocks in enumerate(blocks(model, plan, sequence, dtype=dtype, imbalance=imbalance)):
+        held = 0.0
+        for block in stage_blocks:
+            rows += _rows(stage, block, plan)
+            held += 0.0 if block.table else block.parameters
+        owned = held / (plan.shard or plan.dp * plan.cp) if plan.zero else held
+        # fp32 parameter, two moments and gradient read; the first three and a 16-bit copy written
+        rows.append((stage, "optimizer", "adam", "optimizer", "pointwise", "fp32", "compute", 0.0, 16 * owned,
+                     14 * owned, "", "", math.nan))  # fmt: skip
+    return pd.DataFrame(rows, columns=_COLUMNS)
 
 
-def _feed_forward(model: Transformer, plan: Plan, tokens: float, width: float, layer: int) -> Block:
-    moved = tokens * model.hidden * width
-    matrices = 3 if model.gated else 2
-    if model.experts and layer >= model.dense_layers:
-        used = model.active_experts + model.shared_experts
-        flops = 2 * tokens * model.hidden * (used * matrices * model.expert_ffn + model.experts) / plan.tp
-        parameters = model.moe_parameters / plan.tp
-        inner = tokens * used * model.expert_ffn
-    else:
-        flops = 2 * tokens * matrices * model.hidden * model.ffn / plan.tp
-        parameters = model.mlp_parameters(model.ffn) / plan.tp
-        inner = tokens * model.ffn
-    parameters += model.norm_parameters
-    traffic = parameters * width + 4 * moved + 2 * (matrices - 1) * inner * width / plan.tp
-    return Block(f"feed-forward {layer}", flops, traffic, parameters, moved if plan.tp > 1 else 0.0)
+def _rows(stage: int, block: Block, plan: Plan) -> list[tuple]:
+    ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "dp": plan.dp}
 
+    def comm(phase: str, comms: tuple[Comm, ...]) -> list[tuple]:
+        return [(stage, block.name, c.kind, phase, "comm", "", c.group, 0.0, 0.0, 0.0, c.kind, c.group, c.size_bytes)
+                for c in comms if c.kind != "copy" and ranks[c.group] > 1]  # fmt: skip
 
-def _head(model: Transformer, plan: Plan, tokens: float, width: float) -> Block:
-    if model.image:
-        flops, out = 2 * plan.micro_batch * model.hidden * model.classes, plan.micro_batch * model.classes
-    else:
-        flops, out = 2 * tokens * model.hidden * model.vocab, tokens * model.vocab
-    held = model.head_parameters or (model.vocab * model.hidden if plan.pp > 1 else 0)  # a tied table is held twice
-    parameters = held / plan.tp + model.norm_parameters
-    traffic = (parameters + tokens * model.hidden) * width + out * 4 / plan.tp
-    return Block("head", flops / plan.tp, traffic, parameters)
+    def ring(phase: str, passes: int) -> list[tuple]:
+        sent = Comm("send_recv", "cp", block.ring_bytes)
+        return comm(phase, (sent,) * passes) if block.ring_bytes else []
 
-
-def _dlrm_blocks(model: DLRM, plan: Plan) -> list[Block]:
-    """Tables (fp16) sharded over all devices; dense layers (fp32) replicated, or sharded by ZeRO."""
-    if plan.world_size > plan.dp:
-        raise ValueError(f"{model.name}: recommendation models are split by dp only, got {plan}")
-    samples = plan.micro_batch
-    lookup_bytes = model.tables * samples * model.pooling * model.embedding_dim * 2
-    pooled_bytes = model.tables * samples * model.embedding_dim * 2 if plan.dp > 1 else 0.0
-    held = model.embedding_parameters / plan.dp
-    result = [Block("embedding", 0.0, lookup_bytes, held, all_to_all_bytes=pooled_bytes)]
-
-    def layer(name: str, matrix: float, tokens: float, width: float, copies: int = 1, used: int = 1) -> Block:
-        return Block(name, 2 * tokens * used * matrix, 4 * (copies * matrix + 2 * tokens * width), copies * matrix)
-
-    d, h, tokens = model.mlp_dim, model.attention_dim, samples * model.transformer_sequence
-    result += [layer(f"bottom {i}", d * d, samples, d) for i in range(model.bottom_layers)]
-    for i in range(model.transformer_layers):
-        result.append(layer(f"attention {i}", 4 * h * h, tokens, h))
-        result.append(layer(f"feed-forward {i}", 2 * h * model.transformer_ffn, tokens, h))
-    experts = {"copies": max(model.experts, 1), "used": max(model.active_experts, 1)}
-    return result + [layer(f"top {i}", d * d, samples, d, **experts) for i in range(model.top_layers)]
+    result = []
+    for phase, work in phases(block, plan.recompute).items():
+        named = "backward" if phase == "weight" else phase
+        whole = phase == "forward" or (phase == "recompute" and work == block.ops)
+        before, after = (block.before, block.after) if whole else ((), ())
+        if phase == "backward":
+            before, after = mirror(block.after), mirror(block.before)
+        result += comm(named, before)
+        result += [(stage, block.name, op.name, named, op.kind, op.dtype, "compute", op.flops, op.read_bytes,
+                    op.written_bytes, "", "", math.nan) for op in work]  # fmt: skip
+        if work and phase != "weight":
+            result += ring(named, 2 * plan.cp - 1 if phase == "backward" else plan.cp - 1)
+        result += comm(named, after)
+    return result

@@ -1,0 +1,101 @@
+"""Which devices talk to each other, over which link? The groups of a plan on a cluster, and the time of a collective.
+
+Devices are numbered with tp innermost, then cp, dp and pp [Megatron-LM]; experts' groups lie in dp x cp in the same
+order. A group is every `stride`-th device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from madmax_lib.plan import Plan
+from madmax_lib.simulator.collectives import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    group_bandwidth,
+    reduce_scatter_s,
+    send_s,
+)
+from madmax_lib.simulator.compute import Parameters
+from madmax_lib.specs import Cluster
+
+__all__ = ["Group", "collective_s", "groups", "member_names"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Equal groups of `ranks` devices that are `stride` apart, and the network that one of them sees.
+
+    bandwidth_bytes_per_s: per device in a ring; hop: to a neighbour alone; near and far: the two network levels with
+    in_node devices of a group on a node.
+    """
+
+    name: str
+    ranks: int
+    stride: int
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    hop_bytes_per_s: float
+    in_node: int
+    near_bytes_per_s: float
+    far_bytes_per_s: float
+
+
+def groups(plan: Plan, cluster: Cluster, parameters: Parameters) -> dict[str, Group]:
+    """All groups of a plan by name.
+
+    tp, cp, ep, dp (gradients: dp x cp), edp (gradients of experts), shard and replicate (HSDP), node and across (the
+    two levels of ZeRO++), pp; pairs of pipeline stages on the same node and on others.
+    """
+    replicas, tp = plan.dp * plan.cp, plan.tp
+    in_node = int(np.gcd(replicas, max(cluster.devices_per_node // tp, 1)))
+    shapes = {
+        "tp": (tp, 1),
+        "cp": (plan.cp, tp),
+        "ep": (plan.ep, tp),
+        "dp": (replicas, tp),
+        "edp": (replicas // plan.ep, tp * plan.ep),
+        "shard": (plan.shard or replicas, tp),
+        "replicate": (replicas // (plan.shard or replicas), tp * (plan.shard or replicas)),
+        "node": (in_node, tp),
+        "across": (replicas // in_node, tp * in_node),
+        "pp": (plan.pp, tp * replicas),
+        "same node": (2, 1),
+        "other node": (2, cluster.devices_per_node),
+    }
+    return {name: _group(name, ranks, stride, cluster, parameters) for name, (ranks, stride) in shapes.items()}
+
+
+def _group(name: str, ranks: int, stride: int, cluster: Cluster, parameters: Parameters) -> Group:
+    share = parameters.network_efficiency
+    bandwidth, latency_s = group_bandwidth(cluster, ranks, stride)
+    near, far = cluster.intra.bandwidth_bytes_per_s * share, cluster.inter.bandwidth_bytes_per_s * share
+    inside = ranks * stride <= cluster.devices_per_node
+    in_node = ranks if inside else max(cluster.devices_per_node // stride, 1)
+    return Group(name, ranks, stride, bandwidth * share, latency_s, near if inside else far, in_node, near, far)
+
+
+def collective_s(kind: str, size_bytes: float, group: Group) -> float:
+    """Seconds of one collective of a group; send_recv is a message to a neighbour."""
+    if kind == "send_recv":
+        return float(send_s(size_bytes, group.hop_bytes_per_s, group.latency_s))
+    if kind == "all_to_all":
+        levels = group.in_node, group.near_bytes_per_s, group.far_bytes_per_s
+        return float(all_to_all_s(size_bytes, group.ranks, *levels, group.latency_s))
+    formula = {"all_reduce": all_reduce_s, "all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s}[kind]
+    return float(formula(size_bytes, group.ranks, group.bandwidth_bytes_per_s, group.latency_s))
+
+
+def member_names(group: str, ranks: np.ndarray, shapes: dict[str, tuple[int, int]]) -> dict[int, str]:
+    """Name of a rank's group with its members, by rank.
+
+    >>> member_names("ep", np.array([5]), {"ep": (2, 4)})
+    {5: 'ep [1, 5]'}
+    """
+    count, stride = shapes[group]
+    first = {int(rank): int(rank - rank // stride % count * stride) for rank in ranks}
+    texts = {f: f"{group} {[*range(f, f + count * stride, stride)]}" for f in set(first.values())}
+    return {rank: texts[f] for rank, f in first.items()}
