@@ -17,6 +17,7 @@ _PUBLIC = {
     "compare": "traces.diff",
     "dataset": "datasets",
     "export_trace": "traces.export",
+    "memory": "simulator.memory",
     "model": "catalog",
     "models": "catalog",
     "plot_timeline": "view.plots",

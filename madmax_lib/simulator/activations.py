@@ -1,0 +1,137 @@
+"""What does a layer keep for its backward pass? Bytes of activations by the formulas of Korthikanti et al.
+
+arXiv 2205.05198, sections 4 and 5, written per tensor so that grouped queries, gated feed-forward parts, fused
+attention, context parallelism and experts follow from the same count. With 16-bit numbers, as many key-value heads as
+heads, ffn = 4 h, dropout and stored scores, a layer keeps s b h (34 + 5 a s / h) bytes. All functions broadcast over
+NumPy arrays, so arrays of plans may stand in the place of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from madmax_lib.specs import Transformer
+
+__all__ = ["Layer", "dropout_bytes", "in_flight", "layer_bytes"]
+
+_MASK_BYTES = 1  # a dropout mask holds one byte per element [arXiv 2205.05198, section 4.1]
+_LOG_SUM_BYTES = 4  # fused attention keeps the fp32 log-sum-exp of each row [arXiv 2205.14135]
+_ROUTER_BYTES = 8  # fp32 logits and probabilities of a mixture's router
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes that one layer may keep, one micro-batch; floats or arrays.
+
+    input: what full recompute keeps. hidden: inputs of norms and matrix products of width h, with dropout masks.
+    projections: queries, keys, values and the input of the output projection. core: scores and their dropout, or the
+    row sums of fused attention. feed_forward: inside of the feed-forward part. products: what torch's selective
+    recompute keeps, the layer's input, attention's output and every second matrix product. passing: gradients on
+    their way through the largest block. shards: devices that share a tensor of width h.
+    """
+
+    input: float
+    hidden: float
+    projections: float
+    core: float
+    feed_forward: float
+    products: float
+    passing: float
+    shards: float = 1
+
+    @property
+    def whole(self):
+        """All that is kept without recompute."""
+        return self.hidden + self.projections + self.core + self.feed_forward
+
+    def kept(self, recompute, *, by_products: bool = False):
+        """Bytes kept from forward to backward pass; by_products: torch's selective recompute, else Megatron's."""
+        selective = self.products if by_products else self.whole - self.core
+        return np.select([recompute == "full", recompute == "selective"], [self.input, selective], self.whole)
+
+
+def dropout_bytes(model: Transformer) -> int:
+    """Bytes of a mask per element: GPT, the language model with layer norms, trains with dropout, later ones do not."""
+    return _MASK_BYTES if model.norm == "layer" and not model.image else 0
+
+
+def layer_bytes(
+    model: Transformer,
+    tokens,
+    sequence,
+    *,
+    tp=1,
+    sequence_parallel=False,
+    width: float = 2.0,
+    product_width: float | None = None,
+    flash=True,
+    mixture: bool = False,
+    load=1.0,
+) -> Layer:
+    """Activations of one layer on one device; tokens, tp, sequence_parallel, flash and load may be arrays.
+
+    tokens: of a micro-batch on the device, micro_batch x sequence / cp. sequence: keys per query. width: bytes per
+    element; product_width: of the inputs kept for matrix products, `width` if None. flash: scores are never stored.
+    mixture: the feed-forward part is a mixture of experts, each device getting `load` times its share of the tokens.
+    """
+    h, heads = model.hidden, model.heads
+    operand = width if product_width is None else product_width
+    dropout = dropout_bytes(model)
+    shards = np.where(sequence_parallel, tp, 1)
+    halves = 2 if model.gated else 1  # the first product of a gated part is twice as wide
+    qkv, latent, values = _attention_widths(model)
+    inner, shared, routed, router = _feed_forward_widths(model, mixture)
+    inner, routed = load * inner + shared, load * routed
+    scores = heads * sequence / tp
+    core = np.where(flash, _LOG_SUM_BYTES * heads / tp, scores * (width + (dropout + width if dropout else 0)))
+    feed_forward = (width * (halves * inner + routed) + operand * (inner + routed)) / tp + router / shards
+    products = (qkv + halves * inner) / tp + 2 * h / shards
+    passing = np.maximum((halves + 1) * inner / tp, np.where(flash, 0, 2 * scores)) + 2 * h + routed / tp
+    return Layer(
+        input=tokens * width * h / shards,
+        hidden=tokens * 2 * (width + operand + dropout) * h / shards,
+        projections=tokens * ((width * qkv + operand * values) / tp + width * latent / shards),
+        core=tokens * core,
+        feed_forward=tokens * feed_forward,
+        products=tokens * (width * (products / 2 + values / tp + h / shards) + np.where(flash, core, 0)),
+        passing=tokens * width * passing,
+        shards=shards,
+    )
+
+
+def _attention_widths(model: Transformer) -> tuple[float, float, float]:
+    """Elements per token: queries, keys and values; latents before and after their norm; attention's output."""
+    values = model.heads * model.v_head_dim
+    if not model.kv_lora_rank:
+        return model.heads * model.head_dim + 2 * model.kv_heads * model.head_dim, 0, values
+    scored = model.heads * (model.head_dim + model.rope_head_dim)
+    latent = 2 * (model.q_lora_rank + model.kv_lora_rank) + model.rope_head_dim
+    return 2 * scored + values, latent, values
+
+
+def _feed_forward_widths(model: Transformer, mixture: bool) -> tuple[float, float, float, float]:
+    """Elements per token inside the (routed, shared) feed-forward parts and of copies for experts; router's bytes."""
+    if not mixture:
+        return model.ffn, 0, 0, 0
+    inner, copies = model.active_experts * model.expert_ffn, model.active_experts * model.hidden
+    return inner, model.shared_experts * model.expert_ffn, copies, _ROUTER_BYTES * model.experts
+
+
+def in_flight(schedule, stage, pp, interleave=1, micro_batches=np.inf):
+    """Micro-batches whose activations a pipeline stage holds at once, in units of the whole stage.
+
+    gpipe: all. 1f1b: pp - stage. Interleaved: 2 (pp - stage - 1) + (v - 1) pp + 1 chunks of 1/v stage, which is
+    pp (1 + (pp - 1) / (pp v)) on the first stage [arXiv 2205.05198, section 4.2.3]; all if there are at most pp.
+    zero-bubble: pp on every stage, as weight gradients wait (ZB-H1, arXiv 2401.10241). Never more than there are.
+
+    >>> [float(in_flight("1f1b", stage, 4)) for stage in range(4)]
+    [4.0, 3.0, 2.0, 1.0]
+    """
+    schedule, stage, pp, v = np.asarray(schedule), np.asarray(stage), np.asarray(pp), np.asarray(interleave)
+    chunks = np.where(micro_batches <= pp, np.inf, 2 * (pp - stage - 1) + (v - 1) * pp + 1)
+    in_order = np.where(v > 1, chunks / v, pp - stage)
+    first = np.where(v > 1, pp + (pp - 1) / v, pp)
+    held = np.select([schedule == "gpipe", schedule == "zero-bubble"], [micro_batches, first], in_order)
+    return np.minimum(held, micro_batches)
