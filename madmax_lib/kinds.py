@@ -18,6 +18,7 @@ __all__ = ["COLLECTIVES", "collective_names", "kernel_kinds", "load_kinds"]
 
 _COLUMNS = ["rules", "kind", "collective", "pattern", "source"]
 _RULES = ("exact", "hta")
+_LONGEST = 4096  # letters of a name that patterns see; theirs is not linear
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv", "broadcast", "reduce",
                "gather", "scatter", "dispatch", "combine", "barrier", "generic")  # fmt: skip
 
@@ -64,7 +65,7 @@ def _first_match(names: list[str], rules: str, table: pd.DataFrame | None) -> pd
         compiled = [re.compile(p).match for p in table["pattern"]]
     else:
         compiled = [re.compile(p, re.IGNORECASE).search for p in table["pattern"]]
-    hit = [next(i for i, match in enumerate(compiled) if match(name)) for name in names]
+    hit = [next(i for i, match in enumerate(compiled) if match(name[:_LONGEST])) for name in names]
     return table.iloc[hit]
 
 
