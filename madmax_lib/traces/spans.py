@@ -28,7 +28,6 @@ __all__ = ["read_file"]
 _COPY = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")
 _DEVICE = ("kernel", "mtia_ccp_events", *_COPY)
 _ANNOTATION = ("user_annotation", "gpu_user_annotation")
-_TELLING = 1 << 12  # letters of a name that tell its kind: patterns take the square of its length
 _EPOCH_NS = 10**18  # a time beyond this is counted from 1970 even without baseTimeNanoseconds (2001 and later)
 
 
@@ -175,7 +174,7 @@ def _hta_kinds(columns: Columns, table: pd.DataFrame) -> tuple[np.ndarray, np.nd
 def _kind_of_name(columns: Columns, rows: np.ndarray, rules: str, table: pd.DataFrame) -> np.ndarray:
     names, used = columns.name[rows], np.zeros(len(columns.names), dtype=bool)
     used[names] = True
-    told = [columns.names[code][:_TELLING] for code in np.flatnonzero(used)]
+    told = [columns.names[code] for code in np.flatnonzero(used)]
     kinds = kernel_kinds(told, rules=rules, table=table)
     of_name = np.zeros(len(used), dtype=np.int8)
     of_name[used] = [KINDS.index(kind) for kind in kinds]
