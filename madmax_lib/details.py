@@ -79,9 +79,12 @@ class Details(Mapping):
     def __len__(self) -> int:
         return len(DETAILS)
 
-    def select(self, new_row: np.ndarray, ranks: list[int]) -> Details:
-        """Details of a part: new_row (n,) is the new number of each span, -1 where it is left out."""
-        return Details(partial(_select, self, new_row, ranks))
+    def select(self, new_row: np.ndarray, windows_ns: dict[int, tuple[float, float]]) -> Details:
+        """Details of a part: new_row (n,) is the new number of each span, -1 where it is left out.
+
+        windows_ns: of each rank that stays, first and last time whose allocator events belong to the part.
+        """
+        return Details(partial(_select, self, new_row, windows_ns))
 
     @staticmethod
     def join(parts: list[tuple[Details, int]]) -> Details:
@@ -94,14 +97,17 @@ def conform(name: str, columns: dict) -> pd.DataFrame:
     return pd.DataFrame({column: pd.Series(columns[column]).astype(d) for column, d in DETAILS[name].items()})
 
 
-def _select(details: Details, new_row: np.ndarray, ranks: list[int]) -> dict[str, pd.DataFrame]:
+def _select(details: Details, new_row: np.ndarray, windows_ns: dict[int, tuple[float, float]]) -> dict:
     tables = {}
     for name, table in details.items():
         if "row" in table:
             table = table.assign(row=new_row[table["row"]])
             table = table[table["row"] >= 0]
         else:
-            table = table[table["rank"].isin(ranks)]
+            low, high = (
+                table["rank"].map({rank: window[end] for rank, window in windows_ns.items()}) for end in (0, 1)
+            )
+            table = table[(table["time_ns"] >= low) & (table["time_ns"] <= high)]
         tables[name] = table.reset_index(drop=True)
     return tables
 

@@ -111,6 +111,8 @@ class Timeline:
         keep = np.ones(len(self.spans), dtype=bool)
         represents = self.meta.represents
         if ranks is not None:
+            if unknown := set(ranks) - set(self.ranks):
+                raise ValueError(f"rank {min(unknown)} is not in the timeline; it has {self.ranks}")
             keep &= self.spans["rank"].isin(ranks).to_numpy()
             represents = {r: v for r, v in represents.items() if r in set(ranks)}
         if steps is not None:
@@ -126,7 +128,16 @@ class Timeline:
         edges = self.edges.assign(source=new_row[self.edges["source"]], target=new_row[self.edges["target"]])
         edges = edges[(edges["source"] >= 0) & (edges["target"] >= 0)].reset_index(drop=True)
         spans = self.spans[keep].reset_index(drop=True)
-        return Timeline(spans, meta, edges, self.details.select(new_row, sorted(meta.represents)))
+        return Timeline(spans, meta, edges, self.details.select(new_row, self._windows_ns(keep, meta)))
+
+    def _windows_ns(self, keep: np.ndarray, meta: Meta) -> dict[int, tuple[float, float]]:
+        """Time of the kept spans of each rank, all time where every span of the rank is kept."""
+        rank, windows = self.spans["rank"].to_numpy(), dict.fromkeys(meta.represents, (-np.inf, np.inf))
+        for cut in np.unique(rank[~keep]).tolist():
+            part = self.spans[keep & (rank == cut)]
+            if cut in windows:
+                windows[cut] = (part["start_ns"].min(), (part["start_ns"] + part["dur_ns"]).max())
+        return windows
 
     def save(self, path: str | Path) -> Path:
         """Write to one Parquet file (zstd); the file appears whole or not at all."""

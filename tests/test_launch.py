@@ -15,7 +15,7 @@ from madmax_lib.details import Details, conform
 from madmax_lib.timeline import SPANS, Meta, Timeline
 from madmax_lib.traces import hta
 from madmax_lib.traces.idle import CAUSES, idle
-from madmax_lib.traces.kineto import read_trace
+from madmax_lib.traces.kineto import TraceWarning, read_trace
 from madmax_lib.traces.launch import (
     launch_bound,
     launch_floor,
@@ -383,3 +383,10 @@ def test_kernels_of_a_graph_count_once():
     table = launches(read_trace(path))
     graphs = table[table["launch"] == "cudaGraphLaunch"]
     assert len(table) == 6600 and len(graphs) == 70 and graphs["kernels"].sum() == 345
+
+
+def test_times_rounded_as_hta_does_break_nothing():
+    path = local_or_skip("traces/tracelens-samples/owlv2_h100.json.gz")
+    with pytest.warns(TraceWarning, match="taken as rank 0"):
+        table = launch_bound(read_trace(path, hta_compatible=True))
+    assert (table["launch_bound_s"] <= table["idle_s"] + 1e-12).all() and (table["idle_s"] > 0).all()

@@ -108,3 +108,18 @@ def test_kernels_launched_before_the_trace_are_outside_of_its_steps():
     ]
     spans = make_timeline(rows).spans.assign(correlation=[-1, 5, 3, 5, 6])
     assert assign_steps(spans).tolist() == [1, 1, -1, 1, 1]
+
+
+def test_left_over_kernels_are_told_by_stream_or_by_correlation():
+    rows = [
+        (0, -1, "annotation", "ProfilerStep#1", 0, 100),
+        (0, -1, "cpu", "cudaLaunchKernel", 5, 5),
+        (0, -1, "cpu", "cudaLaunchKernel", 6, 5),
+        (0, 27, "comm", "launched at once", 10, 20),
+        (0, 7, "compute", "left over, its stream drains", 20, 20),
+        (0, 7, "compute", "launched", 60, 20),
+        (0, 9, "compute", "left over by its number", 70, 5),
+        (0, 9, "compute", "launch lost", 80, 5),
+    ]
+    spans = make_timeline(rows).spans.assign(correlation=[-1, 50, 51, 50, 60, 51, 3, 61])
+    assert assign_steps(spans).tolist() == [1, 1, 1, 1, -1, 1, -1, 1]

@@ -2,6 +2,7 @@ import pandas as pd
 import pytest
 from conftest import make_timeline
 
+from madmax_lib.details import Details, conform
 from madmax_lib.timeline import EDGES, SPANS, Meta, Timeline, concat
 
 ROWS = [
@@ -102,3 +103,19 @@ def test_a_rank_without_spans_stays_known():
     timeline = make_timeline(ROWS, represents={0: [0], 3: [3]})
     assert timeline.ranks == [0, 3]
     assert timeline.select(ranks=[3]).ranks == [3]
+
+
+def test_a_part_keeps_the_allocator_events_of_its_time():
+    timeline = make_timeline([(r, -1, "cpu", "op", 100 * i, 50) for r in (0, 1) for i in range(3)])
+    event = {"stream": -1, "size_bytes": 8, "address": 1, "allocated_bytes": 8, "reserved_bytes": -1, "device": "cpu"}
+    events = pd.DataFrame([{"rank": r, "time_ns": t, **event} for r in (0, 1) for t in (-5, 10, 120, 220, 900)])
+    timeline = Timeline(timeline.spans.assign(step=[0, 1, 2] * 2), timeline.meta,
+                        details=Details(lambda: {"memory": conform("memory", events)}))  # fmt: skip
+    assert timeline.select(steps=[1]).details["memory"]["time_ns"].tolist() == [120, 120]
+    assert timeline.select(ranks=[1]).details["memory"]["time_ns"].tolist() == [-5, 10, 120, 220, 900]
+    assert len(timeline.select(steps=[]).details["memory"]) == 0
+
+
+def test_an_unknown_rank_is_refused():
+    with pytest.raises(ValueError, match=r"rank 9 is not in the timeline; it has \[0, 1\]"):
+        make_timeline([(0, 0, "compute", "k", 0, 1), (1, 0, "compute", "k", 0, 1)]).select(ranks=[0, 9])

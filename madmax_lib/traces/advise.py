@@ -47,6 +47,8 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     share: of the time on the device, 0..1. evidence, and remedy, the usual one. Causes below 0.1 % are left out; an
     empty table means that none was found, not that the run is fast.
     """
+    if timeline.steps:
+        timeline = timeline.select(steps=timeline.steps)  # what lies outside of all belongs to none
     whole = breakdown(timeline)
     ranks, steps = max(len(whole), 1), max(len(timeline.steps), 1)
     total_s = whole["total_s"].sum()
@@ -138,7 +140,9 @@ def _other_idle(timeline: Timeline) -> Iterator[Finding]:
     late_s = launch_bound(timeline).groupby("rank")["launch_bound_s"].sum()
     short_s = _short_gaps(timeline).groupby("rank")["idle_s"].sum()
     left_s = (idle_s.sub(late_s, fill_value=0.0).sub(short_s, fill_value=0.0)).clip(lower=0.0)
-    passes_on = calls(timeline)["collective"].isin(("send", "recv", "send_recv")).any()
+    table = calls(timeline)  # send_recv alone may be an all-to-all whose name NCCL does not tell
+    named = (table["group"] != "") | (table["source_rank"] >= 0)
+    passes_on = (table["collective"].isin(("send", "recv", "send_recv")) & named).any()
     evidence = f"{format_s(left_s.sum())} of {format_s(idle_s.sum())} idle are no matter of the host"
     yield "pipeline bubble" if passes_on else "other idle", _worst(left_s), left_s.sum(), evidence
 

@@ -80,7 +80,8 @@ def what_if(
     several scenarios as a list. Columns: faster (text), factor (NaN if a scenario has several), step_s, saved_s,
     speedup (measured / new). Delays of an edge that decided stay as measured; others count at most the usual delay of
     their kind. What waits for nothing known starts when it did. With factor 1 the step takes what it took.
-    Raises ValueError for a factor that is not positive and for a kind or name that the step does not have.
+    A kind that the step does not have changes nothing. Raises ValueError for a factor that is not positive and for a
+    name or pattern that the step does not have.
     """
     scenarios = [faster] if isinstance(faster, dict) else list(faster)
     found = _graph(timeline, step)
@@ -115,7 +116,9 @@ def _graph(timeline: Timeline, step: int | None) -> Graph:
     chosen = (spans["step"] == steps[0]).to_numpy()
     begin_ns = spans.loc[chosen & (spans["kind"] != "memory"), "start_ns"].min()
     end_ns = spans["start_ns"] + spans["dur_ns"]
-    earlier = spans["step"].between(0, steps[0] - 1) | ((spans["step"] < 0) & (spans["start_ns"] < begin_ns))
+    own = spans[chosen & busy & (spans["stream"] >= 0)].groupby(["rank", "stream"])["start_ns"].min().rename("own_ns")
+    own_ns = spans[["rank", "stream"]].join(own, on=["rank", "stream"])["own_ns"].fillna(begin_ns).clip(lower=begin_ns)
+    earlier = spans["step"].between(0, steps[0] - 1) | ((spans["step"] < 0) & (spans["start_ns"] < own_ns))
     left = busy & (spans["stream"] >= 0) & earlier & (end_ns > begin_ns) & (spans["start_ns"] < end_ns[chosen].max())
     if timeline.edges.empty and left.any():
         clipped = spans["start_ns"].mask(left, np.maximum(spans["start_ns"], begin_ns))
@@ -163,11 +166,18 @@ def _factors(found: Graph, scenario: dict[str, float]) -> tuple[np.ndarray, np.n
             piece = (found.pieces["kind"] == key).to_numpy()
             of_edge[np.array([_DELAY.get(why, "wait") == key for why in found.why], dtype=bool)] *= factor
         else:
-            piece = np.array([bool(re.search(key, n)) for n in names.cat.categories], dtype=bool)[names.cat.codes]
+            piece = np.array([_in(key, n) for n in names.cat.categories], dtype=bool)[names.cat.codes]
             if not piece.any():
                 raise ValueError(f"faster: {key!r} is no kind ({', '.join(PATH_KINDS)}) and in no name of the step")
         of_event[: 2 * len(piece)][np.repeat(piece, 2)] *= factor
     return of_event, of_edge
+
+
+def _in(pattern: str, name: str) -> bool:
+    try:
+        return bool(re.search(pattern, name))
+    except re.error as error:
+        raise ValueError(f"faster: {pattern!r} is not a regular expression: {error}") from None
 
 
 def _replay(found: Graph, own_ns: np.ndarray, delay_ns: np.ndarray) -> float:

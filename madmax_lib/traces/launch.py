@@ -168,7 +168,7 @@ def launch_bound(timeline: Timeline) -> pd.DataFrame:
         gaps = _gaps(work)
         calls = _spans_of(timeline, work.loc[work["launch_row"] >= 0, "launch_row"].unique())
         edges, steps = _device_steps(work, gaps)
-        place = np.searchsorted(edges, gaps["start"], side="right") - 1
+        place = np.maximum(np.searchsorted(edges, gaps["start"], side="right") - 1, 0)  # HTA's times may run backwards
         bound = gaps["launch_ns"] > gaps["start"]
         whole = gaps["end"] - gaps["start"]
         late = np.clip(gaps["launch_ns"], gaps["start"], gaps["end"])  # from here on the next kernel is under way

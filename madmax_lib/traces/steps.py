@@ -2,8 +2,8 @@
 
 Steps are the ProfilerStep#N annotations, else annotations that look like an iteration, else the whole trace is step 0.
 Host spans belong to the step they start in; device spans to the step of the launch with their correlation, because
-they often run after the host has gone on; without a launch, to the step in which they start, unless they precede all
-kernels that were launched in the trace: then they are left over from before it.
+they often run after the host has gone on; without a launch, to the step in which they start. Kernels that precede those
+launched in the trace on their stream, or all launches by their correlation, are left over from before it: step -1.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def assign_steps(spans: pd.DataFrame) -> np.ndarray:
         launch = launches[np.minimum(place, len(launches) - 1)]
         launched = correlation[launch] == correlation[kernels]
         step[kernels[launched]] = step[launch[launched]]
-        start_ns = spans["start_ns"].to_numpy()
-        first_ns = start_ns[kernels[launched]].min() if launched.any() else -np.inf
-        left_over = kernels[~launched]
-        step[left_over[start_ns[left_over] < first_ns]] = -1
+        lost = kernels[~launched]
+        begins = spans["start_ns"].iloc[kernels[launched]]
+        first_ns = begins.groupby(stream[kernels[launched]]).min().reindex(stream[lost]).to_numpy(dtype=float)
+        before = spans["start_ns"].to_numpy()[lost] < np.where(np.isnan(first_ns), begins.min(), first_ns)
+        step[lost[before | (correlation[lost] < correlation[launches[0]])]] = -1
     return step
 
 
