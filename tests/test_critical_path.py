@@ -199,6 +199,8 @@ def test_faster_kinds_and_bad_scenarios():
     assert both["faster"] == "compute + comm" and np.isnan(both["factor"])
     with pytest.raises(ValueError, match="factor 0 of 'comm' is not a positive number"):
         what_if(timeline, {"comm": 0})
+    with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
+        what_if(timeline, {"(": 2})
     with pytest.raises(ValueError, match=r"'nothing' is no kind .* and in no name of the step"):
         what_if(timeline, {"nothing": 2})
 

@@ -1,0 +1,1 @@
+"""Fitting the step-time model to measured rows, and judging it on rows it has not seen."""

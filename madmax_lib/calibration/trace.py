@@ -1,0 +1,135 @@
+"""What does a user's own trace say about the constants? Kernel seconds of a measured Timeline against the model's.
+
+Profile one device or one node, fit, then predict what cannot be run: `estimate(..., parameters=fit_timeline(...))`.
+Matrix products, attention, pointwise work and the time of the whole step give one constant each; all-reduces inside a
+node give the share of the link. Everything else keeps the constants it starts from.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from madmax_lib import catalog
+from madmax_lib.kinds import collective_names
+from madmax_lib.plan import Plan
+from madmax_lib.simulator.estimate import machine_fields, matrix_fields, model_fields, plan_fields
+from madmax_lib.simulator.parameters import Parameters, bounds, shipped
+from madmax_lib.simulator.step_time import Work, step_time
+from madmax_lib.specs import Cluster, Transformer
+from madmax_lib.timeline import Timeline
+
+__all__ = ["CAUSES", "fit_timeline", "kernel_seconds"]
+
+CAUSES = {"optimizer_s": "optimizer", "attention_s": "attention", "gemm_s": "gemm"}  # classes of data/op_classes.csv
+_NEWER = {"gemm_s": "nvjet"}  # names of cuBLAS on Hopper and Blackwell
+_SCALE = 0.03  # of a log residual, as in `fit`
+_LARGE_BYTES = 1e6  # smaller messages show latency, not bandwidth
+
+
+def kernel_seconds(timeline: Timeline) -> dict[str, float]:
+    """Seconds per step of compute kernels by cause (`CAUSES`, pointwise_s) and of the step itself (step_s).
+
+    Medians over ranks and steps; a step lasts from its first span on a device to its last. Spans outside of steps
+    (step -1) count if there are no others. Raises ValueError if there is no compute span.
+    """
+    spans = timeline.spans
+    spans = spans[spans["kind"].isin(["compute", "comm", "memcpy"])]
+    spans = spans[spans["step"] >= 0] if (spans["step"] >= 0).any() else spans
+    compute = spans[spans["kind"] == "compute"]
+    if compute.empty:
+        raise ValueError("timeline: no compute span, nothing to fit")
+    names = compute["name"].astype(str)
+    known = {name: _cause(name) for name in names.unique()}
+    seconds = compute["dur_ns"].astype(float) / 1e9
+    sums = seconds.groupby([compute["rank"], compute["step"], names.map(known)]).sum().unstack(fill_value=0.0)
+    result = {cause: float(sums[cause].median()) if cause in sums else 0.0 for cause in (*CAUSES, "pointwise_s")}
+    ends = spans.assign(end_ns=spans["start_ns"] + spans["dur_ns"]).groupby(["rank", "step"])
+    result["step_s"] = float(((ends["end_ns"].max() - ends["start_ns"].min()) / 1e9).median())
+    return result
+
+
+def fit_timeline(
+    timeline: Timeline,
+    model: Transformer,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    global_batch: int,
+    sequence: int | None = None,
+    dtype: str = "bf16",
+    stack: str = "eager",
+    begin: Parameters | None = None,
+) -> Parameters:
+    """Constants that make the model meet a measured run of this model, cluster and plan.
+
+    stack: software of the run (eager, compiled, fused). begin: where the rest comes from, the shipped constants if
+    None. Bounds and priors are those of `data/parameter_bounds.csv`, the priors around `begin`. Raises ValueError for a
+    pipeline (profile one stage instead) and a Timeline without compute.
+    """
+    if plan.pp > 1:
+        raise ValueError(f"pp={plan.pp}: a pipeline's kernels belong to different stages; profile with pp=1")
+    begin, measured = begin or shipped(), kernel_seconds(timeline)
+    fields, classes = machine_fields(cluster, dtype, stack=stack)
+    fields |= model_fields(model, sequence) | matrix_fields(cluster.device, dtype) | plan_fields(plan, global_batch)
+    work = Work(fields | {"overlap_tp": 0}, classes | {"mixture": "graph" if model.experts else "none"})
+    start = dict(begin.constants) | _link_share(timeline, cluster, plan, classes["family"])
+    names = [f"gemm_efficiency:{classes['gemm']}", f"attention_efficiency:{classes['attention']}",
+             f"pointwise_factor:{stack}", "step_s"]  # fmt: skip
+    table = bounds().loc[names]
+    low, high, sigma = (table[column].to_numpy(float) for column in ("low", "high", "sigma"))
+    prior = np.log(np.clip([start[name] for name in names], low, high))
+
+    def residuals(point: np.ndarray) -> np.ndarray:
+        constants = start | dict(zip(names, np.exp(point).tolist(), strict=True))
+        parts = step_time(work, Parameters(constants=constants))
+        seconds = {name: float(value[0]) for name, value in parts.items()}
+        seconds["gemm_s"] += seconds["head_s"]
+        rows = [np.log(seconds[name] / measured[name]) / _SCALE
+                for name in ("gemm_s", "attention_s", "pointwise_s", "step_s") if measured[name] > 0]  # fmt: skip
+        return np.array([*rows, *((point - prior) / sigma)])
+
+    edges = np.log(low), np.log(high)
+    solved = least_squares(residuals, np.clip(prior, edges[0] + 1e-6, edges[1] - 1e-6), bounds=edges)
+    found = dict(zip(names, np.exp(solved.x).tolist(), strict=True))
+    covariance = np.linalg.inv(solved.jac.T @ solved.jac)
+    spread = 1.645 * np.sqrt(np.diag(covariance))
+    ends = np.exp(np.clip([solved.x - spread, solved.x + spread], *edges)).T.tolist()
+    return Parameters(
+        constants=start | found,
+        intervals=dict(zip(names, map(tuple, ends), strict=True)),
+        fitted=tuple(names),
+        covariance=tuple(map(tuple, covariance.tolist())),
+        residuals=begin.residuals,
+        provenance={"source": "timeline", "device": timeline.meta.device, **measured},
+    )
+
+
+def _cause(name: str) -> str:
+    """The first cause whose pattern is in the name; other compute kernels are pointwise."""
+    return next((cause for cause, pattern in _patterns() if pattern.search(name)), "pointwise_s")
+
+
+@lru_cache(maxsize=1)
+def _patterns() -> list[tuple[str, re.Pattern]]:
+    table = catalog.table("op_classes").set_index("class")["pattern"]
+    texts = {cause: "|".join(filter(None, [table[kind], _NEWER.get(cause)])) for cause, kind in CAUSES.items()}
+    return [(cause, re.compile(text, re.IGNORECASE)) for cause, text in texts.items()]
+
+
+def _link_share(timeline: Timeline, cluster: Cluster, plan: Plan, family: str) -> dict[str, float]:
+    """Share of the link that large all-reduces reach, where all devices of the run are one group inside a node."""
+    ranks, spans = plan.world_size, timeline.spans
+    if not 1 < ranks <= cluster.devices_per_node or max(plan.dp, plan.tp, plan.cp) != ranks:
+        return {}
+    spans = spans[(spans["kind"] == "comm") & (spans["size_bytes"].fillna(0).astype(float) >= _LARGE_BYTES)]
+    spans = spans[collective_names(spans["name"].astype(str).tolist()) == "all_reduce"] if len(spans) else spans
+    if spans.empty:
+        return {}
+    rates = 2 * (ranks - 1) / ranks * spans["size_bytes"].astype(float) / (spans["dur_ns"] / 1e9)
+    table = bounds().loc[f"nvlink_share:{family}"]
+    share = float(rates.median() / cluster.intra.bandwidth_bytes_per_s)
+    return {f"nvlink_share:{family}": min(max(share, table["low"]), table["high"])}

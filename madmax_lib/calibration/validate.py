@@ -1,0 +1,241 @@
+"""How far are predictions from measured rows, and how sure are they? Predictions with intervals, folds, baseline.
+
+Intervals come from rows that the fit had not seen: the log residuals of folds that keep a source and model together,
+by kind of row (`kind_of`), their 5 % and 95 % quantiles shrunk towards those of all rows with weight n / (n + 15).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+from scipy.stats import norm, t
+
+from madmax_lib.calibration.consistency import model_flops
+from madmax_lib.calibration.fit import fit, usable
+from madmax_lib.calibration.rows import read_rows, to_work
+from madmax_lib.plan import Plan
+from madmax_lib.simulator.memory import memory, peak_bytes
+from madmax_lib.simulator.parameters import Parameters, shipped
+from madmax_lib.simulator.step_time import step_time
+
+__all__ = [
+    "baseline",
+    "coverage",
+    "errors",
+    "folds",
+    "interval_quantiles",
+    "kind_of",
+    "predict",
+    "quantiles_of",
+    "score",
+]
+
+_SHRINK = 15
+_QUANTILES = (0.05, 0.95)
+_UNKNOWN_FAMILY = 2.0  # widening for a device whose family no row has calibrated
+_BUCKET_BYTES = 1e9  # 5e8 elements, the default of DeepSpeed
+_ADAPTERS = 0.01  # share of the weights that LoRA trains
+_STACKS = {"legacy": "megatron", "deepspeed": "deepspeed", "deepspeed-plain": "deepspeed", "fused": "megatron"}
+
+
+def predict(rows: pd.DataFrame, parameters: Parameters | None = None) -> pd.DataFrame:
+    """A published table with predictions beside it: the same rows, index and columns, and after them
+
+    predicted_s, low_s, high_s (90 % interval), predicted_memory_bytes (of the fullest device), fits, supported, reason.
+    parameters: the shipped constants if None; their residual quantiles give the intervals, the shipped ones' where
+    there are none. A row that cannot be predicted has NaN and says why; a contradiction in a row is named as its
+    reason, but predicted. fits is whether the memory suffices, also for rows whose source reports none.
+    """
+    parameters = parameters or shipped()
+    read = read_rows(rows)
+    result = rows.copy()
+    columns = ["predicted_s", "low_s", "high_s", "predicted_memory_bytes"]
+    for name in columns:
+        result[name] = np.nan
+    known = read["supported"].to_numpy(bool)
+    if known.any():
+        part = read[known]
+        predicted = step_time(to_work(part), parameters)["step_s"]
+        quantiles = quantiles_of(part, parameters.residuals or shipped().residuals)
+        result.loc[known, "predicted_s"] = predicted
+        result.loc[known, "low_s"] = predicted * np.exp(quantiles[:, 0])
+        result.loc[known, "high_s"] = predicted * np.exp(quantiles[:, 1])
+        result.loc[known, "predicted_memory_bytes"] = [_memory_bytes(row) for row in part.to_dict("records")]
+    room = read["memory_bytes"].to_numpy(float)
+    needed = result["predicted_memory_bytes"].to_numpy(float)
+    result["fits"] = np.where(known & ~(needed > room), True, False)
+    result["supported"] = known
+    result["reason"] = np.where(known, read["violation"], read["reason"])
+    return result
+
+
+def folds(rows: pd.DataFrame, *, by: str = "group", count: int = 10, starts: int = 1) -> pd.DataFrame:
+    """Every usable row predicted by a fit that has not seen its fold.
+
+    rows: a published table or the output of `read_rows`. by: what stays together in a fold: "group" (a source and
+    model), "source" (one fold each) or "random". Returns the normalised rows with fold, predicted_s and log_error =
+    log(measured / predicted). Which fold a group is in depends on its name only.
+    """
+    if "supported" not in rows.columns:
+        rows = read_rows(rows)
+    rows = rows[usable(rows)]
+    fold = _fold_of(rows, by, count)
+    predicted = np.full(len(rows), np.nan)
+    for number in np.unique(fold):
+        out = fold == number
+        fitted = fit(rows[~out], starts=starts)
+        predicted[out] = step_time(to_work(rows[out]), fitted)["step_s"]
+    measured = rows["measured_s"].to_numpy(float)
+    return rows.assign(fold=fold, predicted_s=predicted, log_error=np.log(measured / predicted))
+
+
+def baseline(rows: pd.DataFrame, fold: np.ndarray | None = None) -> np.ndarray:
+    """Seconds by one achieved FLOP/s per (device, 16/8/4-bit class): the median of the rows outside the fold.
+
+    rows: normalised. fold: of each row; all rows are their own reference if None. A device and class that no row
+    outside the fold has takes the median share of the peak.
+    """
+    flops = np.array([model_flops(row | {"counts_recompute": False}) for row in rows.to_dict("records")])
+    devices = rows[["dp", "tp", "pp", "cp"]].to_numpy(float).prod(axis=1)
+    share = flops / rows["measured_s"].to_numpy(float) / devices / rows["peak_gemm"].to_numpy(float)
+    keys = pd.Series(rows["gpu"].to_numpy(str) + " " + rows["gemm"].str.split("-").str[-1].to_numpy(str))
+    result = np.full(len(rows), np.nan)
+    for number in [None] if fold is None else np.unique(fold):
+        out = np.ones(len(rows), bool) if fold is None else fold == number
+        seen = out if fold is None else ~out
+        medians = pd.Series(share[seen]).groupby(keys[seen].to_numpy()).median()
+        found = keys[out].map(medians).fillna(np.median(share[seen])).to_numpy()
+        result[out] = flops[out] / (found * rows["peak_gemm"].to_numpy(float)[out] * devices[out])
+    return result
+
+
+def errors(table: pd.DataFrame, by: str | list[str]) -> pd.DataFrame:
+    """Rows, bias (median log error), MAPE and median absolute error (ratios) of `folds` by source, gpu, model, ..."""
+    absolute = np.abs(np.expm1(-table["log_error"].astype(float)))
+    groups = table.assign(absolute=absolute).groupby(by)
+    return groups.agg(
+        rows=("absolute", "size"),
+        bias=("log_error", "median"),
+        mape=("absolute", "mean"),
+        median=("absolute", "median"),
+    )
+
+
+def score(table: pd.DataFrame) -> dict[str, float]:
+    """MAPE and median of dense and of mixture rows (ratios)."""
+    kinds = np.where(table["experts"].astype(float) > 0, "mixture", "dense")
+    found = errors(table.assign(kind=kinds), "kind")
+    return {f"{kind} {name}": float(found.at[kind, name]) for kind in found.index for name in ("mape", "median")}
+
+
+def kind_of(rows: pd.DataFrame) -> pd.Series:
+    """Kinds of rows whose errors are alike: family and how the model is split."""
+    old = rows["unfused"].astype(float) > 0
+    split = np.select(
+        [
+            rows["experts"].astype(float) > 0,
+            rows["zero"].astype(float) >= 2,
+            (rows["tp"].astype(float) * rows["pp"].astype(float) > 1) & old,
+            rows["tp"].astype(float) * rows["pp"].astype(float) > 1,
+        ],
+        ["mixture", "sharded", "old model parallel", "model parallel"],
+        "data parallel",
+    )
+    return rows["family"].astype(str) + " " + split
+
+
+def interval_quantiles(table: pd.DataFrame) -> dict[str, list[float]]:
+    """5 % and 95 % quantiles of log(measured / predicted) by kind, shrunk towards all rows ("all").
+
+    Rows of a source and model err together, so a kind of few groups is widened as Student's t is over the normal.
+    """
+    everything = np.quantile(table["log_error"].to_numpy(float), _QUANTILES)
+    result = {"all": everything.tolist()}
+    for kind, part in table.groupby(kind_of(table)):
+        weight = len(part) / (len(part) + _SHRINK)
+        quantiles = weight * np.quantile(part["log_error"].to_numpy(float), _QUANTILES) + (1 - weight) * everything
+        groups = max(part["group"].nunique(), 3)
+        result[kind] = (quantiles * t.ppf(0.95, groups - 1) / norm.ppf(0.95)).tolist()
+    return result
+
+
+def quantiles_of(rows: pd.DataFrame, residuals: Mapping[str, list[float]]) -> np.ndarray:
+    """(n, 2) log quantiles of rows by their kind; twice as wide where the family is not calibrated."""
+    everything = residuals.get("all", [0.0, 0.0])
+    found = np.array([residuals.get(kind, everything) for kind in kind_of(rows)], dtype=float).reshape(-1, 2)
+    return found * np.where(rows["calibrated"].to_numpy(bool), 1.0, _UNKNOWN_FAMILY)[:, None]
+
+
+def coverage(table: pd.DataFrame) -> pd.DataFrame:
+    """Whether each row of `folds` lies in the interval made from the other folds' errors, and its half-width.
+
+    Columns inside and half_width (of the interval over the prediction).
+    """
+    inside, width = np.zeros(len(table), bool), np.zeros(len(table))
+    error, fold = table["log_error"].to_numpy(float), table["fold"].to_numpy()
+    for number in np.unique(fold):
+        out = fold == number
+        low, high = quantiles_of(table[out], interval_quantiles(table[~out])).T
+        inside[out] = (error[out] >= low) & (error[out] <= high)
+        width[out] = (np.exp(high) - np.exp(low)) / 2
+    return pd.DataFrame({"inside": inside, "half_width": width}, index=table.index)
+
+
+def _fold_of(rows: pd.DataFrame, by: str, count: int) -> np.ndarray:
+    if by == "source":
+        return pd.factorize(rows["source"])[0]
+    if by == "random":
+        return np.random.default_rng(0).permutation(len(rows)) % count
+    if by != "group":
+        raise ValueError(f"by={by!r} is not one of group, source, random")
+    names = sorted(rows["group"].unique(), key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    return rows["group"].map({name: i % count for i, name in enumerate(names)}).to_numpy()
+
+
+def _memory_bytes(row: dict) -> float:
+    """Peak of the fullest device; NaN where the plan has no layout in `simulator.memory`.
+
+    Recompute that a source does not state is the least that fits: none, selective or full.
+    """
+    stated = "full" if row["recompute_tp"] == 1 else "selective" if "selective" in row["said"] else "none"
+    options = [stated] if row["recompute_stated"] or stated != "none" else ["none", "selective", "full"]
+    peak = float("nan")
+    for recompute in options:
+        try:
+            peak = _peak_of(row, recompute)
+        except (ValueError, KeyError):
+            return float("nan")
+        if peak <= row["memory_bytes"]:
+            break
+    return peak
+
+
+def _peak_of(row: dict, recompute: str) -> float:
+    ends = bool(row["ends_as_layers"]) and row["layers"] % row["pp"] > 0 and (row["layers"] + 2) % row["pp"] == 0
+    stack = _STACKS.get(row["software"], "torch")
+    degrees = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave", "zero")
+    plan = Plan(
+        **{name: int(row[name]) for name in degrees},
+        recompute=recompute,
+        sequence_parallel=bool(row["sequence_parallel"]),
+        shard=int(row["shard"]) if 1 < row["shard"] < row["dp"] * row["cp"] else 0,
+        attention="unfused" if row["unfused"] else "flash",
+        reduce_fp32=row["gradient_wire_bytes"] == 10,
+        bucket_bytes=_BUCKET_BYTES,
+        embedding_as_layer=ends,
+        head_as_layer=ends,
+    )
+    table = memory(
+        row["shape"],
+        plan,
+        sequence=int(row["sequence"]),
+        dtype=row["dtype"],
+        global_batch=int(row["global_batch"]),
+        stack="torch" if row["zero"] == 3 and stack == "megatron" else stack,
+        fused_loss=bool(row["fused_loss"]),
+        trainable=max(float(row["trained"]), _ADAPTERS),
+    )
+    return peak_bytes(table)

@@ -1,0 +1,187 @@
+"""Predictions with intervals, folds that keep a source and model together, and the figures they reach."""
+
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import local_or_skip
+from scipy.stats import spearmanr
+
+from madmax_lib import catalog
+from madmax_lib.calibration.fit import known_rows, usable
+from madmax_lib.calibration.validate import (
+    baseline,
+    coverage,
+    errors,
+    folds,
+    interval_quantiles,
+    kind_of,
+    predict,
+    quantiles_of,
+    score,
+)
+from madmax_lib.simulator.parameters import Parameters, shipped
+
+ADDED = ["predicted_s", "low_s", "high_s", "predicted_memory_bytes", "fits", "supported", "reason"]
+
+
+@pytest.fixture(scope="module")
+def table():
+    return catalog.table("published_train")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    local_or_skip("vtrain/ground_truth_multi.shared.csv")
+    read = known_rows()
+    return read[usable(read)]
+
+
+@pytest.fixture(scope="module")
+def predicted(table):
+    return predict(table)
+
+
+@pytest.fixture(scope="module")
+def held_out(rows):
+    return folds(rows)
+
+
+def test_predict_adds_columns_and_keeps_rows(table, predicted):
+    assert predicted.columns.tolist() == [*table.columns, *ADDED]
+    pd.testing.assert_frame_equal(predicted[table.columns], table)
+    known = predicted["supported"].to_numpy(bool)
+    assert known.sum() == 356 and (predicted.loc[~known, "reason"] != "").all()
+    assert predicted.loc[~known, "predicted_s"].isna().all() and not predicted.loc[~known, "fits"].any()
+    inside = predicted[known]
+    assert (inside["low_s"] < inside["predicted_s"]).all() and (inside["predicted_s"] < inside["high_s"]).all()
+
+
+def test_predict_survives_anything():
+    odd = pd.DataFrame(
+        {"model": ["x", None, 3], "gpu": ["TPUv4", "A100", np.nan], "layers": [1, "y", np.nan]}, index=[1, 1, 2]
+    )
+    result = predict(odd)
+    assert result.index.tolist() == [1, 1, 2] and not result["supported"].any() and (result["reason"] != "").all()
+    assert len(predict(pd.DataFrame())) == 0
+
+
+def test_published_rows_that_ran_fit_and_those_that_failed_do_not(predicted):
+    failed = predicted["notes"].str.contains(r"(?:^|; )OOM$", regex=True)
+    assert failed.sum() == 4 and predicted.loc[failed, "supported"].all()
+    # 206B on tp4 pp12 failed, though 203B on the same plan ran with 67 GB
+    assert predicted.loc[failed, "fits"].sum() <= 1
+    ran = predicted[~failed & predicted["supported"]]
+    assert ran["fits"].mean() > 0.97
+
+
+def test_parameters_of_a_user_are_taken(table):
+    some = table.head(5)
+    ideal = predict(some, Parameters())
+    assert (ideal["predicted_s"] < predict(some)["predicted_s"]).all()
+
+
+def test_unknown_devices_have_wide_intervals():
+    row = {"model": "llama3-8b", "n_gpus": 8, "global_batch": 16, "micro_batch": 1, "seq_len": 4096}
+    result = predict(pd.DataFrame([row | {"gpu": "mi300x"}, row | {"gpu": "H100"}, row | {"gpu": "V100-32"}]))
+    assert result["supported"].all()
+    width = np.log(result["high_s"] / result["low_s"])
+    assert width[0] > 1.4 * width[1] and width[2] > 1.4 * width[1]
+
+
+def in_sample(rows):
+    from madmax_lib.calibration.rows import to_work
+    from madmax_lib.simulator.step_time import step_time
+
+    times = step_time(to_work(rows), shipped())["step_s"]
+    return rows.assign(predicted_s=times, log_error=np.log(rows["measured_s"].astype(float) / times))
+
+
+def test_in_sample_is_not_a_result_but_is_pinned(rows):
+    found = score(in_sample(rows))
+    assert found["dense mape"] < 0.045 and found["dense median"] < 0.032  # 4.1 %, 2.9 %
+    assert found["mixture mape"] < 0.10
+
+
+def test_a100_tables_of_megatron(rows):
+    """SC'21 Table 1 and arXiv 2205.05198 Table 5; Calculon 5.75 % on all 18."""
+    part = in_sample(rows[rows["source"].str.contains("cases_april2021|2205.05198")])
+    assert len(part) == 9 and np.abs(np.expm1(-part["log_error"])).mean() < 0.05  # 4.1 %
+
+
+def test_bloom_layouts_are_ranked(rows):
+    part = in_sample(rows[rows["source"].str.contains("bigscience")])
+    assert spearmanr(part["measured_s"], part["predicted_s"]).statistic > 0.8  # 0.86 over all
+    tables = {model: spearmanr(t["measured_s"], t["predicted_s"]).statistic
+              for model, t in part.groupby("model") if len(t) > 3}  # fmt: skip
+    # 181B: the same layout differs by 6 % between days, more than most layouts do
+    assert tables == {m: pytest.approx(v, abs=0.1) for m, v in zip(tables, (0.72, 0.95, 0.8), strict=True)}
+
+
+def test_folds_that_keep_source_and_model_together(held_out):
+    assert held_out.groupby("group")["fold"].nunique().max() == 1 and held_out["fold"].nunique() == 10
+    found = score(held_out)
+    print(found)
+    assert found["dense mape"] < 0.06 and found["dense median"] < 0.042  # 5.3 %, 3.6 %; asked: 7 %, 4.5 %
+    assert found["mixture mape"] < 0.145  # 12.9 %; asked: 15 %
+    dense = held_out[held_out["experts"].astype(float) == 0]
+    by_source = errors(dense, "source")
+    print(by_source.round(3).to_string())
+    assert by_source["mape"].max() < 0.16
+
+
+def test_leaving_a_source_out(rows):
+    found = score(folds(rows, by="source"))
+    print(found)
+    assert found["dense mape"] < 0.085 and found["dense median"] < 0.07  # 7.3 %, 5.9 %
+    assert found["mixture mape"] < 0.14
+
+
+def test_folds_beat_one_rate_per_device(held_out):
+    dense = held_out[held_out["experts"].astype(float) == 0]
+    measured = dense["measured_s"].to_numpy(float)
+    seen, unseen = (np.abs(baseline(dense, fold) / measured - 1) for fold in (None, dense["fold"].to_numpy()))
+    published = dense[~dense["source"].str.contains("vTrain")]  # all rows their own reference: 15.4 %, median 8.5 %
+    reference = np.abs(baseline(published) / published["measured_s"].to_numpy(float) - 1)
+    assert reference.mean() == pytest.approx(0.154, abs=0.002)
+    assert unseen.mean() > seen.mean() > 2.5 * score(held_out)["dense mape"]
+
+
+def test_intervals_cover_rows_that_the_fit_has_not_seen(held_out):
+    found = coverage(held_out)
+    print(found["inside"].mean(), found["half_width"].median())
+    assert 0.85 < found["inside"].mean() < 0.95 and found["half_width"].median() < 0.25
+
+
+def test_shipped_intervals_are_those_of_the_folds(held_out):
+    for kind, pair in interval_quantiles(held_out).items():
+        assert shipped().residuals[kind] == pytest.approx(pair, abs=0.02), kind
+
+
+def test_quantiles_shrink_and_widen(rows):
+    part = rows.head(40).assign(log_error=np.linspace(-1, 1, 40), fold=0)
+    found = interval_quantiles(part)
+    assert found["all"] == pytest.approx([-0.9, 0.9])
+    assert set(found) == {"all", *kind_of(part)}
+    known = quantiles_of(part, {"all": [-0.1, 0.1]})
+    unknown = quantiles_of(part.assign(calibrated=False), {"all": [-0.1, 0.1]})
+    assert np.allclose(known, [-0.1, 0.1]) and np.allclose(unknown, 2 * known)
+
+
+def test_a_rate_per_device_is_exact_on_equal_rows(rows):
+    one = pd.concat([rows.head(1)] * 3)
+    assert np.allclose(baseline(one), one["measured_s"].astype(float))
+    assert np.isfinite(baseline(rows, np.arange(len(rows)))).all()
+
+
+def test_bad_folds(rows):
+    with pytest.raises(ValueError, match="by='day' is not one of group, source, random"):
+        folds(rows, by="day")
+
+
+def test_the_table_of_the_data_directory(predicted):
+    path = local_or_skip("published/published_train.csv")
+    result = predict(pd.read_csv(path))
+    assert np.allclose(result["predicted_s"], predicted["predicted_s"][: len(result)], rtol=1e-6, equal_nan=True)
+    assert re.fullmatch("[0-9a-f]{64}", str(shipped().provenance["sha256"]))
