@@ -16,6 +16,7 @@ _PUBLIC = {
     "clusters": "catalog",
     "compare": "traces.diff",
     "dataset": "datasets",
+    "estimate": "simulator.estimate",
     "export_trace": "traces.export",
     "memory": "simulator.memory",
     "model": "catalog",

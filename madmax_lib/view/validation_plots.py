@@ -1,0 +1,62 @@
+"""How do predictions of published runs look beside what was measured? Pictures of `calibration.validate`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from madmax_lib.view.drawing import COLORS, fill_of, keep_data, new_axes
+
+__all__ = ["plot_errors", "plot_predicted"]
+
+_WITHIN = 0.1
+
+
+def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Predicted against measured seconds per step, both axes logarithmic, with 90 % intervals where the table has them.
+
+    table: measured_s, predicted_s, experts, and low_s, high_s or not; rows without one of the first two are left out.
+    """
+    shown = table.dropna(subset=["measured_s", "predicted_s"]).reset_index(drop=True)
+    ax = ax or new_axes(height=5.0, width=5.6)
+    measured, predicted = shown["measured_s"].to_numpy(float), shown["predicted_s"].to_numpy(float)
+    for kind, rows in (("compute", shown["experts"] == 0), ("comm", shown["experts"] > 0)):
+        if rows.any() and "low_s" in shown:
+            ax.vlines(measured[rows], shown.loc[rows, "low_s"], shown.loc[rows, "high_s"], color=COLORS[kind], lw=0.6,
+                      alpha=0.5)  # fmt: skip
+        ax.plot(measured[rows], predicted[rows], "o", ms=3, mfc="none", mew=0.8, color=COLORS[kind],
+                label={"compute": "dense models", "comm": "mixtures of experts"}[kind])  # fmt: skip
+    ends = np.array([measured.min(initial=1.0) / 1.5, measured.max(initial=1.0) * 1.5])
+    ax.plot(ends, ends, color="#4a4a4a", lw=0.8)
+    ax.fill_between(ends, ends * (1 - _WITHIN), ends * (1 + _WITHIN), color="#e8e8e8", zorder=0, label="within 10 %")
+    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured [s per step]")
+    ax.set_ylabel("simulated, not seen by the fit [s per step]")
+    ax.legend(loc="upper left")
+    close = np.mean(np.abs(predicted / measured - 1) <= _WITHIN) if len(shown) else 0.0
+    ax.set_title(f"{close:.0%} of {len(shown)} published runs are predicted within 10 %")
+    columns = ["source", "model", "gpu", "n_gpus", "measured_s", "predicted_s", "low_s", "high_s"]
+    return keep_data(ax, shown[[column for column in columns if column in shown]])
+
+
+def plot_errors(table: pd.DataFrame, ax: Axes | None = None, *, baseline: pd.Series | None = None) -> Axes:
+    """Mean absolute error of each row of `errors`, largest first; baseline: another error of the same rows, as marks."""
+    shown = table.sort_values("mape", ascending=False)
+    ax = ax or new_axes(height=1.0 + 0.26 * len(shown))
+    for place, row in enumerate(shown.itertuples()):
+        ax.barh(place, row.mape * 100, height=0.7, **fill_of("compute", "simulated"))
+        ax.annotate(f"{row.mape:.1%} of {row.rows}", (row.mape * 100, place), (3, 0), textcoords="offset points",
+                    va="center", fontsize=7)  # fmt: skip
+    if baseline is not None:
+        ax.plot(baseline.reindex(shown.index) * 100, range(len(shown)), "|", color="#c44e52", ms=9, mew=1.5,
+                label="one rate per GPU and precision")  # fmt: skip
+        ax.legend(loc="center right")
+    names = [" · ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in shown.index]
+    ax.set_yticks(range(len(shown)), [name if len(name) < 58 else f"…{name[-57:]}" for name in names])
+    ax.set(ylim=(len(shown) - 0.4, -0.6), xlabel="mean absolute error of the predicted time [%]")
+    worst = f"{names[0][-40:]} is predicted worst" if names else "No rows"
+    ax.set_title(worst)
+    data = shown.reset_index()
+    return keep_data(
+        ax, data.assign(baseline=baseline.reindex(shown.index).to_numpy()) if baseline is not None else data
+    )
