@@ -280,7 +280,7 @@ def test_an_all_to_all_is_matched_with_the_kernel_that_carries_it():
 
 def test_an_exported_step_does_not_differ_from_itself(gpt, tmp_path):
     again = read_trace(mm.export_trace(gpt, tmp_path))
-    assert again.meta.source == "measured"  # a trace file does not tell; the names do match
+    assert again.meta.source == "simulated"
     ops = compare_ops(gpt, again)
     assert set(ops["matched"]) == {"name"} and ops["difference_s"].abs().max() == 0
     assert compare(gpt, again)["difference"].fillna(0).abs().max() == 0

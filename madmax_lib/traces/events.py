@@ -12,7 +12,18 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["EXACT", "FAR_NS", "QUICK", "Args", "Event", "NotATrace", "OtherContent", "RawTrace", "TraceWarning"]
+__all__ = [
+    "EXACT",
+    "FAR_NS",
+    "QUICK",
+    "SOURCE_KEY",
+    "Args",
+    "Event",
+    "NotATrace",
+    "OtherContent",
+    "RawTrace",
+    "TraceWarning",
+]
 
 
 EXACT = Context(prec=50, Emin=-400, Emax=400, traps=[]).create_decimal
@@ -20,6 +31,9 @@ EXACT = Context(prec=50, Emin=-400, Emax=400, traps=[]).create_decimal
 
 
 FAR_NS = 3 * 10**18  # no time is as large, and the sum of three fits into int64: zero of the file, start and duration
+
+
+SOURCE_KEY = "madmaxSource"  # top-level key of an exported simulation: it is never taken for a measurement
 
 
 class NotATrace(ValueError):

@@ -17,6 +17,7 @@ from isal import igzip
 
 from madmax_lib.atomic import replacing
 from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.traces.events import SOURCE_KEY
 from madmax_lib.traces.export_rows import LIMIT_NS, rank_table
 from madmax_lib.traces.kernel_names import collective_of, original_name
 
@@ -66,7 +67,7 @@ def _check(spans: pd.DataFrame) -> None:
         end = start + dur
     for wrong, rule in (
         (dur < 0, "has a negative duration (was the trace read with hta_compatible=True?)"),
-        ((start <= -LIMIT_NS) | (dur >= LIMIT_NS) | (end < start), "lies outside of 2**62 ns"),
+        ((start <= -LIMIT_NS) | (dur >= LIMIT_NS) | (end < start), "lies outside of 3e18 ns"),
         (np.isinf(spans["size_bytes"].to_numpy()), "has an infinite size_bytes"),
     ):
         if wrong.any():
@@ -80,7 +81,7 @@ def _base_ns(timeline: Timeline, tables: dict[int, pd.DataFrame]) -> int:
     first = min((int(table["start_ns"].min()) for table in filled), default=0)
     base_ns = first // _US * _US if timeline.meta.clock == "unix" or first < 0 else 0
     if max((int(t["start_ns"].max()) for t in filled), default=0) - base_ns >= LIMIT_NS:
-        raise ValueError(f"spans start later than 2**62 ns after {base_ns} ns; a trace file cannot hold them")
+        raise ValueError(f"spans start later than 3e18 ns after {base_ns} ns; a trace file cannot hold them")
     return base_ns
 
 
@@ -103,6 +104,7 @@ def _document(timeline: Timeline, base_ns: int, info: dict, parts: list[Iterator
     envelope = {
         "schemaVersion": 1,
         "distributedInfo": {**info, "world_size": meta.world_size},
+        **({SOURCE_KEY: meta.source} if meta.source == "simulated" else {}),
         "deviceProperties": [{"id": 0, "name": meta.device}] if meta.device else [],
         "displayTimeUnit": "ns",
         "baseTimeNanoseconds": base_ns,

@@ -12,12 +12,13 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline
+from madmax_lib.traces.events import FAR_NS
 from madmax_lib.traces.kernel_names import written_names
 from madmax_lib.traces.steps import assign_steps
 
 __all__ = ["LIMIT_NS", "rank_table"]
 
-LIMIT_NS = 2**62  # what `read_trace` accepts as a time
+LIMIT_NS = FAR_NS  # what `read_trace` accepts as a time
 _US = 1000
 _NO_LANE = -(2**40)  # of allocator events, which are no spans to the reader
 _RUNTIME = re.compile(r"cuda[A-Z]|cu[A-Z]|hip[A-Z]")
@@ -38,7 +39,8 @@ def rank_table(timeline: Timeline, rank: int, merged: bool) -> pd.DataFrame:
     if not on_device and not merged:
         table["cat"] = _host_categories(table, rank)
     read_back = spans[table["kind"] != "memory"]
-    if len(table) and (timeline.meta.source == "simulated" or (assign_steps(read_back) != read_back["step"]).any()):
+    bare = timeline.meta.source == "simulated" and not (spans["stream"] < 0).any()
+    if len(table) and (bare or (assign_steps(read_back) != read_back["step"]).any()):
         table = _with_host_rows(table, timeline.steps, launches=not merged)
         if not merged:
             _check_steps(table, rank)

@@ -18,7 +18,7 @@ import pandas as pd
 from madmax_lib.kinds import collective_names, kernel_kinds, load_kinds
 from madmax_lib.timeline import KINDS, Meta, Timeline
 from madmax_lib.traces.columns import Columns, read_columns
-from madmax_lib.traces.events import RawTrace
+from madmax_lib.traces.events import SOURCE_KEY, RawTrace
 from madmax_lib.traces.files import rank_in_name
 from madmax_lib.traces.kernel_names import original_name
 from madmax_lib.traces.steps import assign_steps
@@ -51,7 +51,7 @@ def _read(path: Path, hta: bool, user_kinds: str | Path | None) -> tuple[pd.Data
     info = trace.envelope.get("distributedInfo")
     world_size = info.get("world_size") if isinstance(info, dict) else None
     meta = Meta(
-        source="measured",
+        source="simulated" if trace.envelope.get(SOURCE_KEY) == "simulated" else "measured",
         world_size=world_size if _is_rank(world_size) else 1,
         represents={rank: [rank]},
         device=_device_name(trace.envelope.get("deviceProperties")),

@@ -40,7 +40,7 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_errors(table: pd.DataFrame, ax: Axes | None = None, *, baseline: pd.Series | None = None) -> Axes:
-    """Mean absolute error of each row of `errors`, largest first; baseline: another error of the same rows, as marks."""
+    """Mean absolute error of each row of `errors`, largest first; baseline: another error of the same rows as marks."""
     shown = table.sort_values("mape", ascending=False)
     ax = ax or new_axes(height=1.0 + 0.26 * len(shown))
     for place, row in enumerate(shown.itertuples()):
