@@ -278,11 +278,17 @@ def test_every_named_device_is_in_the_catalog():
 def test_unknown_devices(device, message):
     timeline = traced([(*row[:3], "aten::mm", *row[4:]) for row in NESTED], {0: MM, 1: MM}, device=device)
     for function in (roofline.roofline, roofline.mfu):
-        with pytest.raises(ValueError, match=message):
-            function(timeline)
+        if device or function is roofline.roofline:
+            with pytest.raises(ValueError, match=message):
+                function(timeline)
         assert len(function(timeline, device=catalog.device("a100-80")))
     with pytest.raises(ValueError, match="unknown device 'h1000'"):
         roofline.mfu(timeline, "h1000")
+
+
+def test_without_a_device_the_rate_is_known_and_its_share_of_the_peak_is_not():
+    table = roofline.mfu(traced([(*row[:3], "aten::mm", *row[4:]) for row in NESTED], {0: MM, 1: MM}, device=""))
+    assert (table["flops_per_s"] > 0).all() and table["mfu"].isna().all()
 
 
 def test_mfu_goes_from_step_to_step():

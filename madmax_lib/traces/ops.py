@@ -69,7 +69,8 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     module: name as recorded, type: its class, inside: the module around its first call. count: calls. host_s, device_s,
     flops: with the modules inside, self_device_s without. backward_s: the part of device_s spent by backward operators;
     they belong to the module whose forward operator has their sequence number. share: of the rank's device time in
-    modules, 0..1. flops_per_s: flops / device_s.
+    modules, 0..1. flops_per_s: flops / device_s. What is computed again for the backward pass counts where it was
+    recorded, which may be outside of the module around it.
     """
     spans, (calls, work) = timeline.spans, operator_calls(timeline)
     nest = Nest(spans, np.flatnonzero(_named(spans["name"], _MODULE) & (spans["stream"] < 0).to_numpy()))

@@ -50,14 +50,14 @@ def mfu(timeline: Timeline, device: str | Device | None = None, flops_per_step: 
     flops: flops_per_step of one rank if given, else of the recorded shapes, which count recomputation too (then it is
     the hardware's utilisation), NaN without either. total_s: from the first device work of a step to that of the next,
     for the last step to its end. The peak is that of the recorded dtypes, by their FLOPs; bf16 where none is recorded.
-    device: as for `roofline`; raises ValueError when it is not known.
+    device: as for `roofline`; raises ValueError when it is not known. Where nobody names one, mfu is NaN.
     """
     table = _step_times(timeline.spans)
     calls, _ = operator_calls(timeline)
     by_dtype = calls[calls["flops"].notna()].groupby(["rank", "step", "dtype"], observed=True)["flops"].sum()
     by_dtype = by_dtype.reset_index()
     some = len(table) and (flops_per_step is not None or len(by_dtype))
-    known = device_of(timeline, device) if some else None
+    known = device_of(timeline, device) if some and (device is not None or timeline.meta.device) else None
     by_dtype["peak_s"] = by_dtype["flops"] / [_peak(known, dtype) for dtype in by_dtype["dtype"]]
     table = table.merge(
         by_dtype.groupby(["rank", "step"])[["flops", "peak_s"]].sum(min_count=1).reset_index(), how="left"
