@@ -14,7 +14,7 @@ import pandas as pd
 from scipy.stats import norm, t
 
 from madmax_lib.calibration.consistency import model_flops
-from madmax_lib.calibration.fit import fit, usable
+from madmax_lib.calibration.fit import fingerprint, fit, usable
 from madmax_lib.calibration.rows import read_rows, to_work
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory import memory, peak_bytes
@@ -89,7 +89,9 @@ def folds(rows: pd.DataFrame, *, by: str = "group", count: int = 10, starts: int
         fitted = fit(rows[~out], starts=starts)
         predicted[out] = step_time(to_work(rows[out]), fitted)["step_s"]
     measured = rows["measured_s"].to_numpy(float)
-    return rows.assign(fold=fold, predicted_s=predicted, log_error=np.log(measured / predicted))
+    result = rows.assign(fold=fold, predicted_s=predicted, log_error=np.log(measured / predicted))
+    result.attrs["provenance"] = {"files": {"rows": {"sha256": fingerprint(rows)}}, "rules": f"folds by {by}"}
+    return result
 
 
 def baseline(rows: pd.DataFrame, fold: np.ndarray | None = None) -> np.ndarray:
@@ -116,12 +118,14 @@ def errors(table: pd.DataFrame, by: str | list[str]) -> pd.DataFrame:
     """Rows, bias (median log error), MAPE and median absolute error (ratios) of `folds` by source, gpu, model, ..."""
     absolute = np.abs(np.expm1(-table["log_error"].astype(float)))
     groups = table.assign(absolute=absolute).groupby(by)
-    return groups.agg(
+    result = groups.agg(
         rows=("absolute", "size"),
         bias=("log_error", "median"),
         mape=("absolute", "mean"),
         median=("absolute", "median"),
     )
+    result.attrs.update(table.attrs)
+    return result
 
 
 def score(table: pd.DataFrame) -> dict[str, float]:

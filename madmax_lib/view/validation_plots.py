@@ -36,7 +36,7 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     close = np.mean(np.abs(predicted / measured - 1) <= _WITHIN) if len(shown) else 0.0
     ax.set_title(f"{close:.0%} of {len(shown)} published runs are predicted within 10 %")
     columns = ["source", "model", "gpu", "n_gpus", "measured_s", "predicted_s", "low_s", "high_s"]
-    return keep_data(ax, shown[[column for column in columns if column in shown]])
+    return keep_data(ax, shown[[column for column in columns if column in shown]], table)
 
 
 def plot_errors(table: pd.DataFrame, ax: Axes | None = None, *, baseline: pd.Series | None = None) -> Axes:
@@ -57,6 +57,6 @@ def plot_errors(table: pd.DataFrame, ax: Axes | None = None, *, baseline: pd.Ser
     worst = f"{names[0][-40:]} is predicted worst" if names else "No rows"
     ax.set_title(worst)
     data = shown.reset_index()
-    return keep_data(
-        ax, data.assign(baseline=baseline.reindex(shown.index).to_numpy()) if baseline is not None else data
-    )
+    if baseline is not None:
+        data = data.assign(baseline=baseline.reindex(shown.index).to_numpy())
+    return keep_data(ax, data, table)
