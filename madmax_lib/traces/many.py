@@ -26,7 +26,7 @@ _WORTH_A_PROCESS_BYTES = 64 << 20  # of JSON text in all; below, starting proces
 _GZIP_RATIO = 18  # of profiler traces, seen 11 to 30
 _PEAK_BYTES = 250 << 20  # of a reading process: imports and one piece
 _PEAK_PER_BYTE = 0.3  # and what it keeps, per byte of JSON text
-_RETRIES = 2  # of a file whose dask worker died
+_RETRIES = 2  # of a file whose process died
 _PATIENCE_S = 60  # without any dask worker
 
 
@@ -46,9 +46,10 @@ def read_all(
 
     with loky.ProcessPoolExecutor(workers) as pool:
         results = _gather(pool, read, paths)
-    for path in [p for p, result in results.items() if isinstance(result, BrokenProcessPool)]:
-        with loky.ProcessPoolExecutor(1) as own:  # one process that dies takes its whole pool along
-            results |= _gather(own, read, [path])
+    for _ in range(_RETRIES):
+        for path in [p for p, result in results.items() if isinstance(result, BrokenProcessPool)]:
+            with loky.ProcessPoolExecutor(1) as own:  # one process that dies takes its whole pool along
+                results |= _gather(own, read, [path])
     return results
 
 
