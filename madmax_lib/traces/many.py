@@ -41,16 +41,25 @@ def read_all(
     if workers <= 1:
         return {path: _outcome(read, path) for path in _progress(paths, len(paths))}
     if client is not None:
-        return _gather(client.get_executor(retries=_RETRIES, pure=False), read, paths, client)
+        executor = client.get_executor(retries=_RETRIES, pure=False)
+        results = _gather(executor, read, paths, client)
+        for path in _whose_process_died(results):  # dask blames every task of a worker that dies
+            results |= _gather(executor, read, [path], client)
+        return results
     import loky  # unlike multiprocessing it neither forks a threaded process nor runs the caller's script again
 
     with loky.ProcessPoolExecutor(workers) as pool:
         results = _gather(pool, read, paths)
     for _ in range(_RETRIES):
-        for path in [p for p, result in results.items() if isinstance(result, BrokenProcessPool)]:
+        for path in _whose_process_died(results):
             with loky.ProcessPoolExecutor(1) as own:  # one process that dies takes its whole pool along
                 results |= _gather(own, read, [path])
     return results
+
+
+def _whose_process_died(results: dict) -> list[Path]:
+    return [path for path, result in results.items()
+            if isinstance(result, BrokenProcessPool) or type(result).__name__ == "KilledWorker"]  # fmt: skip
 
 
 def _gather(executor: Executor, read, paths: Sequence[Path], client: Client | None = None) -> dict:
