@@ -18,7 +18,8 @@ RUN = {"global_batch": 8, "sequence": 1024, "stack": "eager"}
 def timeline(all_reduce_s=0.0, size_bytes=0.0):
     """One step of each cause, in the kernels' names."""
     from madmax_lib.simulator.estimate import machine_fields, matrix_fields, model_fields, plan_fields
-    from madmax_lib.simulator.step_time import Work, step_time
+    from madmax_lib.simulator.step_time import step_time
+    from madmax_lib.simulator.work import Work
 
     cluster = mm.cluster("dgx-h100")
     fields, classes = machine_fields(cluster, stack="eager")

@@ -10,7 +10,8 @@ import madmax_lib as mm
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import estimate, machine_fields, matrix_fields, model_fields, plan_fields
 from madmax_lib.simulator.parameters import Parameters, bounds, load, save, shipped, start
-from madmax_lib.simulator.step_time import CLASSES, FIELDS, PARTS, Work, pieces, step_time
+from madmax_lib.simulator.step_time import PARTS, pieces, step_time
+from madmax_lib.simulator.work import CLASSES, FIELDS, Work
 
 GPT = mm.model("gpt3-175b")
 CLUSTER = mm.cluster("dgx-a100", nodes=16)
@@ -79,6 +80,20 @@ def test_what_cannot_be_laid_out():
         estimate(mm.model("dlrm-a"), mm.cluster("zionex"), Plan(dp=128), global_batch=65536)
     with pytest.raises(ValueError, match="no peak for dtype"):
         estimate(GPT, CLUSTER, Plan(tp=8, pp=8, dp=2), global_batch=64, dtype="fp12")
+
+
+@pytest.mark.parametrize(
+    ("plan", "what"),
+    [("dp2.tp8.pp8.zb", "schedule=zero-bubble"), ("dp2.tp8.pp8.offload-all", "offload=all"),
+     ("dp128.z3.hpz", "hpz=True"), ("dp128.z3.qgz", "qgz=True"), ("dp4.tp8.cp4.ulysses", "context=ulysses"),
+     ("dp2.tp8.pp8.first8", "first_layers=8")],
+)  # fmt: skip
+def test_no_time_for_what_has_no_closed_form(plan, what):
+    plan = Plan.parse(plan)
+    with pytest.raises(ValueError, match=f"{what}: the closed form covers"):
+        estimate(GPT, CLUSTER, plan, global_batch=256)
+    table = pd.DataFrame([vars(plan), vars(Plan(dp=2, tp=8, pp=8))])
+    assert estimate(GPT, CLUSTER, table, global_batch=256)["step_s"].isna().tolist() == [True, False]
 
 
 PLANS = ["dp2.tp8.pp8", "dp128.z3.full", "dp16.tp8.z3.full", "dp8.tp4.pp4.v4.full", "dp4.tp8.pp2.cp2"]

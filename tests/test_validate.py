@@ -122,18 +122,15 @@ def test_bloom_layouts_are_ranked(rows):
 def test_folds_that_keep_source_and_model_together(held_out):
     assert held_out.groupby("group")["fold"].nunique().max() == 1 and held_out["fold"].nunique() == 10
     found = score(held_out)
-    print(found)
     assert found["dense mape"] < 0.06 and found["dense median"] < 0.042  # 5.3 %, 3.6 %; asked: 7 %, 4.5 %
     assert found["mixture mape"] < 0.145  # 12.9 %; asked: 15 %
     dense = held_out[held_out["experts"].astype(float) == 0]
     by_source = errors(dense, "source")
-    print(by_source.round(3).to_string())
     assert by_source["mape"].max() < 0.16
 
 
 def test_leaving_a_source_out(rows):
     found = score(folds(rows, by="source"))
-    print(found)
     assert found["dense mape"] < 0.085 and found["dense median"] < 0.07  # 7.3 %, 5.9 %
     assert found["mixture mape"] < 0.14
 
@@ -150,7 +147,6 @@ def test_folds_beat_one_rate_per_device(held_out):
 
 def test_intervals_cover_rows_that_the_fit_has_not_seen(held_out):
     found = coverage(held_out)
-    print(found["inside"].mean(), found["half_width"].median())
     assert 0.85 < found["inside"].mean() < 0.95 and found["half_width"].median() < 0.25
 
 

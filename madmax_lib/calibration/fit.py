@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -22,7 +22,8 @@ from madmax_lib import catalog
 from madmax_lib.calibration.rows import read_rows, to_work
 from madmax_lib.datasets import local_data
 from madmax_lib.simulator.parameters import Parameters, bounds, save, start
-from madmax_lib.simulator.step_time import CLASSES, step_time
+from madmax_lib.simulator.step_time import step_time
+from madmax_lib.simulator.work import CLASSES
 
 __all__ = ["fingerprint", "fit", "free_constants", "known_rows", "ship", "usable"]
 
@@ -71,9 +72,7 @@ def free_constants(rows: pd.DataFrame) -> list[str]:
     """Constants that these rows can say anything about: those of classes that occur, unless fixed by their prior."""
     table = bounds()
     work = to_work(rows)
-    groups = {
-        f"{name}:{group}" for kind, names in _classes().items() for name in names for group in work.codes[kind][0]
-    }
+    groups = {f"{name}:{group}" for kind, names in CLASSES.items() for name in names for group in work.codes[kind][0]}
     groups |= {f"gemm_efficiency:{family}-16" for family in work.codes["family"][0]}
     plain = [name for name in table.index if ":" not in name]
     return [name for name in table.index if (name in groups or name in plain) and table.at[name, "scale"] != "fixed"]
@@ -150,10 +149,6 @@ def fingerprint(rows: pd.DataFrame) -> str:
     """sha256 of the normalised rows, independent of the order of columns."""
     text = rows.sort_index(axis=1).to_csv(index=False, float_format="%.9g")
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _classes() -> Mapping[str, Sequence[str]]:
-    return CLASSES
 
 
 def known_rows() -> pd.DataFrame:

@@ -19,7 +19,8 @@ from madmax_lib.calibration.consistency import measured_s, violation_of
 from madmax_lib.calibration.software import device_of, machine_of, number_of, software_of, text_of
 from madmax_lib.simulator.estimate import model_fields
 from madmax_lib.simulator.parameters import start
-from madmax_lib.simulator.step_time import CLASSES, FIELDS, Work, step_time
+from madmax_lib.simulator.step_time import step_time
+from madmax_lib.simulator.work import CLASSES, FIELDS, Work
 from madmax_lib.specs import DLRM, Device, Transformer
 
 __all__ = ["read_rows", "to_work"]

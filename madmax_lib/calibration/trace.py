@@ -18,7 +18,8 @@ from madmax_lib.kinds import collective_names
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import machine_fields, matrix_fields, model_fields, plan_fields
 from madmax_lib.simulator.parameters import Parameters, bounds, shipped
-from madmax_lib.simulator.step_time import Work, step_time
+from madmax_lib.simulator.step_time import step_time
+from madmax_lib.simulator.work import Work
 from madmax_lib.specs import Cluster, Transformer
 from madmax_lib.timeline import Timeline
 

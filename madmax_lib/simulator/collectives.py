@@ -54,12 +54,11 @@ def group_bandwidth(cluster: Cluster, ranks: int, stride: int = 1) -> tuple[floa
     A group inside a node has the intra-node link. Across nodes its k ranks of a node drive their k network ports with
     as many rings, up to the intra-node bandwidth.
     """
-    if ranks * stride <= cluster.devices_per_node:
-        return cluster.intra.bandwidth_bytes_per_s, cluster.intra.latency_s
-    in_node = min(max(cluster.devices_per_node // stride, 1), ranks)
-    across = in_node * cluster.inter.bandwidth_bytes_per_s
-    inside = cluster.intra.bandwidth_bytes_per_s if in_node > 1 else float("inf")
-    return min(across, inside), cluster.inter.latency_s
+    link, port = cluster.intra, cluster.inter
+    rates = link.bandwidth_bytes_per_s, port.bandwidth_bytes_per_s
+    near = ranks * stride <= cluster.devices_per_node
+    bandwidth = float(shared_bandwidth(ranks, stride, cluster.devices_per_node, *rates))
+    return bandwidth, (link if near else port).latency_s
 
 
 def shared_bandwidth(ranks, stride, domain, link_bytes_per_s, nic_bytes_per_s):

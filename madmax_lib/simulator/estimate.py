@@ -13,7 +13,8 @@ import pandas as pd
 
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.parameters import Parameters, shipped
-from madmax_lib.simulator.step_time import PARTS, Work, step_time
+from madmax_lib.simulator.step_time import PARTS, step_time
+from madmax_lib.simulator.work import Work
 from madmax_lib.specs import DLRM, Cluster, Device, Model, Transformer
 
 __all__ = ["estimate", "family", "machine_fields", "matrix_fields", "model_fields", "plan_fields"]
@@ -23,7 +24,8 @@ _FAMILIES = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "h800": "hopp
 _OWN_RATE = ("b200", "gb200", "gb300", "b300", "h100-96")  # devices with a constant device_rate
 _GRADIENT_WIRE_BYTES = 6.0  # per weight: fp32 gradients scattered, 16-bit weights gathered [Megatron-Core optimizer]
 _CHUNK = 16384  # plans at a time: their arrays stay in the cache
-_WORDS = ("recompute", "attention", "schedule")
+_COVERED = {"schedule": ("1f1b", "gpipe"), "offload": (None,), "hpz": (False,), "qgz": (False,), "context": ("ring",),
+            "first_layers": (0,), "last_layers": (0,), "capacity": (0,)}  # fmt: skip
 
 
 def estimate(
@@ -41,14 +43,16 @@ def estimate(
     plan_or_table: a Plan, or a table whose columns are fields of Plan (missing ones at their default); its index is
     kept. Columns: step_s, the parts named in `step_time.PARTS` (exposed seconds, their sum is step_s), mfu (dense model
     FLOPs over the peak of dtype), tokens_per_s. parameters: the shipped fit if None; `Parameters()` is the ideal
-    machine. A table's row that the cluster or batch cannot hold is NaN. Raises ValueError for such a Plan, an unknown
-    column, dtype, or a recommendation model.
+    machine. A table's row that the cluster or batch cannot hold, or that has no closed form yet (zero-bubble, offload,
+    ZeRO++'s hpz and qgz, Ulysses, stages of stated length, capacity), is NaN. Raises ValueError for such a Plan, an
+    unknown column, dtype, or a recommendation model.
     """
     if isinstance(model, DLRM):
         raise ValueError(f"{model.name}: recommendation models have no closed form; use simulate")
     single = isinstance(plan_or_table, Plan)
     if single:
         plan_or_table.check(model, cluster)
+        _check_covered(plan_or_table)
         plan_or_table.micro_batches(global_batch)
         plan, index = plan_or_table, pd.RangeIndex(1)
     else:
@@ -134,6 +138,12 @@ def plan_fields(plan, global_batch: float) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
+def _check_covered(plan: Plan) -> None:
+    for name, known in _COVERED.items():
+        if (value := getattr(plan, name)) not in known:
+            raise ValueError(f"{name}={value}: the closed form covers {name}={' and '.join(map(str, known))} only")
+
+
 def _bits(device: Device, dtype: str) -> int:
     """8 and 4 where the device multiplies such numbers, 16 for all others."""
     if dtype == "nvfp4" and "nvfp4" in device.peak_flops:
@@ -156,8 +166,9 @@ def _slice(plan: SimpleNamespace, rows: slice) -> SimpleNamespace:
 
 
 def _possible(p: SimpleNamespace, model: Transformer, cluster: Cluster, global_batch: int) -> np.ndarray:
-    """Plans that can be laid over model, cluster and batch, by the rules of `Plan.check`."""
+    """Plans that can be laid over model, cluster and batch, by the rules of `Plan.check`, and timed."""
     world = p.dp * p.tp * p.pp * p.cp == cluster.world_size
     heads = (model.heads % p.tp == 0) & ((model.kv_heads % p.tp == 0) | (p.tp % model.kv_heads == 0))
     experts = ((p.dp * p.cp) % p.ep == 0) & ((model.experts or 1) % p.ep == 0)
-    return world & heads & experts & (p.pp * p.interleave <= model.layers) & (global_batch % p.dp == 0)
+    covered = np.logical_and.reduce([pd.Series(getattr(p, name)).isin(known) for name, known in _COVERED.items()])
+    return covered & world & heads & experts & (p.pp * p.interleave <= model.layers) & (global_batch % p.dp == 0)

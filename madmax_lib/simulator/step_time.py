@@ -1,95 +1,24 @@
 """How long does a training step take? One physical closed form for arrays of models, plans and machines.
 
-`Work` holds one step per row: model dimensions, plan, data-sheet rates and the classes that choose its constants.
-`pieces` turns it into the seconds of one layer, the head and the collectives; `step_time` adds them up along the
-pipeline: micro-batches x slowest stage + (pp - 1) / interleave x mean stage [Narayanan et al. 2021], then gradient
-traffic, optimizer and host work.
+`pieces` turns steps (`work`) into the seconds of one layer, the head and the collectives; `step_time` adds them up
+along the pipeline: micro-batches x slowest stage + (pp - 1) / interleave x mean stage [Narayanan et al. 2021], then
+gradient traffic, optimizer and host work.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import numpy as np
 
 from madmax_lib.simulator.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s, shared_bandwidth
 from madmax_lib.simulator.compute import attention_flops, gemm_s, longer_of, optimizer_bytes, unfused_attention_s
 from madmax_lib.simulator.parameters import Parameters
+from madmax_lib.simulator.work import Work
 
-__all__ = ["CLASSES", "FIELDS", "PARTS", "Work", "pieces", "step_time"]
+__all__ = ["PARTS", "pieces", "step_time"]
 
-_NEEDED = float("nan")
 _TENSORS = 12  # of a transformer layer: weights and biases of four products and two norms
-# fields of a step and their values if not given; NaN = needed
-FIELDS: dict[str, float] = {
-    # model. attention_weights: of one layer; core_width: channels of scores and values over two; window: in tokens, of
-    # windowed_share of the layers
-    "layers": _NEEDED, "hidden": _NEEDED, "heads": _NEEDED, "kv_width": _NEEDED, "head_dim": _NEEDED, "ffn": _NEEDED,
-    "gated": 0, "vocab": _NEEDED, "sequence": _NEEDED, "experts": 0, "active_experts": 0, "shared_experts": 0,
-    "expert_ffn": 0, "dense_layers": 0, "window": 0, "windowed_share": 0, "attention_weights": _NEEDED,
-    "core_width": _NEEDED, "causal": 1,
-    # plan. shard: devices that share the weights (FSDP); trained: 1, or 0 where the base is frozen (LoRA);
-    # recompute_*: share of the forward pass repeated
-    "dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "micro_batches": 1, "interleave": 1, "zero": 0,
-    "shard": 1, "sequence_parallel": 0, "recompute_gemm": 0, "recompute_attention": 0, "recompute_tp": 0, "trained": 1,
-    # software. gather_bytes: per weight; gradient_wire_bytes: per weight in a ring; ends_as_layers: embedding and head
-    # count as layers when the model is cut into stages; send_once: a token goes once to a rank with several experts
-    "gather_bytes": 2, "gradient_wire_bytes": 4, "overlap_tp": 0, "overlap_dp": 1, "tensorwise": 0,
-    "unfused": 0, "legacy": 0, "mx": 0, "rowwise": 0, "ends_as_layers": 0, "send_once": 0,
-    # machine, data-sheet rates. domain: devices on one fast link
-    "peak_gemm": _NEEDED, "peak_16": _NEEDED, "memory": _NEEDED, "link": _NEEDED, "nic": _NEEDED, "domain": 8,
-}  # fmt: skip
-# class -> the constants it chooses; other constants are one number
-CLASSES = {
-    "family": ("nvlink_share",),
-    "device": ("device_rate",),
-    "gemm": ("gemm_efficiency",),
-    "attention": ("attention_efficiency",),
-    "stack": ("pointwise_factor", "launch_s", "weight_bytes"),
-    "network": ("network_share",),
-    "mixture": ("moe_launch_s", "moe_pointwise"),
-}
 PARTS = ("gemm_s", "attention_s", "pointwise_s", "head_s", "launch_s", "tp_s", "cp_s", "ep_s", "fsdp_s", "bubble_s",
          "pp_s", "dp_s", "optimizer_s", "overhead_s")  # fmt: skip
-_CLASS_OF = {name: kind for kind, names in CLASSES.items() for name in names}
-
-
-class Work:
-    """Steps to be timed: an array per field of `FIELDS`, codes per class of `CLASSES`, of length `size` or 1.
-
-    columns: numbers or arrays by field. classes: text or arrays of text. Raises ValueError naming a field that is
-    missing or unknown.
-    """
-
-    def __init__(self, columns: Mapping[str, object], classes: Mapping[str, object]):
-        if unknown := set(columns) - set(FIELDS):
-            raise ValueError(f"{sorted(unknown)[0]!r} is not a field of a step")
-        missing = [name for name, value in FIELDS.items() if value != value and name not in columns]
-        missing += [name for name in CLASSES if name not in classes]
-        if missing:
-            raise ValueError(f"field {missing[0]!r} of a step is missing")
-        values = {name: np.asarray(columns.get(name, default), float).reshape(-1) for name, default in FIELDS.items()}
-        self.codes = {name: _coded(classes[name]) for name in CLASSES}
-        self.size = max(len(v) for v in [*values.values(), *(code for _, code in self.codes.values())])
-        self.__dict__.update(values)
-
-    def constant(self, name: str, parameters: Parameters) -> np.ndarray | float:
-        """A constant for each step, by its class."""
-        if name not in _CLASS_OF:
-            return parameters.constants[name]
-        known, code = self.codes[_CLASS_OF[name]]
-        return np.array([parameters.constants[f"{name}:{group}"] for group in known])[code]
-
-    def take(self, rows: np.ndarray) -> Work:
-        """The steps at these positions (or where True)."""
-        part = Work.__new__(Work)
-        part.size = len(np.arange(self.size)[rows])
-        part.codes = {name: (known, code if len(code) == 1 else code[rows]) for name, (known, code) in
-                      self.codes.items()}  # fmt: skip
-        for name in FIELDS:
-            value = getattr(self, name)
-            setattr(part, name, value if len(value) == 1 else value[rows])
-        return part
 
 
 def step_time(work: Work, parameters: Parameters) -> dict[str, np.ndarray]:
@@ -282,14 +211,6 @@ def _slowest_stage(w: Work, piece) -> tuple[np.ndarray, np.ndarray]:
     last = np.where(w.pp == 1, w.layers, last)
     head_last = (last * piece["layer_s"] + piece["head_s"] > middle * piece["layer_s"]) | (w.pp == 1)
     return np.where(head_last, last, middle), head_last.astype(float)
-
-
-def _coded(classes) -> tuple[list[str], np.ndarray]:
-    """Classes that occur, and the number of each step's class."""
-    if isinstance(classes, str):
-        return [classes], np.zeros(1, int)
-    known, code = np.unique(np.asarray(classes, dtype=str).reshape(-1), return_inverse=True)
-    return known.tolist(), code.reshape(-1)
 
 
 def _mixture_share(w: Work):

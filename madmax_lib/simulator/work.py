@@ -1,0 +1,93 @@
+"""What is a training step to the step-time model? Numbers and classes, one step per row of the arrays.
+
+A step is given by the dimensions of its model, its plan, the habits of its software and the rates of its machine; the
+classes choose which of the model's constants apply to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from madmax_lib.simulator.parameters import Parameters
+
+__all__ = ["CLASSES", "FIELDS", "Work"]
+
+_NEEDED = float("nan")
+# fields of a step and their values if not given; NaN = needed
+FIELDS: dict[str, float] = {
+    # model. attention_weights: of one layer; core_width: channels of scores and values over two; window: in tokens, of
+    # windowed_share of the layers
+    "layers": _NEEDED, "hidden": _NEEDED, "heads": _NEEDED, "kv_width": _NEEDED, "head_dim": _NEEDED, "ffn": _NEEDED,
+    "gated": 0, "vocab": _NEEDED, "sequence": _NEEDED, "experts": 0, "active_experts": 0, "shared_experts": 0,
+    "expert_ffn": 0, "dense_layers": 0, "window": 0, "windowed_share": 0, "attention_weights": _NEEDED,
+    "core_width": _NEEDED, "causal": 1,
+    # plan. shard: devices that share the weights (FSDP); trained: 1, or 0 where the base is frozen (LoRA);
+    # recompute_*: share of the forward pass repeated
+    "dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "micro_batches": 1, "interleave": 1, "zero": 0,
+    "shard": 1, "sequence_parallel": 0, "recompute_gemm": 0, "recompute_attention": 0, "recompute_tp": 0, "trained": 1,
+    # software. gather_bytes: per weight; gradient_wire_bytes: per weight in a ring; ends_as_layers: embedding and head
+    # count as layers when the model is cut into stages; send_once: a token goes once to a rank with several experts
+    "gather_bytes": 2, "gradient_wire_bytes": 4, "overlap_tp": 0, "overlap_dp": 1, "tensorwise": 0,
+    "unfused": 0, "legacy": 0, "mx": 0, "rowwise": 0, "ends_as_layers": 0, "send_once": 0,
+    # machine, data-sheet rates. domain: devices on one fast link
+    "peak_gemm": _NEEDED, "peak_16": _NEEDED, "memory": _NEEDED, "link": _NEEDED, "nic": _NEEDED, "domain": 8,
+}  # fmt: skip
+# class -> the constants it chooses; other constants are one number
+CLASSES = {
+    "family": ("nvlink_share",),
+    "device": ("device_rate",),
+    "gemm": ("gemm_efficiency",),
+    "attention": ("attention_efficiency",),
+    "stack": ("pointwise_factor", "launch_s", "weight_bytes"),
+    "network": ("network_share",),
+    "mixture": ("moe_launch_s", "moe_pointwise"),
+}
+_CLASS_OF = {name: kind for kind, names in CLASSES.items() for name in names}
+
+
+class Work:
+    """Steps to be timed: an array per field of `FIELDS`, codes per class of `CLASSES`, of length `size` or 1.
+
+    columns: numbers or arrays by field. classes: text or arrays of text. Raises ValueError naming a field that is
+    missing or unknown.
+    """
+
+    def __init__(self, columns: Mapping[str, object], classes: Mapping[str, object]):
+        if unknown := set(columns) - set(FIELDS):
+            raise ValueError(f"{sorted(unknown)[0]!r} is not a field of a step")
+        missing = [name for name, value in FIELDS.items() if value != value and name not in columns]
+        missing += [name for name in CLASSES if name not in classes]
+        if missing:
+            raise ValueError(f"field {missing[0]!r} of a step is missing")
+        values = {name: np.asarray(columns.get(name, default), float).reshape(-1) for name, default in FIELDS.items()}
+        self.codes = {name: _coded(classes[name]) for name in CLASSES}
+        self.size = max(len(v) for v in [*values.values(), *(code for _, code in self.codes.values())])
+        self.__dict__.update(values)
+
+    def constant(self, name: str, parameters: Parameters) -> np.ndarray | float:
+        """A constant for each step, by its class."""
+        if name not in _CLASS_OF:
+            return parameters.constants[name]
+        known, code = self.codes[_CLASS_OF[name]]
+        return np.array([parameters.constants[f"{name}:{group}"] for group in known])[code]
+
+    def take(self, rows: np.ndarray) -> Work:
+        """The steps at these positions (or where True)."""
+        part = Work.__new__(Work)
+        part.size = len(np.arange(self.size)[rows])
+        part.codes = {name: (known, code if len(code) == 1 else code[rows]) for name, (known, code) in
+                      self.codes.items()}  # fmt: skip
+        for name in FIELDS:
+            value = getattr(self, name)
+            setattr(part, name, value if len(value) == 1 else value[rows])
+        return part
+
+
+def _coded(classes) -> tuple[list[str], np.ndarray]:
+    """Classes that occur, and the number of each step's class."""
+    if isinstance(classes, str):
+        return [classes], np.zeros(1, int)
+    known, code = np.unique(np.asarray(classes, dtype=str).reshape(-1), return_inverse=True)
+    return known.tolist(), code.reshape(-1)
