@@ -1,5 +1,4 @@
 import json
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -9,6 +8,7 @@ from conftest import dataset_or_skip, local_or_skip, make_timeline
 import madmax_lib as mm
 from madmax_lib.accounting import breakdown
 from madmax_lib.details import Details, conform
+from madmax_lib.simulator.parameters import Parameters
 from madmax_lib.timeline import Meta, Timeline
 from madmax_lib.traces.collectives import by_group, calls, waiting
 from madmax_lib.traces.kineto import read_trace
@@ -259,8 +259,8 @@ def test_old_a100_trace_has_plausible_bandwidths():
 @pytest.mark.parametrize("plan", ["dp8", "dp2.tp2.pp2", "dp2.tp2.pp2.z3.nosp"])
 def test_the_bus_bandwidth_of_a_simulated_collective_is_the_links(plan):
     cluster = mm.cluster("dgx-a100", nodes=1)
-    cluster = replace(cluster, intra=replace(cluster.intra, latency_s=0.0))
-    timeline = mm.simulate(mm.model("gpt2-large"), cluster, mm.Plan.parse(plan), global_batch=8)
+    ideal = Parameters()  # no latency, all of the link
+    timeline = mm.simulate(mm.model("gpt2-large"), cluster, mm.Plan.parse(plan), global_batch=8, parameters=ideal)
     table = by_group(timeline)
     link = cluster.intra.bandwidth_bytes_per_s
     np.testing.assert_allclose(table["bus_bytes_per_s"], link, rtol=1e-3)  # a call of microseconds is rounded to ns

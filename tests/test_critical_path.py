@@ -175,7 +175,7 @@ def test_simulated_steps(plan):
     end_ns = int((timeline.spans["start_ns"] + timeline.spans["dur_ns"]).max())
     assert int(path["dur_s"].mul(1e9).round().sum()) == end_ns
     assert new_ns(timeline, {"compute": 1}) == end_ns
-    assert not set(path["kind"]) - {"compute", "comm", "memcpy"}
+    assert not set(path["kind"]) - {"compute", "comm", "host"}
 
 
 @pytest.mark.parametrize("name", ["gpt-ddp", "gpt-fsdp", "vit-ddp"])

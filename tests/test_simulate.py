@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 import madmax_lib as mm
 from madmax_lib.kinds import collective_names
-from madmax_lib.simulator.collectives import all_gather_s, all_reduce_s, all_to_all_s, group_bandwidth, reduce_scatter_s
-from madmax_lib.simulator.compute import Parameters, compute_s
+from madmax_lib.simulator.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
+from madmax_lib.simulator.compute import compute_s
 from madmax_lib.simulator.engine import run
 from madmax_lib.simulator.layout import Step
 from madmax_lib.simulator.ops import Block, gemm
+from madmax_lib.simulator.parameters import Parameters
+from madmax_lib.simulator.prices import DataSheet
 from madmax_lib.simulator.workload import blocks
 from madmax_lib.specs import Cluster, Device, Link, Transformer
 
@@ -54,7 +56,7 @@ def test_bubble_of_equal_stages(plan, pp, micro_batches):
     schedule = {"gpipe": "gpipe", "zb": "zero-bubble"}.get(plan, "1f1b")
     plan = mm.Plan(pp=pp, schedule=schedule, interleave=v)
     block = Block("attention", (gemm("product", 0.5 / v, 1.0, 1.0, "bf16", weights=True),))  # 1/v FLOP at 1 FLOP/s
-    step = Step([[[block]] * v] * pp, plan, CLUSTER, Parameters(), "bf16")
+    step = Step([[[block]] * v] * pp, plan, CLUSTER, DataSheet(plan, CLUSTER, Parameters()), "bf16")
     _, end_s = run(step.build(micro_batches, 0.0))
     passes = 3 * v * micro_batches if schedule == "zero-bubble" else v * micro_batches
     assert 1 - 3 * micro_batches / max(end_s) == pytest.approx((pp - 1) / (passes + pp - 1), abs=1e-12)
@@ -62,15 +64,16 @@ def test_bubble_of_equal_stages(plan, pp, micro_batches):
 
 def test_one_device_does_not_communicate():
     timeline = mm.simulate(TINY, replace(NODE, devices_per_node=1), mm.Plan(), global_batch=1)
-    assert set(timeline.spans["kind"]) == {"compute"} and timeline.ranks == [0]
+    assert set(timeline.spans["kind"]) == {"compute", "idle"} and timeline.ranks == [0]
+    assert timeline.spans.query("kind == 'idle'")["name"].tolist() == ["host work"]
 
 
 def test_ideal_step_time_is_flops_over_peak():
-    """With memory of endless bandwidth only products take time; full recompute repeats all but the head."""
+    """On an ideal machine only products and the optimizer take time; full recompute repeats all but the head."""
     model, cluster = mm.model("gpt3-175b"), mm.cluster("dgx-a100", nodes=16)
     cluster = replace(cluster, device=replace(cluster.device, memory_bandwidth_bytes_per_s=1e30))
     plan = mm.Plan(tp=8, pp=8, dp=2, recompute="full", attention="unfused")
-    table = mm.breakdown(mm.simulate(model, cluster, plan, global_batch=128))
+    table = mm.breakdown(mm.simulate(model, cluster, plan, global_batch=128, parameters=Parameters()))
     head = 2 * model.sequence * model.hidden * model.vocab
     work = (4 * model.forward_flops(128) - 128 * head) / 128 / 312e12
     assert table["compute_s"].mean() == pytest.approx(work, rel=1e-6)
@@ -157,7 +160,7 @@ def test_what_recompute_repeats():
     one = replace(NODE, devices_per_node=1, device=replace(NODE.device, memory_bandwidth_bytes_per_s=1e30))
     shares = []
     for recompute in ("none", "selective", "full"):
-        spans = mm.simulate(TINY, one, mm.Plan(recompute=recompute), global_batch=1).spans
+        spans = mm.simulate(TINY, one, mm.Plan(recompute=recompute), global_batch=1, parameters=Parameters()).spans
         phase = spans["name"].astype(str).str.split().str[-1]
         layers = spans["name"].astype(str).str.match("attention|feed-forward")
         seconds = spans[layers].groupby(phase)["dur_ns"].sum()
@@ -208,7 +211,8 @@ PLANS = ["dp8", "dp8.z1", "dp8.z3", "dp2.tp4", "dp2.tp2.pp2", "dp2.tp2.pp2.gpipe
 @settings(max_examples=12, deadline=None)
 @given(st.sampled_from(PLANS), st.sampled_from(["intra", "inter", "memory", "peak"]), st.floats(1.0, 8.0))
 def test_faster_parts_never_make_a_slower_step(plan, part, factor):
-    cluster, model = replace(NODE, devices_per_node=4, nodes=2), replace(TINY, sequence=512)
+    """A model large enough that its kernels, not their launches, set the pace."""
+    cluster, model = replace(NODE, devices_per_node=4, nodes=2), replace(TINY, hidden=4096, ffn=16384, sequence=4096)
     model = replace(model, experts=4, active_experts=2) if "ep" in plan else model
     device = cluster.device
     if part in ("intra", "inter"):
@@ -231,10 +235,10 @@ def test_prefetch_hides_gathers_and_recompute_costs_a_third():
     assert mm.breakdown(ahead)["exposed_comm_s"].iloc[0] < mm.breakdown(late)["exposed_comm_s"].iloc[0]
     one, batch = replace(NODE, devices_per_node=1), 16
     none, full = (
-        mm.breakdown(mm.simulate(mm.model("gpt2-large"), one, plan, global_batch=batch))["compute_s"].iloc[0]
-        for plan in (mm.Plan(micro_batch=batch), mm.Plan(micro_batch=batch, recompute="full"))
+        step_s(mm.model("gpt2-large"), one, plan, global_batch=batch, parameters=Parameters())
+        for plan in (f"mb{batch}", f"mb{batch}.full")
     )
-    assert full / none == pytest.approx(4 / 3, rel=0.03)
+    assert full / none == pytest.approx(4 / 3, rel=0.04)  # the head is not repeated
 
 
 def test_small_buckets_overlap_and_one_bucket_does_not():
@@ -297,13 +301,6 @@ def test_collectives_in_closed_form():
     assert all_to_all_s(8e9, 8, 8, 1e9, 1e9) == pytest.approx(7)
     assert all_to_all_s(8e9, 16, 8, 1e9, 1e8) == pytest.approx(40)
     np.testing.assert_allclose(all_reduce_s(np.array([1e9, 2e9]), np.array([2, 4]), 1e9), [1, 3])
-
-
-@pytest.mark.parametrize(
-    ("ranks", "stride", "bandwidth"), [(8, 1, 300e9), (2, 4, 300e9), (16, 1, 200e9), (2, 8, 25e9), (8, 4, 50e9)]
-)
-def test_bandwidth_of_groups(ranks, stride, bandwidth):
-    assert group_bandwidth(mm.cluster("dgx-a100", nodes=8), ranks, stride)[0] == bandwidth
 
 
 def test_roofline_takes_the_slower_bound():

@@ -141,7 +141,8 @@ def _read(raw: dict) -> dict:
     except (ValueError, OverflowError, ZeroDivisionError) as error:
         return row | {"reason": str(error)}
     row["violation"] = violation_of(row)
-    return row | {"supported": True, "consistent": not row["violation"]}
+    return {name: value for name, value in FIELDS.items() if value == value} | row | {
+        "supported": True, "consistent": not row["violation"]}  # fmt: skip
 
 
 def _model(raw: dict) -> Transformer:

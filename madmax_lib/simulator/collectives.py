@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from madmax_lib.specs import Cluster
-
-__all__ = ["all_gather_s", "all_reduce_s", "all_to_all_s", "group_bandwidth", "reduce_scatter_s", "send_s",
-           "shared_bandwidth"]  # fmt: skip
+__all__ = ["all_gather_s", "all_reduce_s", "all_to_all_s", "reduce_scatter_s", "send_s", "shared_bandwidth"]
 
 
 def all_reduce_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s=0.0):
@@ -48,24 +45,11 @@ def send_s(size_bytes, bandwidth_bytes_per_s, latency_s=0.0):
     return latency_s + size_bytes / bandwidth_bytes_per_s
 
 
-def group_bandwidth(cluster: Cluster, ranks: int, stride: int = 1) -> tuple[float, float]:
-    """Bandwidth per rank (bytes/s, one way) and hop latency (s) of a group whose ranks are `stride` devices apart.
-
-    A group inside a node has the intra-node link. Across nodes its k ranks of a node drive their k network ports with
-    as many rings, up to the intra-node bandwidth.
-    """
-    link, port = cluster.intra, cluster.inter
-    rates = link.bandwidth_bytes_per_s, port.bandwidth_bytes_per_s
-    near = ranks * stride <= cluster.devices_per_node
-    bandwidth = float(shared_bandwidth(ranks, stride, cluster.devices_per_node, *rates))
-    return bandwidth, (link if near else port).latency_s
-
-
 def shared_bandwidth(ranks, stride, domain, link_bytes_per_s, nic_bytes_per_s):
     """Bandwidth per rank of rings whose ranks are `stride` devices apart, `domain` devices on the fast link.
 
-    As `group_bandwidth`, for arrays: inside the domain the link; across domains the k ranks of a domain drive their k
-    network ports with as many rings, up to the link.
+    Inside the domain the link; across domains the k ranks of a domain drive their k network ports with as many rings,
+    up to the link.
     """
     ranks, stride, domain = np.asarray(ranks, float), np.asarray(stride, float), np.asarray(domain, float)
     in_domain = np.minimum(np.maximum(np.floor(domain / stride), 1), ranks)

@@ -17,15 +17,14 @@ from madmax_lib.simulator.step_time import PARTS, step_time
 from madmax_lib.simulator.work import Work
 from madmax_lib.specs import DLRM, Cluster, Device, Model, Transformer
 
-__all__ = ["estimate", "family", "machine_fields", "matrix_fields", "model_fields", "plan_fields"]
+__all__ = ["estimate", "family", "machine_fields", "matrix_fields", "model_fields", "plan_fields",
+           "work_of"]  # fmt: skip
 
 _FAMILIES = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "h800": "hopper", "b200": "blackwell",
              "b300": "blackwell", "gb200": "blackwell", "gb300": "blackwell"}  # fmt: skip
 _OWN_RATE = ("b200", "gb200", "gb300", "b300", "h100-96")  # devices with a constant device_rate
-_GRADIENT_WIRE_BYTES = 6.0  # per weight: fp32 gradients scattered, 16-bit weights gathered [Megatron-Core optimizer]
 _CHUNK = 16384  # plans at a time: their arrays stay in the cache
-_COVERED = {"schedule": ("1f1b", "gpipe"), "offload": (None,), "hpz": (False,), "qgz": (False,), "context": ("ring",),
-            "first_layers": (0,), "last_layers": (0,), "capacity": (0,)}  # fmt: skip
+_COVERED = {"offload": (None,), "first_layers": (0,), "last_layers": (0,), "capacity": (0,)}
 
 
 def estimate(
@@ -43,8 +42,8 @@ def estimate(
     plan_or_table: a Plan, or a table whose columns are fields of Plan (missing ones at their default); its index is
     kept. Columns: step_s, the parts named in `step_time.PARTS` (exposed seconds, their sum is step_s), mfu (dense model
     FLOPs over the peak of dtype), tokens_per_s. parameters: the shipped fit if None; `Parameters()` is the ideal
-    machine. A table's row that the cluster or batch cannot hold, or that has no closed form yet (zero-bubble, offload,
-    ZeRO++'s hpz and qgz, Ulysses, stages of stated length, capacity), is NaN. Raises ValueError for such a Plan, an
+    machine. A table's row that the cluster or batch cannot hold, or that has no closed form yet (offload, stages of
+    stated length, capacity of experts), is NaN. Raises ValueError for such a Plan, an
     unknown column, dtype, or a recommendation model.
     """
     if isinstance(model, DLRM):
@@ -57,15 +56,11 @@ def estimate(
         plan, index = plan_or_table, pd.RangeIndex(1)
     else:
         plan, index = _columns(plan_or_table), plan_or_table.index
-    fields, classes = machine_fields(cluster, dtype)
-    fields |= model_fields(model, sequence) | matrix_fields(cluster.device, dtype)
     parameters = parameters or shipped()
     parts = []
     for start in range(0, max(len(index), 1), _CHUNK):
         piece = plan if single else _slice(plan, slice(start, start + _CHUNK))
-        mixture = "graph" if model.experts else "none"
-        work = Work(fields | plan_fields(piece, global_batch), classes | {"mixture": mixture})
-        times = step_time(work, parameters)
+        times = step_time(work_of(model, cluster, piece, global_batch, sequence, dtype), parameters)
         if not single:
             times["step_s"] = np.where(_possible(piece, model, cluster, global_batch), times["step_s"], np.nan)
         parts.append(times)
@@ -76,6 +71,14 @@ def estimate(
     table["mfu"] = flops / (table["step_s"] * cluster.world_size * cluster.device.peak(dtype))
     table["tokens_per_s"] = tokens / table["step_s"]
     return pd.DataFrame(table, index=index)
+
+
+def work_of(model: Transformer, cluster: Cluster, plan, global_batch: float, sequence: int | None = None,
+            dtype: str = "bf16") -> Work:  # fmt: skip
+    """The steps of a plan, or of anything with its fields as arrays."""
+    fields, classes = machine_fields(cluster, dtype)
+    fields |= model_fields(model, sequence) | matrix_fields(cluster.device, dtype) | plan_fields(plan, global_batch)
+    return Work(fields, classes | {"mixture": "graph" if model.experts else "none"})
 
 
 def family(device: Device) -> str:
@@ -127,14 +130,21 @@ def plan_fields(plan, global_batch: float) -> dict[str, np.ndarray]:
     sharded = np.asarray(p.zero) >= 3
     shard = np.where(np.asarray(p.shard) > 0, p.shard, data)
     own = np.asarray(p.embedding_as_layer, bool) & np.asarray(p.head_as_layer, bool)
+    gradient_bytes = np.where(p.reduce_fp32, 4.0, 2.0)
+    gathers = (np.asarray(p.zero) > 0) & ~sharded
     return {
         "dp": p.dp, "tp": p.tp, "pp": p.pp, "cp": p.cp, "ep": p.ep, "micro_batch": p.micro_batch,
         "micro_batches": np.ceil(np.asarray(global_batch) / np.multiply(p.dp, p.micro_batch)),
         "interleave": p.interleave, "zero": np.where(sharded, 3, np.minimum(p.zero, 1)),
         "shard": np.where(sharded, shard, 1), "sequence_parallel": np.asarray(p.sequence_parallel, float),
         "recompute_gemm": full, "recompute_attention": np.maximum(full, recompute == "selective"), "recompute_tp": full,
-        "gather_bytes": np.where(p.qwz, 1.0, 2.0), "gradient_wire_bytes": _GRADIENT_WIRE_BYTES, "overlap_tp": 1,
+        "gather_bytes": np.where(p.qwz, 1.0, 2.0), "reduce_bytes": gradient_bytes, "gradient_bytes": gradient_bytes,
+        "gradient_wire_bytes": gradient_bytes + np.where(gathers, 2.0, gradient_bytes),
+        "gathered_bytes": np.where(gathers, 2.0, 0.0), "late_gather": ~np.asarray(p.overlap_gather, bool),
+        "bucket_bytes": p.bucket_bytes, "prefetch": p.prefetch, "overlap_tp": 1,
         "unfused": np.asarray(p.attention) == "unfused", "ends_as_layers": own, "send_once": 1,
+        "gpipe": np.asarray(p.schedule) == "gpipe", "zero_bubble": np.asarray(p.schedule) == "zero-bubble",
+        "ulysses": np.asarray(p.context) == "ulysses", "hpz": p.hpz, "qgz": p.qgz,
     }  # fmt: skip
 
 

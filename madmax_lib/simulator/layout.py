@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from madmax_lib.plan import Plan
-from madmax_lib.simulator.compute import Parameters, compute_s, optimizer_s
 from madmax_lib.simulator.engine import Program
 from madmax_lib.simulator.ops import Block, Comm, Op, mirror, phases, storage_bytes
+from madmax_lib.simulator.prices import DataSheet
 from madmax_lib.simulator.schedules import Slot, dependency, in_order, order
 from madmax_lib.simulator.sharding import Sharding
-from madmax_lib.simulator.topology import Group, collective_s, groups
+from madmax_lib.simulator.topology import Group
 from madmax_lib.specs import Cluster
 
 __all__ = ["COMPUTE", "CONTEXT", "DATA", "EXPERT", "PIPELINE", "REPLICATE", "TENSOR", "Step"]
@@ -34,8 +34,8 @@ class Pass:
     result on. ends: ops that the optimizer waits for.
     """
 
-    def __init__(self, step: Step):
-        self.step, self.program = step, Program()
+    def __init__(self, step: Step, prices: DataSheet, traffic_scale: float = 1.0):
+        self.step, self.prices, self.traffic_scale, self.program = step, prices, traffic_scale, Program()
         self.waits: list[tuple[int, int]] = []
         self.last, self.sends, self.ends = -1, -1, []
 
@@ -56,8 +56,9 @@ class Pass:
         found = self.step.groups[group]
         if kind == "copy" or found.ranks == 1 or not size_bytes:
             return after
-        return [self.op(_STREAMS.get(group, DATA), "comm", f"{kind} {what}", self.step.comm_s(kind, size_bytes, found),
-                        after, group=group, size_bytes=size_bytes)]  # fmt: skip
+        stream = _STREAMS.get(group, DATA)
+        duration_s = self.step.comm_s(kind, size_bytes, found) * (self.traffic_scale if stream == DATA else 1.0)
+        return [self.op(stream, "comm", f"{kind} {what}", duration_s, after, group=group, size_bytes=size_bytes)]
 
     def comms(self, comms: tuple[Comm, ...], what: str, after: list[int]) -> list[int]:
         """Collectives one after another."""
@@ -69,14 +70,15 @@ class Pass:
 class Step:
     """Lays out one training step; `build` returns its Program.
 
-    chunks: blocks [stage][chunk]; short: those of a short last micro-batch. One instance, one call of `build`.
+    chunks: blocks [stage][chunk]; short: those of a short last micro-batch, with their prices. One instance, one call
+    of `build`.
     """
 
-    def __init__(self, chunks: Chunks, plan: Plan, cluster: Cluster, parameters: Parameters, dtype: str,
-                 short: Chunks | None = None):  # fmt: skip
-        self.plan, self.cluster, self.parameters, self.dtype = plan, cluster, parameters, dtype
-        self.shapes = [chunks, short or chunks]
-        self.groups = groups(plan, cluster, parameters)
+    def __init__(self, chunks: Chunks, plan: Plan, cluster: Cluster, prices: DataSheet, dtype: str,
+                 short: tuple[Chunks, DataSheet] | None = None):  # fmt: skip
+        self.plan, self.cluster, self.prices = plan, cluster, prices
+        self.shapes = [(chunks, prices), short or (chunks, prices)]
+        self.groups = prices.groups
         self.sharding = Sharding(plan, storage_bytes(dtype), self.groups)
         self.known: dict[tuple, object] = {}
 
@@ -89,7 +91,7 @@ class Step:
         ends: list[list[int]] = [[] for _ in range(plan.pp)]
         for stage, slot in in_order(orders, plan.interleave):
             last = slot[2] == micro_batches - 1
-            first, is_short = slot[2] == 0 and plan.overlap_gather, last and self.shapes[1] is not self.shapes[0]
+            first, is_short = slot[2] == 0 and plan.overlap_gather, last and self.shapes[1][0] is not self.shapes[0][0]
             size_bytes = short_bytes if is_short else activation_bytes
             made = self._once(self._pass, stage, slot[0], slot[1], first, last, is_short, size_bytes)
             outside = {
@@ -107,7 +109,8 @@ class Step:
 
     def _pass(self, stage: int, direction: str, chunk: int, first: bool, last: bool, short: bool, size_bytes: float
               ) -> Pass:  # fmt: skip
-        blocks, made = self.shapes[short][stage][chunk], Pass(self)
+        (chunks, prices), way = self.shapes[short], "forward" if direction == "forward" else "backward"
+        blocks, made = chunks[stage][chunk], Pass(self, prices, prices.traffic_scale[way])
         split = self.plan.schedule == "zero-bubble"
         if direction == "weight":
             self._weights(made, blocks, last)
@@ -119,6 +122,7 @@ class Step:
         virtual = chunk * self.plan.pp + stage + step
         if 0 <= virtual < self.plan.pp * self.plan.interleave:
             duration_s = self._send_s(stage, virtual % self.plan.pp, size_bytes)
+            done = [*done, made.last] if made.last >= 0 else done
             made.sends = made.op(PIPELINE, "comm", f"send_recv {what}", duration_s, done, group="pp",
                                  size_bytes=size_bytes)  # fmt: skip
         return made
@@ -159,26 +163,29 @@ class Step:
         reduce = self.sharding.reducer(made, last)
         for unit in _units(blocks)[::-1]:
             for block in unit[::-1]:
-                made.compute(f"{block.name} weight", self._seconds(block, "weight"), [_BEFORE])
+                made.compute(f"{block.name} weight", self._seconds(made, block, "weight"), [_BEFORE])
                 reduce(block, made.last, end=block is blocks[0], unit_end=block is unit[0])
 
     def _work(self, made: Pass, block: Block, phase: str, after: list[int], split: bool = False) -> list[int]:
         """One block: collectives, compute, collectives. Returns what the next block waits for."""
-        before, behind = (
-            (block.before, block.after) if phase != "backward" else (mirror(block.after), mirror(block.before))
-        )
-        if block.table and phase == "backward":
-            before = ()
+        before, behind = block.before, block.after
+        if phase == "backward":
+            before, behind = () if block.table else mirror(block.after), mirror(block.before)
+        elif phase == "recompute" and self.plan.recompute == "selective":
+            before, behind = (), ()  # the scores alone
         name = f"{block.name} {phase}"
         after = made.comms(before, name, after)
-        duration_s = self._seconds(block, phase) + (
-            0.0 if phase != "backward" or split else self._seconds(block, "weight")
-        )
+        duration_s = self._seconds(made, block, phase)
+        if phase == "backward" and not split:
+            duration_s += self._seconds(made, block, "weight")
         if block.ring_bytes and self.plan.cp > 1:
-            after = self._ring(made, block, phase, duration_s, after)
-        else:
-            after = [made.compute(name, duration_s, after)]
-        return made.comms(behind, name, after)
+            return made.comms(behind, name, self._ring(made, block, phase, duration_s, after))
+        beside_s = min(self._hidden_s(behind), duration_s)
+        first = made.compute(name, duration_s - beside_s, after)
+        done = made.comms(behind, name, [first])
+        if beside_s:
+            made.compute(name, beside_s, [first])  # whatever computes next comes after it on the stream
+        return done
 
     def _ring(self, made: Pass, block: Block, phase: str, duration_s: float, after: list[int]) -> list[int]:
         """Attention in cp steps, the next keys and values on their way meanwhile, in backward their gradients too."""
@@ -212,20 +219,33 @@ class Step:
 
     def _optimizer(self, program: Program, stage: int, after: list[int]) -> None:
         """Update of the parameters that a device owns; ZeRO-1/2 then gather them unless the next pass does."""
-        blocks = [block for chunk in self.shapes[0][stage] for block in chunk]
+        blocks = [block for chunk in self.shapes[0][0][stage] for block in chunk]
         owned = self.sharding.owned(blocks)
-        duration_s = float(optimizer_s(owned, self.cluster.device, self.parameters))
-        op = program.op(COMPUTE, "compute", "adam", duration_s, dict.fromkeys(after), rank=stage)
+        if self.prices.host_s:
+            after = [program.op(COMPUTE, "idle", "host work", self.prices.host_s, dict.fromkeys(after), rank=stage)]
+        op = program.op(COMPUTE, "compute", "adam", self.prices.update_s(owned), dict.fromkeys(after), rank=stage)
         if self.plan.zero in (1, 2) and not self.plan.overlap_gather:
-            made = Pass(self)
+            made = Pass(self, self.prices)
             self.sharding.gather(made, blocks, "", [_BEFORE], name="parameters")
             program.extend(made.program, stage, [(waiting, op) for waiting, _ in made.waits])
 
-    def _seconds(self, block: Block, phase: str) -> float:
+    def _seconds(self, made: Pass, block: Block, phase: str) -> float:
         key = (id(block.ops), block.recomputed, phase)
         if (known := self.known.get(key)) is None:
-            known = self.known[key] = sum(self._once(self._op_s, op) for op in self._phases(block)[phase])
+            known = self.known[key] = made.prices.ops_s(block, phase, self._phases(block)[phase])
         return known
+
+    def _hidden_s(self, behind: tuple[Comm, ...]) -> float:
+        """Seconds of a block that run beside the tensor-parallel collectives behind it.
+
+        A reduce-scatter hides with the all-gather of the next block, which is as long.
+        """
+        if not self.prices.tp_hidden or self.plan.tp == 1:
+            return 0.0
+        twice = {"reduce_scatter": 2.0, "all_reduce": 1.0}
+        return self.prices.tp_hidden * sum(
+            twice[comm.kind] * self.comm_s(comm.kind, comm.size_bytes, self.groups["tp"])
+            for comm in behind if comm.group == "tp" and comm.kind in twice)  # fmt: skip
 
     def _phases(self, block: Block) -> dict[str, tuple[Op, ...]]:
         key = (id(block.ops), block.recomputed)
@@ -233,12 +253,9 @@ class Step:
             self.known[key] = phases(block, self.plan.recompute)
         return self.known[key]
 
-    def _op_s(self, op: Op) -> float:
-        return float(compute_s(op.flops, op.traffic_bytes, self.cluster.device, op.dtype, self.parameters))
-
     def comm_s(self, kind: str, size_bytes: float, group: Group) -> float:
         """Seconds of a collective, worked out once."""
-        return self._once(collective_s, kind, size_bytes, group)
+        return self._once(self.prices.comm_s, kind, size_bytes, group)
 
     def _send_s(self, stage: int, to: int, size_bytes: float) -> float:
         """Message to a neighbour stage; one node holds both when the devices of both lie in it."""

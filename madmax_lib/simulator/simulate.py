@@ -8,16 +8,18 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.plan import Plan
-from madmax_lib.simulator.compute import Parameters
-from madmax_lib.simulator.engine import to_timeline
+from madmax_lib.simulator.engine import Program, to_timeline
+from madmax_lib.simulator.estimate import work_of
 from madmax_lib.simulator.layout import Step
 from madmax_lib.simulator.ops import storage_bytes
+from madmax_lib.simulator.parameters import Parameters, shipped
+from madmax_lib.simulator.prices import DataSheet, Fitted
 from madmax_lib.simulator.topology import Group, member_names
-from madmax_lib.simulator.workload import chunk_blocks
+from madmax_lib.simulator.workload import blocks, chunk_blocks
 from madmax_lib.specs import DLRM, Cluster, Model, Transformer
 from madmax_lib.timeline import Meta, Timeline
 
-__all__ = ["simulate"]
+__all__ = ["lay_out", "simulate"]
 
 _ALL_RANKS_UP_TO = 64
 
@@ -35,21 +37,15 @@ def simulate(
 ) -> Timeline:
     """One training step of a model on a cluster under a plan.
 
-    global_batch: samples over all devices. sequence: tokens per sample, the model's own if None. parameters: achieved
-    shares of the data-sheet rates, ideal if None. imbalance: tokens of the busiest expert device over the mean. Ranks:
-    one per pipeline stage, standing for all devices of the stage (meta.represents); all ranks of up to 64 devices.
-    Streams: 0 compute, 1 tensor, 2 data, 3 pipeline, 4 context, 5 expert parallel, 6 copies of HSDP's shards.
+    global_batch: samples over all devices. sequence: tokens per sample, the model's own if None. parameters: constants
+    of the step-time model, the shipped fit if None; `Parameters()` is the ideal machine (recommendation models: the
+    data sheet, or the shares of it that parameters name). imbalance: tokens of the busiest expert device over the mean.
+    Ranks: one per pipeline stage, standing for all devices of the stage (meta.represents); all ranks of up to 64
+    devices. Streams: 0 compute, 1 tensor, 2 data, 3 pipeline, 4 context, 5 expert parallel, 6 copies of HSDP's shards.
     Raises ValueError, in the field's words, for a plan that cannot be laid over model and cluster.
     """
-    plan.check(model, cluster)
-    if plan.offload is not None:
-        raise ValueError(f"offload={plan.offload}: the simulator lays out offload=None only")
-    micro_batches, short = plan.micro_batches(global_batch), plan.last_micro_batch(global_batch)
-    shapes = [replace(plan, micro_batch=samples) for samples in dict.fromkeys((plan.micro_batch, short))]
-    chunks = [chunk_blocks(model, shape, sequence, dtype=dtype, imbalance=imbalance) for shape in shapes]
-    sent = [0.0 if isinstance(model, DLRM) else _activation_bytes(model, shape, sequence, dtype) for shape in shapes]
-    step = Step(chunks[0], plan, cluster, parameters or Parameters(), dtype, chunks[-1])
-    program = step.build(micro_batches, sent[0], sent[-1])
+    step, program = lay_out(model, cluster, plan, global_batch=global_batch, sequence=sequence, dtype=dtype,
+                            parameters=parameters, imbalance=imbalance)  # fmt: skip
     width = plan.world_size // plan.pp
     meta = Meta(
         source="simulated",
@@ -67,10 +63,36 @@ def simulate(
     return _with_device_ranks(to_timeline(program, meta), plan, step.groups)
 
 
+def lay_out(model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, sequence: int | None = None,
+            dtype: str = "bf16", parameters: Parameters | None = None, imbalance: float = 1.0
+            ) -> tuple[Step, Program]:  # fmt: skip
+    """Operations of `simulate` before they are timed, one rank per pipeline stage; arguments and errors as there."""
+    plan.check(model, cluster)
+    if plan.offload is not None:
+        raise ValueError(f"offload={plan.offload}: the simulator lays out offload=None only")
+    micro_batches, short = plan.micro_batches(global_batch), plan.last_micro_batch(global_batch)
+    shapes = [replace(plan, micro_batch=samples) for samples in dict.fromkeys((plan.micro_batch, short))]
+    chunks = [chunk_blocks(model, shape, sequence, dtype=dtype, imbalance=imbalance) for shape in shapes]
+    prices = [_prices(model, shape, cluster, global_batch, sequence, dtype, parameters) for shape in shapes]
+    sent = [0.0 if isinstance(model, DLRM) else _activation_bytes(model, shape, sequence, dtype) for shape in shapes]
+    step = Step(chunks[0], plan, cluster, prices[0], dtype, (chunks[-1], prices[-1]))
+    return step, step.build(micro_batches, sent[0], sent[-1])
+
+
+def _prices(model: Model, plan: Plan, cluster: Cluster, global_batch: int, sequence: int | None, dtype: str,
+            parameters: Parameters | None) -> DataSheet:  # fmt: skip
+    """Prices of one micro-batch: the fitted step-time model's, for recommendation models the data sheet's."""
+    if isinstance(model, DLRM):
+        return DataSheet(plan, cluster, parameters or Parameters())
+    even = [block for stage in blocks(model, plan, sequence, dtype=dtype) for block in stage]
+    work = work_of(model, cluster, plan, global_batch, sequence, dtype)
+    return Fitted(work, even, plan, cluster, parameters or shipped())
+
+
 def _activation_bytes(model: Transformer, plan: Plan, sequence: int | None, dtype: str) -> float:
     """Sent from a pipeline stage to the next, per micro-batch and device."""
     tokens = plan.micro_batch * (sequence or model.sequence) / plan.cp
-    return tokens * model.hidden * storage_bytes(dtype) / (plan.tp if plan.sequence_parallel else 1)
+    return tokens * model.hidden * storage_bytes(dtype) / plan.tp  # each sends its part [arXiv 2104.04473]
 
 
 def _with_device_ranks(timeline: Timeline, plan: Plan, groups: dict[str, Group]) -> Timeline:

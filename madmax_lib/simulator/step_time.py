@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from madmax_lib.simulator.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s, shared_bandwidth
+from madmax_lib.simulator import traffic
+from madmax_lib.simulator.collectives import send_s
 from madmax_lib.simulator.compute import attention_flops, gemm_s, longer_of, optimizer_bytes, unfused_attention_s
 from madmax_lib.simulator.parameters import Parameters
 from madmax_lib.simulator.work import Work
 
-__all__ = ["PARTS", "pieces", "step_time"]
+__all__ = ["PARTS", "achieved_rates", "head_passes", "layer_passes", "pieces", "step_time"]
 
-_TENSORS = 12  # of a transformer layer: weights and biases of four products and two norms
 PARTS = ("gemm_s", "attention_s", "pointwise_s", "head_s", "launch_s", "tp_s", "cp_s", "ep_s", "fsdp_s", "bubble_s",
          "pp_s", "dp_s", "optimizer_s", "overhead_s")  # fmt: skip
 
@@ -32,45 +32,56 @@ def step_time(work: Work, parameters: Parameters) -> dict[str, np.ndarray]:
     inner = ("gemm_s", "attention_s", "pointwise_s", "launch_s", "tp_s", "cp_s", "ep_s", "fsdp_s")
     parts = {name: w.micro_batches * layers * piece[name] for name in inner}
     parts["head_s"] = w.micro_batches * heads * piece["head_s"]
-    mean_stage_s = (w.layers * piece["layer_s"] + piece["head_s"]) / w.pp
-    parts["bubble_s"] = (w.pp - 1) / w.interleave * mean_stage_s
-    parts["pp_s"] = np.where(w.pp > 1, 2 * piece["send_s"] * (w.micro_batches * w.interleave + w.pp - 1), 0.0)
+    waits_s = piece["layer_s"] - np.where(w.zero_bubble > 0, 2 * piece["weight_s"], 0.0)
+    parts["bubble_s"] = (w.pp - 1) / w.interleave * (w.layers * waits_s + piece["head_s"]) / w.pp
+    parts["pp_s"] = np.where(w.pp > 1, piece["send_s"] * _sends_that_show(w), 0.0)
     parts["dp_s"], parts["optimizer_s"] = piece["dp_s"], piece["optimizer_s"]
     parts["overhead_s"] = parameters.constants["step_s"]
     parts["step_s"] = sum(parts[name] for name in PARTS)
-    return {name: np.broadcast_to(parts[name], w.size) for name in (*PARTS, "step_s")}
+    return {name: part if np.shape(part := parts[name]) == (w.size,) else np.full(w.size, part)
+            for name in (*PARTS, "step_s")}  # fmt: skip
 
 
 def pieces(work: Work, parameters: Parameters) -> dict[str, np.ndarray]:
     """Seconds of one layer and micro-batch by cause (forward and backward together), of the head and of a step's end.
 
-    layer_s is the whole layer; forward_s and backward_s are its halves without FSDP traffic.
+    layer_s is the whole layer; weight_s its gradients of weights, which zero-bubble schedules compute in the bubble:
+    what is left of it is forward + backward of inputs - gradients of weights per stage [arXiv 2401.10241].
     """
     w, p = work, parameters
-    rates = _rates(w, p)
+    rates = achieved_rates(w, p)
     tokens = w.micro_batch * w.sequence / w.cp
-    forward, backward = _layer(w, p, tokens, rates)
-    forward_s, backward_s = sum(forward.values()), sum(backward.values())
-    launch_s = w.constant("launch_s", p) + _mixture_share(w) * w.constant("moe_launch_s", p)
-    floor_s, back_floor_s = longer_of(forward_s, launch_s), longer_of(backward_s, launch_s * (2 + w.recompute_gemm))
+    forward, backward = layer_passes(w, p, rates)
     result = {name: forward[name] + backward[name] for name in forward}
-    result["launch_s"] = floor_s + back_floor_s - forward_s - backward_s
-    gather_s = _gather_s(w, p, rates)
-    back_s = np.where(w.zero >= 3, gather_s, 0.0) + w.trained * gather_s * 2 / w.gather_bytes
-    result["layer_s"] = _overlapped(w, floor_s, gather_s, p) + _overlapped(w, back_floor_s, back_s, p)
-    result["fsdp_s"] = result["layer_s"] - floor_s - back_floor_s
-    result["forward_s"], result["backward_s"] = floor_s, back_floor_s
-    result["head_s"] = _head_s(w, p, tokens, rates)
+    result["layer_s"] = sum(result.values())
+    result["weight_s"] = (backward["gemm_s"] - w.recompute_gemm * forward["gemm_s"]) / 2
+    result["head_s"] = sum(head_passes(w, p, rates))
     sent_bytes = 2 * tokens * w.hidden / w.tp  # each tensor rank sends its part, gathered on arrival [arXiv 2104.04473]
     nearby = w.tp * w.cp * w.dp * w.pp <= w.domain
     result["send_s"] = send_s(sent_bytes, np.where(nearby, rates["link"], rates["nic"]), p.constants["collective_s"])
-    result["dp_s"] = _gradients_s(w, p, rates)
+    stage_passes_s = [sum(part.values()) * w.layers / w.pp for part in (forward, backward)]
+    result["dp_s"] = traffic.gradients_s(w, p, rates, stage_passes_s)
     update_s = optimizer_bytes(_owned(w)) / rates["memory"] * p.constants["optimizer_factor"]
     result["optimizer_s"] = w.trained * update_s
     return result
 
 
-def _rates(w: Work, p: Parameters) -> dict[str, np.ndarray]:
+def layer_passes(w: Work, p: Parameters, rates: dict[str, np.ndarray]) -> tuple[dict, dict]:
+    """Seconds of the mean layer and one micro-batch by cause, each (n,): (forward, backward with recompute).
+
+    launch_s is what kernel launches add; fsdp_s what gathers and reductions of weights do beside the pass.
+    """
+    passes = _layer(w, p, w.micro_batch * w.sequence / w.cp, rates)
+    launch_s = w.constant("launch_s", p) + w.mixture_share * w.constant("moe_launch_s", p)
+    for causes, launches, data in zip(passes, (1, 2 + w.recompute_gemm), traffic.data_s(w, p, rates), strict=True):
+        busy_s = sum(causes.values())
+        floor_s = longer_of(busy_s, launch_s * launches)
+        causes["launch_s"] = floor_s - busy_s
+        causes["fsdp_s"] = _overlapped(w, floor_s, *data, p) - floor_s
+    return passes
+
+
+def achieved_rates(w: Work, p: Parameters) -> dict[str, np.ndarray]:
     """Achieved FLOP/s and bytes/s."""
     compute = p.compute_efficiency * w.constant("device_rate", p)
     product = compute * np.where(w.legacy > 0, p.constants["legacy_software"], 1.0)
@@ -94,21 +105,19 @@ def _layer(w: Work, p: Parameters, tokens, rates) -> tuple[dict, dict]:
     gemm, attention, pointwise = _products_s(w, p, tokens, rates), _attention_s(w, p, tokens, rates), _pointwise_s(
         w, p, tokens, rates)  # fmt: skip
     attention_back = attention * np.where(w.unfused > 0, 2.0, 2.5)
-    ring_s = _latency(w.tp, p) + all_reduce_s(2 * tokens * w.hidden, w.tp, _bandwidth(w, rates, w.tp, 1))
-    ring_s = np.where(w.tp > 1, ring_s * np.where(w.overlap_tp > 0, p.constants["tp_exposed"], 1.0), 0.0)
-    exchange_s = _exchange_s(w, p, tokens, rates)
-    keys_s = _latency(w.cp, p) + 4 * tokens * w.kv_width / w.tp * (w.cp - 1) / _ring_hop(w, rates)
-    keys_s = np.where(w.cp > 1, keys_s, 0.0)
+    ring_s, exchange_s = traffic.tensor_s(w, p, tokens, rates), traffic.exchange_s(w, p, tokens, rates)
+    keys_s, gradients_s = traffic.ring_s(w, p, tokens, rates)
+    heads_s = traffic.to_heads_s(w, p, tokens, rates)
     repeated = w.recompute_gemm
     forward = {"gemm_s": gemm, "attention_s": attention, "pointwise_s": pointwise, "tp_s": 2 * ring_s,
-               "cp_s": longer_of(attention, keys_s) - attention, "ep_s": 2 * exchange_s}  # fmt: skip
-    accumulate_s = w.trained * w.constant("weight_bytes", p) * _layer_weights(w) / w.tp / rates["memory"]
+               "cp_s": longer_of(attention, keys_s) - attention + heads_s, "ep_s": 2 * exchange_s}  # fmt: skip
+    accumulate_s = w.trained * w.constant("weight_bytes", p) * w.layer_weights / w.tp / rates["memory"]
     backward = {
         "gemm_s": gemm * (1 + w.trained + repeated) + accumulate_s,
         "attention_s": attention_back + w.recompute_attention * attention,
         "pointwise_s": pointwise * (2 + repeated),
         "tp_s": (2 + 2 * w.recompute_tp) * ring_s,
-        "cp_s": longer_of(attention_back, 2 * keys_s) - attention_back,
+        "cp_s": longer_of(attention_back, keys_s + gradients_s) - attention_back + (1 + repeated) * heads_s,
         "ep_s": (2 + 2 * repeated) * exchange_s,
     }
     return forward, backward
@@ -118,7 +127,7 @@ def _products_s(w: Work, p: Parameters, tokens, rates):
     """Matrix products of a layer without attention scores: dense share and expert share, 16-bit operands in memory."""
     matrices = 2 + w.gated
     q_width = w.core_width
-    mixture = _mixture_share(w)
+    mixture = w.mixture_share
     weights = w.attention_weights + (1 - mixture) * matrices * w.hidden * w.ffn
     inputs = tokens * (3 * w.hidden + (2 * q_width + 2 * w.kv_width) / w.tp)
     inner = (1 - mixture) * tokens * (2 * w.hidden + matrices * w.ffn / w.tp)
@@ -150,52 +159,32 @@ def _attention_s(w: Work, p: Parameters, tokens, rates):
 
 def _pointwise_s(w: Work, p: Parameters, tokens, rates):
     """Norms, residuals and activations of a layer, forward; experts add routing and permutation."""
-    mixture, spread = _mixture_share(w), np.where(w.sequence_parallel > 0, w.tp, 1)
+    mixture, spread = w.mixture_share, np.where(w.sequence_parallel > 0, w.tp, 1)
     inner = 4 * w.ffn * (1 + 0.5 * w.gated) * (1 - mixture) + 4 * w.hidden
     dense = w.constant("pointwise_factor", p) * tokens * (12 * w.hidden / spread + inner / w.tp)
     used = w.active_experts * (8 * w.hidden + 4 * w.expert_ffn * (1 + 0.5 * w.gated)) / w.tp
     return (dense + mixture * w.constant("moe_pointwise", p) * tokens * used) / rates["memory"]
 
 
-def _head_s(w: Work, p: Parameters, tokens, rates):
-    """Logits and loss, forward and backward, in 16 bit; 16 bytes of traffic per logit (fp32 loss, 16-bit gradient)."""
-    logits = tokens * w.vocab / w.tp
+def head_passes(w: Work, p: Parameters, rates: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of logits and loss in 16 bit: (forward, backward).
+
+    16 bytes of traffic per logit (fp32 loss, 16-bit gradient), shared out like the products.
+    """
+    logits = w.micro_batch * w.sequence / w.cp * w.vocab / w.tp
     traffic = 16 * logits * w.constant("pointwise_factor", p)
-    return gemm_s((2 + w.trained) * 2 * logits * w.hidden, traffic, rates["head"], rates["memory"])
+    whole = gemm_s((2 + w.trained) * 2 * logits * w.hidden, traffic, rates["head"], rates["memory"])
+    return whole / (2 + w.trained), whole * (1 + w.trained) / (2 + w.trained)
 
 
-def _exchange_s(w: Work, p: Parameters, tokens, rates):
-    """All-to-all of the tokens of a mixture layer, once, 16 bit."""
-    if not np.any(w.ep > 1):
-        return np.zeros(1)
-    share = p.constants["all_to_all_share"]
-    inside = np.maximum(np.floor(w.domain / w.tp), 1)
-    copies = np.where(w.send_once > 0, w.ep * (1 - (1 - 1 / w.ep) ** w.active_experts), w.active_experts)
-    size = 2 * tokens * copies * w.hidden / w.tp * p.constants["imbalance"]
-    time = all_to_all_s(size, w.ep, inside, share * rates["link"], share * rates["nic"], p.constants["collective_s"])
-    return np.where(w.ep > 1, time * _mixture_share(w), 0.0)
+def _sends_that_show(w: Work):
+    """Messages on the longest path of a pipeline of equal stages whose sends run beside compute.
 
-
-def _gather_s(w: Work, p: Parameters, rates):
-    """All-gather of one layer's weights over the devices that share them (FSDP), 0 otherwise."""
-    sharded = (w.zero >= 2) & (w.shard > 1)
-    size = w.gather_bytes * _layer_weights(w) / w.tp
-    share = np.where(w.tensorwise > 0, p.constants["tensorwise_share"], 1.0)
-    calls = np.where(w.tensorwise > 0, _TENSORS, 1)
-    time = all_gather_s(size, w.shard, share * _bandwidth(w, rates, w.shard, w.tp)) + calls * _latency(w.shard, p)
-    return np.where(sharded, time, 0.0)
-
-
-def _gradients_s(w: Work, p: Parameters, rates):
-    """Gradient traffic at the end of a step that stays visible; FSDP has reduced within its shard already."""
-    held = (w.layers * _layer_weights(w) / w.tp + _ends(w) / w.tp) / w.pp
-    sharded = (w.zero >= 2) & (w.shard > 1)
-    replicas = np.where(sharded, w.dp * w.cp / w.shard, w.dp * w.cp)
-    stride = np.where(sharded, w.tp * w.shard, w.tp)
-    size = w.gradient_wire_bytes / 2 * held / np.where(sharded, w.shard, 1)
-    time = all_reduce_s(size, replicas, _bandwidth(w, rates, replicas, stride)) + _latency(replicas, p)
-    visible = np.where(w.overlap_dp > 0, p.constants["dp_exposed"], 1.0)
-    return np.where(replicas > 1, w.trained * visible * time, 0.0)
+    1F1B: forward and backward of a round of pp micro-batches wait pp - 1 times each; GPipe and interleaved schedules
+    (micro-batches a multiple of pp) wait only while the pipeline fills and drains.
+    """
+    one_by_one = 2 * (w.pp - 1) * w.micro_batches / w.pp + 2 * (w.pp - 2)
+    return np.where((w.interleave > 1) | (w.gpipe > 0), 2 * (w.pp * w.interleave - 1), one_by_one)
 
 
 def _slowest_stage(w: Work, piece) -> tuple[np.ndarray, np.ndarray]:
@@ -213,42 +202,18 @@ def _slowest_stage(w: Work, piece) -> tuple[np.ndarray, np.ndarray]:
     return np.where(head_last, last, middle), head_last.astype(float)
 
 
-def _mixture_share(w: Work):
-    return np.where(w.experts > 0, 1 - w.dense_layers / w.layers, 0.0)
-
-
-def _layer_weights(w: Work):
-    """Weights of the mean layer that data parallelism shares: experts are split over ep."""
-    mixture, matrices = _mixture_share(w), 2 + w.gated
-    experts = (w.experts / w.ep + w.shared_experts) * matrices * w.hidden * w.expert_ffn
-    return w.attention_weights + (1 - mixture) * matrices * w.hidden * w.ffn + mixture * experts
-
-
-def _ends(w: Work):
-    return 2 * w.vocab * w.hidden
-
-
 def _owned(w: Work):
     """Weights whose optimizer state a device holds."""
-    held = (w.layers * _layer_weights(w) + _ends(w)) / (w.tp * w.pp)
+    held = (w.layers * w.layer_weights + w.end_weights) / (w.tp * w.pp)
     return held / np.where(w.zero >= 2, w.shard, np.where(w.zero >= 1, w.dp * w.cp, 1))
 
 
-def _bandwidth(w: Work, rates, ranks, stride):
-    return shared_bandwidth(ranks, stride, w.domain, rates["link"], rates["nic"])
+def _overlapped(w: Work, busy_s, gather_s, reduce_s, p: Parameters):
+    """Compute and communication at the same time slow each other down.
 
-
-def _ring_hop(w: Work, rates):
-    """Bandwidth of a neighbour exchange of the context-parallel ring: one port where it leaves the fast link."""
-    return np.where(w.cp * w.tp <= w.domain, rates["link"], np.minimum(rates["nic"], rates["link"]))
-
-
-def _latency(ranks, p: Parameters):
-    return np.where(ranks > 1, p.constants["collective_s"] + (ranks - 1) * p.constants["hop_s"], 0.0)
-
-
-def _overlapped(w: Work, busy_s, comm_s, p: Parameters):
-    """Compute and communication at the same time slow each other down; gathers tensor by tensor do not overlap."""
-    shorter = np.minimum(busy_s, comm_s)
-    together = longer_of(busy_s, comm_s) + p.constants["contention"] * shorter
-    return np.where(w.tensorwise > 0, busy_s + comm_s, together)
+    Gathers tensor by tensor hide nothing, gathers without prefetch only their reductions.
+    """
+    late_s = np.where(w.prefetch > 0, 0.0, gather_s)
+    comm_s = gather_s - late_s + reduce_s
+    together = late_s + longer_of(busy_s, comm_s) + p.constants["contention"] * np.minimum(busy_s, comm_s)
+    return np.where(w.tensorwise > 0, busy_s + gather_s + reduce_s, together)

@@ -15,11 +15,10 @@ from madmax_lib.simulator.collectives import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
-    group_bandwidth,
     reduce_scatter_s,
     send_s,
+    shared_bandwidth,
 )
-from madmax_lib.simulator.compute import Parameters
 from madmax_lib.specs import Cluster
 
 __all__ = ["Group", "collective_s", "groups", "member_names"]
@@ -44,8 +43,8 @@ class Group:
     far_bytes_per_s: float
 
 
-def groups(plan: Plan, cluster: Cluster, parameters: Parameters) -> dict[str, Group]:
-    """All groups of a plan by name.
+def groups(plan: Plan, cluster: Cluster, link_bytes_per_s: float, nic_bytes_per_s: float) -> dict[str, Group]:
+    """All groups of a plan by name, at achieved rates inside a node and of a network port.
 
     tp, cp, ep, dp (gradients: dp x cp), edp (gradients of experts), shard and replicate (HSDP), node and across (the
     two levels of ZeRO++), pp; pairs of pipeline stages on the same node and on others.
@@ -66,27 +65,28 @@ def groups(plan: Plan, cluster: Cluster, parameters: Parameters) -> dict[str, Gr
         "same node": (2, 1),
         "other node": (2, cluster.devices_per_node),
     }
-    return {name: _group(name, ranks, stride, cluster, parameters) for name, (ranks, stride) in shapes.items()}
+    near, far = link_bytes_per_s, nic_bytes_per_s
+    result = {}
+    for name, (ranks, stride) in shapes.items():
+        inside = ranks * stride <= cluster.devices_per_node
+        bandwidth = float(shared_bandwidth(ranks, stride, cluster.devices_per_node, near, far))
+        latency_s = (cluster.intra if inside else cluster.inter).latency_s
+        in_node = ranks if inside else max(cluster.devices_per_node // stride, 1)
+        hop = near if inside else far
+        result[name] = Group(name, ranks, stride, bandwidth, latency_s, hop, in_node, near, far)
+    return result
 
 
-def _group(name: str, ranks: int, stride: int, cluster: Cluster, parameters: Parameters) -> Group:
-    share = parameters.network_efficiency
-    bandwidth, latency_s = group_bandwidth(cluster, ranks, stride)
-    near, far = cluster.intra.bandwidth_bytes_per_s * share, cluster.inter.bandwidth_bytes_per_s * share
-    inside = ranks * stride <= cluster.devices_per_node
-    in_node = ranks if inside else max(cluster.devices_per_node // stride, 1)
-    return Group(name, ranks, stride, bandwidth * share, latency_s, near if inside else far, in_node, near, far)
-
-
-def collective_s(kind: str, size_bytes: float, group: Group) -> float:
+def collective_s(kind: str, size_bytes: float, group: Group, *, with_latency: bool = True) -> float:
     """Seconds of one collective of a group; send_recv is a message to a neighbour."""
+    latency_s = group.latency_s if with_latency else 0.0
     if kind == "send_recv":
-        return float(send_s(size_bytes, group.hop_bytes_per_s, group.latency_s))
+        return float(send_s(size_bytes, group.hop_bytes_per_s, latency_s))
     if kind == "all_to_all":
         levels = group.in_node, group.near_bytes_per_s, group.far_bytes_per_s
-        return float(all_to_all_s(size_bytes, group.ranks, *levels, group.latency_s))
+        return float(all_to_all_s(size_bytes, group.ranks, *levels, latency_s))
     formula = {"all_reduce": all_reduce_s, "all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s}[kind]
-    return float(formula(size_bytes, group.ranks, group.bandwidth_bytes_per_s, group.latency_s))
+    return float(formula(size_bytes, group.ranks, group.bandwidth_bytes_per_s, latency_s))
 
 
 def member_names(group: str, ranks: np.ndarray, shapes: dict[str, tuple[int, int]]) -> dict[int, str]:

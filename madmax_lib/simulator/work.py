@@ -24,13 +24,17 @@ FIELDS: dict[str, float] = {
     "expert_ffn": 0, "dense_layers": 0, "window": 0, "windowed_share": 0, "attention_weights": _NEEDED,
     "core_width": _NEEDED, "causal": 1,
     # plan. shard: devices that share the weights (FSDP); trained: 1, or 0 where the base is frozen (LoRA);
-    # recompute_*: share of the forward pass repeated
+    # recompute_*: share of the forward pass repeated; prefetch: layers that FSDP gathers ahead; bucket_bytes: of
+    # gradients reduced together; late_gather: ZeRO-1 gathers weights after the update, not beside the next pass
     "dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "micro_batches": 1, "interleave": 1, "zero": 0,
     "shard": 1, "sequence_parallel": 0, "recompute_gemm": 0, "recompute_attention": 0, "recompute_tp": 0, "trained": 1,
-    # software. gather_bytes: per weight; gradient_wire_bytes: per weight in a ring; ends_as_layers: embedding and head
-    # count as layers when the model is cut into stages; send_once: a token goes once to a rank with several experts
-    "gather_bytes": 2, "gradient_wire_bytes": 4, "overlap_tp": 0, "overlap_dp": 1, "tensorwise": 0,
-    "unfused": 0, "legacy": 0, "mx": 0, "rowwise": 0, "ends_as_layers": 0, "send_once": 0,
+    "gpipe": 0, "zero_bubble": 0, "ulysses": 0, "hpz": 0, "qgz": 0, "prefetch": 1, "bucket_bytes": 0, "late_gather": 0,
+    # software. bytes per weight: gather and reduce of FSDP, gradient in a bucket, gradient_wire in a ring, of which
+    # gathered are ZeRO-1's weights. ends_as_layers: embedding and head count as layers when the model is cut into
+    # stages; send_once: a token goes once to a rank with several experts
+    "gather_bytes": 2, "reduce_bytes": 2, "gradient_bytes": 2, "gradient_wire_bytes": 4, "gathered_bytes": 2,
+    "overlap_tp": 0, "overlap_dp": 1, "tensorwise": 0, "unfused": 0, "legacy": 0, "mx": 0, "rowwise": 0,
+    "ends_as_layers": 0, "send_once": 0,
     # machine, data-sheet rates. domain: devices on one fast link
     "peak_gemm": _NEEDED, "peak_16": _NEEDED, "memory": _NEEDED, "link": _NEEDED, "nic": _NEEDED, "domain": 8,
 }  # fmt: skip
@@ -72,6 +76,23 @@ class Work:
             return parameters.constants[name]
         known, code = self.codes[_CLASS_OF[name]]
         return np.array([parameters.constants[f"{name}:{group}"] for group in known])[code]
+
+    @property
+    def mixture_share(self) -> np.ndarray:
+        """Share of layers that are mixtures of experts."""
+        return np.where(self.experts > 0, 1 - self.dense_layers / self.layers, 0.0)
+
+    @property
+    def layer_weights(self) -> np.ndarray:
+        """Weights of the mean layer that data parallelism shares: experts are split over ep."""
+        mixture, matrices = self.mixture_share, 2 + self.gated
+        experts = (self.experts / self.ep + self.shared_experts) * matrices * self.hidden * self.expert_ffn
+        return self.attention_weights + (1 - mixture) * matrices * self.hidden * self.ffn + mixture * experts
+
+    @property
+    def end_weights(self) -> np.ndarray:
+        """Weights of embedding and head."""
+        return 2 * self.vocab * self.hidden
 
     def take(self, rows: np.ndarray) -> Work:
         """The steps at these positions (or where True)."""

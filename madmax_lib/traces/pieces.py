@@ -19,7 +19,7 @@ def whole_spans(spans: pd.DataFrame) -> pd.DataFrame:
     pieces = spans[["rank", "stream", "kind", "name", "start_ns"]].assign(
         row=spans.index, end_ns=spans["start_ns"] + spans["dur_ns"], kind=spans["kind"].astype(object)
     )
-    return pieces.replace({"kind": {"cpu": "host"}}).reset_index(drop=True)
+    return pieces.replace({"kind": {"cpu": "host", "idle": "host"}}).reset_index(drop=True)
 
 
 def pieces_of(spans: pd.DataFrame) -> pd.DataFrame:
