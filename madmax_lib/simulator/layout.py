@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.engine import Program
+from madmax_lib.simulator.measured import MeasuredCollectives
 from madmax_lib.simulator.ops import Block, Comm, Op, mirror, phases, storage_bytes
 from madmax_lib.simulator.prices import DataSheet
 from madmax_lib.simulator.schedules import Slot, dependency, in_order, order
@@ -70,13 +71,14 @@ class Pass:
 class Step:
     """Lays out one training step; `build` returns its Program.
 
-    chunks: blocks [stage][chunk]; short: those of a short last micro-batch, with their prices. One instance, one call
-    of `build`.
+    chunks: blocks [stage][chunk]; short: those of a short last micro-batch, with their prices. measured: seconds that
+    replace the prices of collectives. One instance, one call of `build`.
     """
 
     def __init__(self, chunks: Chunks, plan: Plan, cluster: Cluster, prices: DataSheet, dtype: str,
-                 short: tuple[Chunks, DataSheet] | None = None):  # fmt: skip
-        self.plan, self.cluster, self.prices = plan, cluster, prices
+                 short: tuple[Chunks, DataSheet] | None = None,
+                 measured: MeasuredCollectives | None = None):  # fmt: skip
+        self.plan, self.cluster, self.prices, self.measured = plan, cluster, prices, measured
         self.shapes = [(chunks, prices), short or (chunks, prices)]
         self.groups = prices.groups
         self.sharding = Sharding(plan, storage_bytes(dtype), self.groups)
@@ -255,7 +257,14 @@ class Step:
 
     def comm_s(self, kind: str, size_bytes: float, group: Group) -> float:
         """Seconds of a collective, worked out once."""
-        return self._once(self.prices.comm_s, kind, size_bytes, group)
+        return self._once(self._comm_s, kind, size_bytes, group)
+
+    def _comm_s(self, kind: str, size_bytes: float, group: Group) -> float:
+        if self.measured:
+            found = self.measured.seconds(kind, group.ranks, -(-group.ranks // group.in_node), size_bytes)
+            if found is not None:
+                return found
+        return self.prices.comm_s(kind, size_bytes, group)
 
     def _send_s(self, stage: int, to: int, size_bytes: float) -> float:
         """Message to a neighbour stage; one node holds both when the devices of both lie in it."""

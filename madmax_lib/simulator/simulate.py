@@ -11,6 +11,7 @@ from madmax_lib.plan import Plan
 from madmax_lib.simulator.engine import Program, to_timeline
 from madmax_lib.simulator.estimate import work_of
 from madmax_lib.simulator.layout import Step
+from madmax_lib.simulator.measured import MeasuredCollectives
 from madmax_lib.simulator.ops import storage_bytes
 from madmax_lib.simulator.parameters import Parameters, shipped
 from madmax_lib.simulator.prices import DataSheet, Fitted
@@ -34,18 +35,20 @@ def simulate(
     dtype: str = "bf16",
     parameters: Parameters | None = None,
     imbalance: float = 1.0,
+    collectives: pd.DataFrame | None = None,
 ) -> Timeline:
     """One training step of a model on a cluster under a plan.
 
     global_batch: samples over all devices. sequence: tokens per sample, the model's own if None. parameters: constants
     of the step-time model, the shipped fit if None; `Parameters()` is the ideal machine (recommendation models: the
     data sheet, or the shares of it that parameters name). imbalance: tokens of the busiest expert device over the mean.
+    collectives: measured seconds that replace the formulas, as in `measured.MeasuredCollectives`.
     Ranks: one per pipeline stage, standing for all devices of the stage (meta.represents); all ranks of up to 64
     devices. Streams: 0 compute, 1 tensor, 2 data, 3 pipeline, 4 context, 5 expert parallel, 6 copies of HSDP's shards.
     Raises ValueError, in the field's words, for a plan that cannot be laid over model and cluster.
     """
     step, program = lay_out(model, cluster, plan, global_batch=global_batch, sequence=sequence, dtype=dtype,
-                            parameters=parameters, imbalance=imbalance)  # fmt: skip
+                            parameters=parameters, imbalance=imbalance, collectives=collectives)  # fmt: skip
     width = plan.world_size // plan.pp
     meta = Meta(
         source="simulated",
@@ -64,8 +67,8 @@ def simulate(
 
 
 def lay_out(model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, sequence: int | None = None,
-            dtype: str = "bf16", parameters: Parameters | None = None, imbalance: float = 1.0
-            ) -> tuple[Step, Program]:  # fmt: skip
+            dtype: str = "bf16", parameters: Parameters | None = None, imbalance: float = 1.0,
+            collectives: pd.DataFrame | None = None) -> tuple[Step, Program]:  # fmt: skip
     """Operations of `simulate` before they are timed, one rank per pipeline stage; arguments and errors as there."""
     plan.check(model, cluster)
     if plan.offload is not None:
@@ -75,7 +78,8 @@ def lay_out(model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, se
     chunks = [chunk_blocks(model, shape, sequence, dtype=dtype, imbalance=imbalance) for shape in shapes]
     prices = [_prices(model, shape, cluster, global_batch, sequence, dtype, parameters) for shape in shapes]
     sent = [0.0 if isinstance(model, DLRM) else _activation_bytes(model, shape, sequence, dtype) for shape in shapes]
-    step = Step(chunks[0], plan, cluster, prices[0], dtype, (chunks[-1], prices[-1]))
+    measured = None if collectives is None else MeasuredCollectives(collectives)
+    step = Step(chunks[0], plan, cluster, prices[0], dtype, (chunks[-1], prices[-1]), measured)
     return step, step.build(micro_batches, sent[0], sent[-1])
 
 
