@@ -24,6 +24,7 @@ _PUBLIC = {
     "plot_timeline": "view.plots",
     "read_trace": "traces.kineto",
     "save_figure": "view.notebook",
+    "search": "planner.search",
     "setup": "view.notebook",
     "simulate": "simulator.simulate",
 }

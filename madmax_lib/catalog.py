@@ -20,7 +20,7 @@ from madmax_lib.specs import DLRM, Cluster, Device, Link, Model, Transformer
 
 __all__ = ["canonical", "cluster", "clusters", "device", "devices", "dtype", "model", "models", "table"]
 
-_UNITS = {"GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0}
+_UNITS = {"GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0}
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
 _DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
 _USER_FOLDER = "MADMAX_CATALOG"
@@ -83,7 +83,8 @@ def device(name: str) -> Device:
     name = canonical(name, "device", sorted(rows["name"].unique()))
     values = {r.quantity: float(r.value) * _UNITS[r.unit] for r in rows[rows["name"] == name].itertuples()}
     peaks = {key: value for key, value in values.items() if key in _DTYPES}
-    return Device(name, values["memory"], values["memory_bandwidth"], peaks, values.get("tdp", float("nan")))
+    rest = (values.get(quantity, float("nan")) for quantity in ("tdp", "price"))
+    return Device(name, values["memory"], values["memory_bandwidth"], peaks, *rest)
 
 
 def cluster(name: str, *, nodes: int | None = None) -> Cluster:

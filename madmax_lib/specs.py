@@ -16,13 +16,17 @@ _DTYPE_FALLBACK = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp8": "bf16"
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. peak_flops: dense peak by dtype (fp64 fp32 tf32 fp16 bf16 fp8 mxfp8 nvfp4 int8)."""
+    """One accelerator. peak_flops: dense peak by dtype (fp64 fp32 tf32 fp16 bf16 fp8 mxfp8 nvfp4 int8).
+
+    tdp_w, usd_per_hour: NaN where the catalog has none.
+    """
 
     name: str
     memory_bytes: float
     memory_bandwidth_bytes_per_s: float
     peak_flops: Mapping[str, float] = field(hash=False)
     tdp_w: float = float("nan")
+    usd_per_hour: float = float("nan")
 
     def __post_init__(self):
         _positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s")

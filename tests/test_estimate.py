@@ -191,7 +191,7 @@ def test_work_names_what_is_missing():
     fields, classes = machine_fields(CLUSTER)
     fields |= model_fields(GPT) | matrix_fields(CLUSTER.device, "bf16") | plan_fields(Plan(tp=8, pp=8, dp=2), 64)
     work = Work(fields, classes | {"mixture": "none"})
-    assert work.size == 1 and set(pieces(work, IDEAL)) >= {"layer_s", "head_s", "weight_s", "send_s", "dp_s"}
+    assert work.shape == (1,) and set(pieces(work, IDEAL)) >= {"layer_s", "head_s", "weight_s", "send_s", "dp_s"}
     with pytest.raises(ValueError, match="field 'layers' of a step is missing"):
         Work({k: v for k, v in fields.items() if k != "layers"}, classes | {"mixture": "none"})
     with pytest.raises(ValueError, match="'speed' is not a field"):

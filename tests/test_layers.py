@@ -51,7 +51,7 @@ ONLY_IN = {
 HEAVY = ["torch", "hta", "matplotlib", "dask", "ipywidgets", "pandas", "pyarrow"]
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 GUIDE = {"core": 1300, "simulator": 1800, "traces": 2000, "papers": 1200, "calibration": 500, "planner": 900,
-         "runs": 1400, "view": 800}  # fmt: skip
+         "profiles": 300, "runs": 1400, "view": 800}  # fmt: skip
 
 
 def imported(path):

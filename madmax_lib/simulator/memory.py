@@ -21,8 +21,8 @@ from madmax_lib.simulator.ops import BYTES
 from madmax_lib.simulator.workload import chunk_layers
 from madmax_lib.specs import DLRM, Device, Model, Transformer
 
-__all__ = ["PHASES", "STACKS", "Stack", "default_stack", "dlrm_bytes", "memory", "peak_bytes", "stage_bytes",
-           "usable_bytes"]  # fmt: skip
+__all__ = ["PHASES", "STACKS", "Stack", "default_stack", "dlrm_bytes", "memory", "moment_peak", "peak_bytes",
+           "stage_bytes", "usable_bytes"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:
         table = table[~table["component"].isin(["context", "fragmentation"])]
     stage, phase, size_bytes = (table[name].to_numpy() for name in ("stage", "phase", "size_bytes"))
     sums = {name: np.bincount(stage, np.where(phase == name, size_bytes, 0.0)) for name in PHASES.values()}
-    return float(_peak(sums).max())
+    return float(moment_peak(sums).max())
 
 
 def usable_bytes(device: Device) -> float:
@@ -309,10 +309,10 @@ def _overhead(p, parts: dict) -> dict:
     sums = dict.fromkeys(PHASES.values(), 0.0)
     for name, size in parts.items():
         sums[PHASES[name]] = sums[PHASES[name]] + size
-    return {"context": _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, "fragmentation": _FRAGMENTATION * _peak(sums)}
+    return {"context": _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, "fragmentation": _FRAGMENTATION * moment_peak(sums)}
 
 
-def _peak(sizes):
+def moment_peak(sizes):
     """Bytes of the fullest moment from the sums by phase."""
     during = sizes["pass"] + np.maximum(sizes["loss"], sizes["backward"])
     return sizes["always"] + np.maximum(during, sizes["step"])

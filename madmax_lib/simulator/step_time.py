@@ -22,7 +22,7 @@ PARTS = ("gemm_s", "attention_s", "pointwise_s", "head_s", "launch_s", "tp_s", "
 
 
 def step_time(work: Work, parameters: Parameters) -> dict[str, np.ndarray]:
-    """Seconds of a step and of its parts (`PARTS`), each (n,); step_s is their sum.
+    """Seconds of a step and of its parts (`PARTS`), each of the shape of work; step_s is their sum.
 
     Parts up to fsdp_s are those of the slowest pipeline stage over all micro-batches; fsdp_s, tp_s, cp_s and dp_s count
     only what is exposed.
@@ -38,7 +38,7 @@ def step_time(work: Work, parameters: Parameters) -> dict[str, np.ndarray]:
     parts["dp_s"], parts["optimizer_s"] = piece["dp_s"], piece["optimizer_s"]
     parts["overhead_s"] = parameters.constants["step_s"]
     parts["step_s"] = sum(parts[name] for name in PARTS)
-    return {name: part if np.shape(part := parts[name]) == (w.size,) else np.full(w.size, part)
+    return {name: part if np.shape(part := parts[name]) == w.shape else np.broadcast_to(part, w.shape)
             for name in (*PARTS, "step_s")}  # fmt: skip
 
 

@@ -52,8 +52,9 @@ _CLASS_OF = {name: kind for kind, names in CLASSES.items() for name in names}
 
 
 class Work:
-    """Steps to be timed: an array per field of `FIELDS`, codes per class of `CLASSES`, of length `size` or 1.
+    """Steps to be timed: an array per field of `FIELDS` and codes per class of `CLASSES`, which broadcast to `shape`.
 
+    Fields of shape (a, 1) and (1, b) stand for a x b steps: what depends on one of them is worked out once.
     columns: numbers or arrays by field. classes: text or arrays of text. Raises ValueError naming a field that is
     missing or unknown.
     """
@@ -65,9 +66,11 @@ class Work:
         missing += [name for name in CLASSES if name not in classes]
         if missing:
             raise ValueError(f"field {missing[0]!r} of a step is missing")
-        values = {name: np.asarray(columns.get(name, default), float).reshape(-1) for name, default in FIELDS.items()}
+        values = {name: np.atleast_1d(np.asarray(columns.get(name, default), float)) for name, default in
+                  FIELDS.items()}  # fmt: skip
         self.codes = {name: _coded(classes[name]) for name in CLASSES}
-        self.size = max(len(v) for v in [*values.values(), *(code for _, code in self.codes.values())])
+        shapes = {value.shape for value in values.values()} | {code.shape for _, code in self.codes.values()}
+        self.shape = np.broadcast_shapes(*shapes)
         self.__dict__.update(values)
 
     def constant(self, name: str, parameters: Parameters) -> np.ndarray | float:
@@ -95,9 +98,9 @@ class Work:
         return 2 * self.vocab * self.hidden
 
     def take(self, rows: np.ndarray) -> Work:
-        """The steps at these positions (or where True)."""
+        """The steps of a list at these positions (or where True)."""
         part = Work.__new__(Work)
-        part.size = len(np.arange(self.size)[rows])
+        part.shape = (len(np.arange(*self.shape)[rows]),)
         part.codes = {name: (known, code if len(code) == 1 else code[rows]) for name, (known, code) in
                       self.codes.items()}  # fmt: skip
         for name in FIELDS:

@@ -1,0 +1,80 @@
+"""What should the next system be? The best plan again with more of each resource, and what training then costs.
+
+Each row is a search of its own: a resource is worth what it saves when the plan may change with it [arXiv 2310.02784].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.planner.search import search
+from madmax_lib.planner.space import Space
+from madmax_lib.specs import Cluster, Transformer
+
+__all__ = ["RESOURCES", "codesign", "scaled", "training"]
+
+RESOURCES = ("compute", "memory_bandwidth", "memory", "intra", "inter")
+_SECONDS_PER_DAY = 86400.0
+
+
+def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
+    """The cluster with some of its `RESOURCES` multiplied. Raises ValueError for an unknown one or a factor <= 0."""
+    for name, factor in factors.items():
+        if name not in RESOURCES:
+            raise ValueError(f"resource {name!r} is not one of {', '.join(RESOURCES)}")
+        if not factor > 0:
+            raise ValueError(f"{name}: factor {factor} is not positive")
+    get = {**dict.fromkeys(RESOURCES, 1.0), **factors}
+    device = replace(
+        cluster.device,
+        peak_flops={kind: get["compute"] * peak for kind, peak in cluster.device.peak_flops.items()},
+        memory_bandwidth_bytes_per_s=get["memory_bandwidth"] * cluster.device.memory_bandwidth_bytes_per_s,
+        memory_bytes=get["memory"] * cluster.device.memory_bytes,
+    )
+    links = {name: replace(link, bandwidth_bytes_per_s=get[name] * link.bandwidth_bytes_per_s)
+             for name, link in (("intra", cluster.intra), ("inter", cluster.inter))}  # fmt: skip
+    return replace(cluster, device=device, **links)
+
+
+def codesign(model: Transformer, cluster: Cluster, global_batch: int, factors: Sequence[float] = (0.5, 2.0, 4.0), *,
+             resources: Sequence[str] = RESOURCES, space: Space | None = None, **options) -> pd.DataFrame:  # fmt: skip
+    """The best plan as the cluster is and with each resource multiplied by each factor.
+
+    Columns resource ("as it is" first), factor, plan, step_s, memory_bytes, speedup and value: d log(speed) / d
+    log(resource), 1 where twice the resource halves the step. Where no plan fits, they are NaN. space: `Space.quick()`
+    if None; other options as in `search`.
+    """
+    rows = [("as it is", 1.0), *((name, factor) for name in resources for factor in factors)]
+    found = [_best(model, scaled(cluster, {} if name == "as it is" else {name: factor}), global_batch,
+                   space or Space.quick(), options) for name, factor in rows]  # fmt: skip
+    table = pd.DataFrame([{"resource": name, "factor": factor, **best} for (name, factor), best in
+                          zip(rows, found, strict=True)])  # fmt: skip
+    table["speedup"] = table["step_s"].iloc[0] / table["step_s"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        table["value"] = np.log(table["speedup"]) / np.log(table["factor"])
+    return table
+
+
+def _best(model: Transformer, cluster: Cluster, global_batch: int, space: Space, options: dict) -> dict:
+    try:
+        result = search(model, cluster, global_batch, space=space, top=1, progress=False, **options)
+    except ValueError as error:
+        if "fits" not in str(error):
+            raise
+        return {"plan": "", "step_s": np.nan, "memory_bytes": np.nan}
+    return result.table.iloc[0][["plan", "step_s", "memory_bytes"]].to_dict()
+
+
+def training(table: pd.DataFrame, tokens: float, cluster: Cluster, usd_per_hour: float | None = None) -> pd.DataFrame:
+    """Days and cost of training on a number of tokens with the plans of a search or co-design table.
+
+    table: with tokens_per_s. Adds days, device_hours and usd (NaN without a price).
+    """
+    price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
+    seconds = tokens / table["tokens_per_s"]
+    hours = seconds / 3600 * cluster.world_size
+    return table.assign(days=seconds / _SECONDS_PER_DAY, device_hours=hours, usd=hours * price)

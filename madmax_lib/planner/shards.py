@@ -1,0 +1,110 @@
+"""How is a search spread out, and how does it go on after a stop? Parts of the space, here or on dask workers.
+
+A part is a fixed share of the layouts; its result does not depend on who works it out, and results are merged by a
+total order, so a serial search, one on many workers and a resumed one end the same. dask starts the part of a worker
+that dies again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pandas as pd
+from tqdm.auto import tqdm
+
+from madmax_lib.atomic import replacing
+from madmax_lib.planner.space import Layout
+
+__all__ = ["run_parts"]
+
+_PARTS = 64
+_RETRIES = 3  # of a part whose worker died
+_COUNTS = ("evaluated", "feasible", "least_bytes")
+
+
+def run_parts(problem, at: Sequence[Layout], client=None, directory=None, progress: bool = True):
+    """(what was found, whether all parts were done). directory: finished parts are kept there and read again.
+
+    Raises ValueError if the directory holds parts of another search.
+    """
+    from madmax_lib.planner.search import Found, merged, search_layouts
+
+    parts = [at[i::_PARTS] for i in range(min(_PARTS, len(at)))]
+    folder = _folder(directory, problem, at)
+    found, todo = Found(pd.DataFrame(), pd.DataFrame()), []
+    for number, part in enumerate(parts):
+        known = _load(folder, number)
+        found, todo = (found + known, todo) if known else (found, [*todo, (number, part)])
+    run = _serial if client is None else _on_workers
+    bar = tqdm(total=len(parts), initial=len(parts) - len(todo), desc="searching", unit="part", leave=False, delay=1,
+               disable=not progress)  # fmt: skip
+    try:
+        for number, result in run(search_layouts, problem, todo, client):
+            _save(folder, number, result)
+            found = merged(problem, found + result)
+            bar.update()
+    except KeyboardInterrupt:
+        return merged(problem, found), False
+    finally:
+        bar.close()
+    return merged(problem, found), True
+
+
+def _serial(work, problem, todo, client) -> Iterator[tuple]:
+    for number, part in todo:
+        yield number, work(problem, part)
+
+
+def _on_workers(work, problem, todo, client) -> Iterator[tuple]:
+    from distributed import as_completed
+
+    problem = client.scatter(problem, broadcast=True, hash=False)
+    futures = {client.submit(work, problem, part, retries=_RETRIES, pure=False): number for number, part in todo}
+    try:
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        client.cancel(list(futures))
+
+
+def _folder(directory, problem, at: Sequence[Layout]) -> Path | None:
+    """The directory, with what is searched written down, or checked if it was there."""
+    if directory is None:
+        return None
+    folder, said = Path(directory), hashlib.sha256(repr((problem, at)).encode()).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    note = folder / "search.json"
+    if note.exists() and json.loads(note.read_text()).get("sha256") != said:
+        raise ValueError(f"{folder} holds parts of another search; give an empty directory")
+    with replacing(note) as temporary:
+        temporary.write_text(json.dumps({"sha256": said, "model": problem.model.name, "cluster": problem.cluster.name,
+                                         "global_batch": problem.global_batch}) + "\n")  # fmt: skip
+    return folder
+
+
+def _save(folder: Path | None, number: int, found) -> None:
+    if folder is None:
+        return
+    table = pd.concat([found.table.assign(kept_as="table"), found.front.assign(kept_as="front")], ignore_index=True)
+    table.attrs = {name: getattr(found, name) for name in _COUNTS}
+    with replacing(folder / f"part-{number:02d}.parquet") as temporary:
+        table.to_parquet(temporary)
+
+
+def _load(folder: Path | None, number: int):
+    """What was kept of a part; None if nothing, or nothing readable."""
+    from madmax_lib.planner.search import Found
+
+    path = folder / f"part-{number:02d}.parquet" if folder else None
+    if path is None or not path.exists():
+        return None
+    try:
+        table = pd.read_parquet(path)
+        counts = {name: table.attrs[name] for name in _COUNTS}
+    except (OSError, ValueError, KeyError):
+        return None
+    halves = [table[table["kept_as"] == name].drop(columns="kept_as") for name in ("table", "front")]
+    return Found(*halves, **counts)
