@@ -22,7 +22,7 @@ IDEAL = Parameters()
 
 def test_parts_add_up_to_the_step():
     table = estimate(GPT, CLUSTER, Plan(tp=8, pp=8, dp=2, zero=1, recompute="full"), global_batch=64)
-    assert len(table) == 1 and list(table.columns) == ["step_s", *PARTS, "mfu", "tokens_per_s"]
+    assert len(table) == 1 and list(table.columns) == ["step_s", "low_s", "high_s", *PARTS, "mfu", "tokens_per_s"]
     assert table[list(PARTS)].sum(axis=1).iloc[0] == pytest.approx(table["step_s"].iloc[0])
     assert (table[list(PARTS)] >= -1e-9).all(axis=None)
     assert table["tokens_per_s"].iloc[0] == pytest.approx(64 * 2048 / table["step_s"].iloc[0])
@@ -63,6 +63,16 @@ def test_a_table_is_its_plans():
     for index, row in table.iterrows():
         single = estimate(GPT, CLUSTER, Plan(**dict(row)), global_batch=256)
         assert np.allclose(result.loc[index], single.iloc[0], rtol=1e-12)
+
+
+def test_intervals_come_with_the_fit():
+    plan = Plan(tp=8, pp=8, dp=2, zero=1)
+    row = estimate(GPT, CLUSTER, plan, global_batch=64).iloc[0]
+    known, unknown = 0.05 < np.log(row["high_s"] / row["step_s"]) < 0.4, mm.cluster("mi300x-8", nodes=16)
+    assert known and row["low_s"] * row["high_s"] == pytest.approx(row["step_s"] ** 2)
+    wide = estimate(GPT, unknown, plan, global_batch=64).iloc[0]
+    assert wide["high_s"] / wide["step_s"] > row["high_s"] / row["step_s"]
+    assert estimate(GPT, CLUSTER, plan, global_batch=64, parameters=IDEAL)[["low_s", "high_s"]].isna().all(axis=None)
 
 
 def test_chunks_do_not_show():

@@ -14,8 +14,10 @@ from madmax_lib.planner import search as search_module
 from madmax_lib.planner.codesign import RESOURCES, codesign, scaled, training
 from madmax_lib.planner.search import search
 from madmax_lib.planner.shards import _on_workers
+from madmax_lib.planner.shortlist import shortlist
 from madmax_lib.planner.space import Space, plan_of
 from madmax_lib.simulator.memory import memory, peak_bytes, usable_bytes
+from madmax_lib.simulator.parameters import Parameters
 from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.step_time import PARTS
 
@@ -197,6 +199,23 @@ def test_scaled_clusters():
     for factors, message in (({"disk": 2.0}, "resource 'disk' is not one of"), ({"intra": 0}, "intra: factor 0 is")):
         with pytest.raises(ValueError, match=message):
             scaled(NODE, factors)
+
+
+def test_plans_close_to_the_best_are_worth_measuring(found):
+    table = shortlist(found.table, MODEL)
+    assert table["ratio"].iloc[0] == 1 and table["worth_measuring"].iloc[0]
+    width = np.log(table["ratio_high"] / table["ratio"])
+    assert np.ptp(width) < 1e-12 and 0.02 < width[0] < np.log(found_width(found))
+    far = table.assign(step_s=table["step_s"].iloc[0] * np.exp(np.linspace(0, 3, len(table)) * width[0]))
+    assert shortlist(far, MODEL)["worth_measuring"].sum() == int(len(far) / 3) + 1
+    with pytest.raises(ValueError, match="parameters without residuals"):
+        shortlist(found.table, MODEL, Parameters())
+
+
+def found_width(found):
+    """High over predicted of the winner alone: comparing is surer than timing."""
+    row = mm.estimate(MODEL, NODE, found.best, global_batch=16).iloc[0]
+    return row["high_s"] / row["step_s"] * 1.5
 
 
 def test_training_time_and_cost(found):

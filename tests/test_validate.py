@@ -6,22 +6,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import local_or_skip
-from scipy.stats import spearmanr
 
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import known_rows, usable
-from madmax_lib.calibration.validate import (
-    baseline,
-    coverage,
-    errors,
-    folds,
-    interval_quantiles,
-    kind_of,
-    predict,
-    quantiles_of,
-    score,
-)
+from madmax_lib.calibration.rows import to_work
+from madmax_lib.calibration.spread import coverage_by_class, interval_quantiles, quantiles_of
+from madmax_lib.calibration.validate import baseline, errors, folds, layout_ranks, predict, score
 from madmax_lib.simulator.parameters import Parameters, shipped
+from madmax_lib.simulator.step_time import step_time
 
 ADDED = ["predicted_s", "low_s", "high_s", "predicted_memory_bytes", "fits", "supported", "reason"]
 
@@ -90,10 +82,17 @@ def test_unknown_devices_have_wide_intervals():
     assert width[0] > 1.4 * width[1] and width[2] > 1.4 * width[1]
 
 
-def in_sample(rows):
-    from madmax_lib.calibration.rows import to_work
-    from madmax_lib.simulator.step_time import step_time
+def test_families_timed_as_if_unknown_lie_in_the_wide_interval(rows):
+    other = dict.fromkeys(("family", "network", "attention", "device"), "other")
+    gemm = np.where(rows["gemm"].str.endswith("-16"), "other-16", "other-8")
+    unknown = rows.assign(**other, gemm=gemm, calibrated=False)
+    unknown = unknown[unknown["experts"].astype(float) == 0]
+    error = np.log(unknown["measured_s"].astype(float) / step_time(to_work(unknown), shipped())["step_s"])
+    high = quantiles_of(unknown, shipped().residuals)[:, 1]
+    assert 0.90 < (error.abs() < high).mean() < 0.98  # 95 %
 
+
+def in_sample(rows):
     times = step_time(to_work(rows), shipped())["step_s"]
     return rows.assign(predicted_s=times, log_error=np.log(rows["measured_s"].astype(float) / times))
 
@@ -110,13 +109,14 @@ def test_a100_tables_of_megatron(rows):
     assert len(part) == 9 and np.abs(np.expm1(-part["log_error"])).mean() < 0.05  # 4.1 %
 
 
-def test_bloom_layouts_are_ranked(rows):
-    part = in_sample(rows[rows["source"].str.contains("bigscience")])
-    assert spearmanr(part["measured_s"], part["predicted_s"]).statistic > 0.8  # 0.86 over all
-    tables = {model: spearmanr(t["measured_s"], t["predicted_s"]).statistic
-              for model, t in part.groupby("model") if len(t) > 3}  # fmt: skip
-    # 181B: the same layout differs by 6 % between days, more than most layouts do
-    assert tables == {m: pytest.approx(v, abs=0.1) for m, v in zip(tables, (0.72, 0.95, 0.8), strict=True)}
+def test_bloom_layouts_are_ranked(rows, held_out):
+    """Asked: 0.8 in each table. 181B misses it with every run counted; one layout differs by 7 % between days."""
+    found = layout_ranks(held_out[held_out["source"].str.contains("bigscience")])
+    assert found["layouts"].tolist() == [16, 10, 4] and found["rows"].tolist() == [21, 10, 4]
+    assert found["ranks"].tolist() == pytest.approx([0.73, 0.97, 0.8], abs=0.1)
+    assert found["layout_ranks"].tolist() == pytest.approx([0.81, 0.97, 0.8], abs=0.05)
+    fitted = layout_ranks(in_sample(rows[rows["source"].str.contains("bigscience")]))
+    assert fitted["layout_ranks"].min() > 0.74  # 0.79
 
 
 def test_folds_that_keep_source_and_model_together(held_out):
@@ -129,10 +129,13 @@ def test_folds_that_keep_source_and_model_together(held_out):
     assert by_source["mape"].max() < 0.16
 
 
-def test_leaving_a_source_out(rows):
-    found = score(folds(rows, by="source"))
+def test_leaving_a_source_out(rows, held_out):
+    left_out = folds(rows, by="source")
+    found = score(left_out)
     assert found["dense mape"] < 0.085 and found["dense median"] < 0.07  # 7.3 %, 5.9 %
     assert found["mixture mape"] < 0.14
+    sure = coverage_by_class(left_out, held_out, by="source")  # nothing of the source in error or interval
+    assert sure["inside"].between(0.83, 0.96).all()  # 87 %, 92 %, 88 %
 
 
 def test_folds_beat_one_rate_per_device(held_out):
@@ -146,23 +149,16 @@ def test_folds_beat_one_rate_per_device(held_out):
 
 
 def test_intervals_cover_rows_that_the_fit_has_not_seen(held_out):
-    found = coverage(held_out)
-    assert 0.85 < found["inside"].mean() < 0.95 and found["half_width"].median() < 0.25
+    """Asked: 85 to 95 % of the rows with a median half-width of at most 35 %."""
+    sure = coverage_by_class(held_out)
+    assert sure["inside"].between(0.86, 0.95).all()  # dense 90.7 %, mixtures 90.3 %
+    assert sure.loc["all", "half_width"] < 0.16 and sure.loc["dense", "half_width"] < 0.15  # 12.7 %, 12.5 %
+    assert sure.loc["mixture", "half_width"] < 0.5  # 41 %: two models, whose releases differ by as much
 
 
 def test_shipped_intervals_are_those_of_the_folds(held_out):
     for kind, pair in interval_quantiles(held_out).items():
         assert shipped().residuals[kind] == pytest.approx(pair, abs=0.02), kind
-
-
-def test_quantiles_shrink_and_widen(rows):
-    part = rows.head(40).assign(log_error=np.linspace(-1, 1, 40), fold=0)
-    found = interval_quantiles(part)
-    assert found["all"] == pytest.approx([-0.9, 0.9])
-    assert set(found) == {"all", *kind_of(part)}
-    known = quantiles_of(part, {"all": [-0.1, 0.1]})
-    unknown = quantiles_of(part.assign(calibrated=False), {"all": [-0.1, 0.1]})
-    assert np.allclose(known, [-0.1, 0.1]) and np.allclose(unknown, 2 * known)
 
 
 def test_a_rate_per_device_is_exact_on_equal_rows(rows):

@@ -167,10 +167,12 @@ def ship(path: str | Path, rows: pd.DataFrame | None = None) -> Parameters:
 
     rows: a published table, `known_rows` if None.
     """
-    from madmax_lib.calibration.validate import folds, interval_quantiles
+    from madmax_lib.calibration.spread import comparison_quantiles, interval_quantiles
+    from madmax_lib.calibration.validate import folds
 
     rows = known_rows() if rows is None else read_rows(rows)
-    fitted = replace(fit(rows), residuals=interval_quantiles(folds(rows)))
+    held_out = folds(rows)
+    fitted = replace(fit(rows), residuals=interval_quantiles(held_out) | comparison_quantiles(held_out))
     save(fitted, path)
     return fitted
 

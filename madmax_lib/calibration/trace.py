@@ -11,6 +11,7 @@ import re
 from functools import lru_cache
 
 import numpy as np
+import pandas as pd
 from scipy.optimize import least_squares
 
 from madmax_lib import catalog
@@ -21,14 +22,16 @@ from madmax_lib.simulator.parameters import Parameters, bounds, shipped
 from madmax_lib.simulator.step_time import step_time
 from madmax_lib.simulator.work import Work
 from madmax_lib.specs import Cluster, Transformer
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline import Meta, Timeline
 
-__all__ = ["CAUSES", "fit_timeline", "kernel_seconds"]
+__all__ = ["CAUSES", "fit_timeline", "kernel_seconds", "kernel_timeline"]
 
 CAUSES = {"optimizer_s": "optimizer", "attention_s": "attention", "gemm_s": "gemm"}  # classes of data/op_classes.csv
 _NEWER = {"gemm_s": "nvjet"}  # names of cuBLAS on Hopper and Blackwell
 _SCALE = 0.03  # of a log residual, as in `fit`
 _LARGE_BYTES = 1e6  # smaller messages show latency, not bandwidth
+_KERNELS = {"gemm_s": "sm90_xmma_gemm_bf16", "attention_s": "flash_fwd_kernel",
+            "pointwise_s": "vectorized_elementwise_kernel", "optimizer_s": "multi_tensor_apply_kernel"}  # fmt: skip
 
 
 def kernel_seconds(timeline: Timeline) -> dict[str, float]:
@@ -74,9 +77,7 @@ def fit_timeline(
     if plan.pp > 1:
         raise ValueError(f"pp={plan.pp}: a pipeline's kernels belong to different stages; profile with pp=1")
     begin, measured = begin or shipped(), kernel_seconds(timeline)
-    fields, classes = machine_fields(cluster, dtype, stack=stack)
-    fields |= model_fields(model, sequence) | matrix_fields(cluster.device, dtype) | plan_fields(plan, global_batch)
-    work = Work(fields | {"overlap_tp": 0}, classes | {"mixture": "graph" if model.experts else "none"})
+    work, classes = _work(model, cluster, plan, global_batch, sequence, dtype, stack)
     start = dict(begin.constants) | _link_share(timeline, cluster, plan, classes["family"])
     names = [f"gemm_efficiency:{classes['gemm']}", f"attention_efficiency:{classes['attention']}",
              f"pointwise_factor:{stack}", "step_s"]  # fmt: skip
@@ -107,6 +108,54 @@ def fit_timeline(
         residuals=begin.residuals,
         provenance={"source": "timeline", "device": timeline.meta.device, **measured},
     )
+
+
+def kernel_timeline(
+    model: Transformer,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    global_batch: int,
+    parameters: Parameters,
+    sequence: int | None = None,
+    dtype: str = "bf16",
+    stack: str = "eager",
+    steps: int = 5,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> Timeline:
+    """Not a recording: what a profiler would show of a machine with these constants, one kernel per cause and step.
+
+    noise: standard deviation of the logarithm of a kernel's time. It shows what `fit_timeline` can find: the constants
+    that made it are known. Raises ValueError for a pipeline.
+    """
+    if plan.pp > 1:
+        raise ValueError(f"pp={plan.pp}: a pipeline's kernels belong to different stages; profile with pp=1")
+    work, _ = _work(model, cluster, plan, global_batch, sequence, dtype, stack)
+    parts = {name: float(value[0]) for name, value in step_time(work, parameters).items()}
+    parts["gemm_s"] += parts["head_s"]
+    random, rows, now = np.random.default_rng(seed), [], 0
+    for step in range(steps):
+        begin = now
+        for cause, name in _KERNELS.items():
+            length = round(parts[cause] * np.exp(noise * random.standard_normal()) * 1e9)
+            rows.append((7, "compute", name, now, length, step))
+            now += length
+        now = max(now, begin + round(parts["step_s"] * 1e9))
+        rows.append((8, "memcpy", "Memcpy DtoH", now - 1, 1, step))  # the loss is read: the step ends
+    spans = pd.DataFrame(rows, columns=["stream", "kind", "name", "start_ns", "dur_ns", "step"])
+    spans = spans.assign(rank=0, correlation=-1, op=-1, group=None, size_bytes=np.nan)
+    origin = {"model": model.name, "cluster": cluster.name, "nodes": cluster.nodes, "plan": str(plan),
+              "global_batch": global_batch}  # fmt: skip
+    return Timeline(spans, Meta(source="simulated", device=cluster.device.name, provenance=origin))
+
+
+def _work(model: Transformer, cluster: Cluster, plan: Plan, global_batch: int, sequence: int | None, dtype: str,
+          stack: str) -> tuple[Work, dict[str, str]]:  # fmt: skip
+    """The run as a step to be timed, and the classes that choose its constants."""
+    fields, classes = machine_fields(cluster, dtype, stack=stack)
+    fields |= model_fields(model, sequence) | matrix_fields(cluster.device, dtype) | plan_fields(plan, global_batch)
+    return Work(fields | {"overlap_tp": 0}, classes | {"mixture": "graph" if model.experts else "none"}), classes
 
 
 def _cause(name: str) -> str:

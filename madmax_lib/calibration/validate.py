@@ -1,41 +1,24 @@
-"""How far are predictions from measured rows, and how sure are they? Predictions with intervals, folds, baseline.
-
-Intervals come from rows that the fit had not seen: the log residuals of folds that keep a source and model together,
-by kind of row (`kind_of`), their 5 % and 95 % quantiles shrunk towards those of all rows with weight n / (n + 15).
-"""
+"""How far are predictions from measured rows? Predictions with intervals (`spread`), folds, errors, ranks, baseline."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
-from scipy.stats import norm, t
+from scipy.stats import spearmanr
 
 from madmax_lib.calibration.consistency import model_flops
 from madmax_lib.calibration.fit import fingerprint, fit, usable
 from madmax_lib.calibration.rows import read_rows, to_work
+from madmax_lib.calibration.spread import class_of, quantiles_of
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory import memory, peak_bytes
 from madmax_lib.simulator.parameters import Parameters, shipped
 from madmax_lib.simulator.step_time import step_time
 
-__all__ = [
-    "baseline",
-    "coverage",
-    "errors",
-    "folds",
-    "interval_quantiles",
-    "kind_of",
-    "predict",
-    "quantiles_of",
-    "score",
-]
+__all__ = ["baseline", "errors", "folds", "layout_ranks", "predict", "score"]
 
-_SHRINK = 15
-_QUANTILES = (0.05, 0.95)
-_UNKNOWN_FAMILY = 2.0  # widening for a device whose family no row has calibrated
 _BUCKET_BYTES = 1e9  # 5e8 elements, the default of DeepSpeed
 _ADAPTERS = 0.01  # share of the weights that LoRA trains
 _STACKS = {"legacy": "megatron", "deepspeed": "deepspeed", "deepspeed-plain": "deepspeed", "fused": "megatron"}
@@ -130,62 +113,25 @@ def errors(table: pd.DataFrame, by: str | list[str]) -> pd.DataFrame:
 
 def score(table: pd.DataFrame) -> dict[str, float]:
     """MAPE and median of dense and of mixture rows (ratios)."""
-    kinds = np.where(table["experts"].astype(float) > 0, "mixture", "dense")
-    found = errors(table.assign(kind=kinds), "kind")
+    found = errors(table.assign(kind=class_of(table)), "kind")
     return {f"{kind} {name}": float(found.at[kind, name]) for kind in found.index for name in ("mape", "median")}
 
 
-def kind_of(rows: pd.DataFrame) -> pd.Series:
-    """Kinds of rows whose errors are alike: family and how the model is split."""
-    old = rows["unfused"].astype(float) > 0
-    split = np.select(
-        [
-            rows["experts"].astype(float) > 0,
-            rows["zero"].astype(float) >= 2,
-            (rows["tp"].astype(float) * rows["pp"].astype(float) > 1) & old,
-            rows["tp"].astype(float) * rows["pp"].astype(float) > 1,
-        ],
-        ["mixture", "sharded", "old model parallel", "model parallel"],
-        "data parallel",
-    )
-    return rows["family"].astype(str) + " " + split
+def layout_ranks(table: pd.DataFrame) -> pd.DataFrame:
+    """Does the model rank the layouts of one model as they were measured? Spearman's correlation by model of `folds`.
 
-
-def interval_quantiles(table: pd.DataFrame) -> dict[str, list[float]]:
-    """5 % and 95 % quantiles of log(measured / predicted) by kind, shrunk towards all rows ("all").
-
-    Rows of a source and model err together, so a kind of few groups is widened as Student's t is over the normal.
+    Columns rows and ranks (every run counts), layouts and layout_ranks (runs of one layout, such as those of different
+    days, count as their mean). Models with less than four layouts are left out.
     """
-    everything = np.quantile(table["log_error"].to_numpy(float), _QUANTILES)
-    result = {"all": everything.tolist()}
-    for kind, part in table.groupby(kind_of(table)):
-        weight = len(part) / (len(part) + _SHRINK)
-        quantiles = weight * np.quantile(part["log_error"].to_numpy(float), _QUANTILES) + (1 - weight) * everything
-        groups = max(part["group"].nunique(), 3)
-        result[kind] = (quantiles * t.ppf(0.95, groups - 1) / norm.ppf(0.95)).tolist()
-    return result
-
-
-def quantiles_of(rows: pd.DataFrame, residuals: Mapping[str, list[float]]) -> np.ndarray:
-    """(n, 2) log quantiles of rows by their kind; twice as wide where the family is not calibrated."""
-    everything = residuals.get("all", [0.0, 0.0])
-    found = np.array([residuals.get(kind, everything) for kind in kind_of(rows)], dtype=float).reshape(-1, 2)
-    return found * np.where(rows["calibrated"].to_numpy(bool), 1.0, _UNKNOWN_FAMILY)[:, None]
-
-
-def coverage(table: pd.DataFrame) -> pd.DataFrame:
-    """Whether each row of `folds` lies in the interval made from the other folds' errors, and its half-width.
-
-    Columns inside and half_width (of the interval over the prediction).
-    """
-    inside, width = np.zeros(len(table), bool), np.zeros(len(table))
-    error, fold = table["log_error"].to_numpy(float), table["fold"].to_numpy()
-    for number in np.unique(fold):
-        out = fold == number
-        low, high = quantiles_of(table[out], interval_quantiles(table[~out])).T
-        inside[out] = (error[out] >= low) & (error[out] <= high)
-        width[out] = (np.exp(high) - np.exp(low)) / 2
-    return pd.DataFrame({"inside": inside, "half_width": width}, index=table.index)
+    layout = ["dp", "tp", "pp", "heads", "micro_batch", "global_batch", "dtype"]
+    table = table.assign(measured_s=table["measured_s"].astype(float))
+    rows = {}
+    for model, runs in table.groupby("model"):
+        means = runs.groupby(layout)[["measured_s", "predicted_s"]].mean()
+        ranks = [spearmanr(part["measured_s"], part["predicted_s"]).statistic for part in (runs, means)]
+        rows[model] = (len(runs), ranks[0], len(means), ranks[1])
+    found = pd.DataFrame.from_dict(rows, orient="index", columns=["rows", "ranks", "layouts", "layout_ranks"])
+    return found[found["layouts"] >= 4]
 
 
 def _fold_of(rows: pd.DataFrame, by: str, count: int) -> np.ndarray:

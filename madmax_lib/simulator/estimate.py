@@ -14,6 +14,7 @@ import pandas as pd
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.parameters import Parameters, shipped
 from madmax_lib.simulator.step_time import PARTS, step_time
+from madmax_lib.simulator.uncertainty import log_width
 from madmax_lib.simulator.work import Work
 from madmax_lib.specs import DLRM, Cluster, Device, Model, Transformer
 
@@ -24,6 +25,7 @@ _FAMILIES = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "h800": "hopp
              "b300": "blackwell", "gb200": "blackwell", "gb300": "blackwell"}  # fmt: skip
 _OWN_RATE = ("b200", "gb200", "gb300", "b300", "h100-96")  # devices with a constant device_rate
 _CHUNK = 16384  # plans at a time: their arrays stay in the cache
+_STEP = ("step_s", "low_s", "high_s")
 _COVERED = {"offload": (None,), "first_layers": (0,), "last_layers": (0,), "capacity": (0,)}
 
 
@@ -40,11 +42,11 @@ def estimate(
     """Seconds of a training step and its parts, one row per plan.
 
     plan_or_table: a Plan, or a table whose columns are fields of Plan (missing ones at their default); its index is
-    kept. Columns: step_s, the parts named in `step_time.PARTS` (exposed seconds, their sum is step_s), mfu (dense model
-    FLOPs over the peak of dtype), tokens_per_s. parameters: the shipped fit if None; `Parameters()` is the ideal
-    machine. A table's row that the cluster or batch cannot hold, or that has no closed form yet (offload, stages of
-    stated length, capacity of experts), is NaN. Raises ValueError for such a Plan, an
-    unknown column, dtype, or a recommendation model.
+    kept. Columns: step_s, low_s and high_s (90 % interval, NaN for parameters that know none), the parts named in
+    `step_time.PARTS` (exposed seconds, their sum is step_s), mfu (dense model FLOPs over the peak of dtype),
+    tokens_per_s. parameters: the shipped fit if None; `Parameters()` is the ideal machine. A table's row that the
+    cluster or batch cannot hold, or that has no closed form yet (offload, stages of stated length, capacity of
+    experts), is NaN. Raises ValueError for such a Plan, an unknown column, dtype, or a recommendation model.
     """
     if isinstance(model, DLRM):
         raise ValueError(f"{model.name}: recommendation models have no closed form; use simulate")
@@ -60,12 +62,16 @@ def estimate(
     parts = []
     for start in range(0, max(len(index), 1), _CHUNK):
         piece = plan if single else _slice(plan, slice(start, start + _CHUNK))
-        times = step_time(work_of(model, cluster, piece, global_batch, sequence, dtype), parameters)
+        work = work_of(model, cluster, piece, global_batch, sequence, dtype)
+        times = step_time(work, parameters)
+        width = log_width(work, parameters)
+        times |= {"low_s": times["step_s"] * np.exp(-width), "high_s": times["step_s"] * np.exp(width)}
         if not single:
-            times["step_s"] = np.where(_possible(piece, model, cluster, global_batch), times["step_s"], np.nan)
+            possible = _possible(piece, model, cluster, global_batch)
+            times |= {name: np.where(possible, times[name], np.nan) for name in _STEP}
         parts.append(times)
     table = {name: parts[0][name] if len(parts) == 1 else np.concatenate([p[name] for p in parts])
-             for name in ("step_s", *PARTS)}  # fmt: skip
+             for name in (*_STEP, *PARTS)}  # fmt: skip
     tokens = global_batch * (sequence or model.sequence)
     flops = 3 * model.forward_flops(global_batch, sequence)
     table["mfu"] = flops / (table["step_s"] * cluster.world_size * cluster.device.peak(dtype))
@@ -141,7 +147,8 @@ def plan_fields(plan, global_batch: float) -> dict[str, np.ndarray]:
         "gather_bytes": np.where(p.qwz, 1.0, 2.0), "reduce_bytes": gradient_bytes, "gradient_bytes": gradient_bytes,
         "gradient_wire_bytes": gradient_bytes + np.where(gathers, 2.0, gradient_bytes),
         "gathered_bytes": np.where(gathers, 2.0, 0.0), "late_gather": ~np.asarray(p.overlap_gather, bool),
-        "bucket_bytes": p.bucket_bytes, "prefetch": p.prefetch, "overlap_tp": 1,
+        "reduce_each": (np.asarray(p.zero) == 2) & (np.asarray(p.pp) == 1), "bucket_bytes": p.bucket_bytes,
+        "prefetch": p.prefetch, "overlap_tp": 1,
         "unfused": np.asarray(p.attention) == "unfused", "ends_as_layers": own, "send_once": 1,
         "gpipe": np.asarray(p.schedule) == "gpipe", "zero_bubble": np.asarray(p.schedule) == "zero-bubble",
         "ulysses": np.asarray(p.context) == "ulysses", "hpz": p.hpz, "qgz": p.qgz,

@@ -103,12 +103,12 @@ def gradients_s(w: Work, p: Parameters, rates, stage_passes_s):
     time = all_reduce_s(size, replicas, _bandwidth(w, rates, replicas, stride)) + _latency_s(replicas, p)
     last = np.minimum(w.bucket_bytes / np.maximum(w.gradient_bytes * held, 1.0), 1.0)
     visible = np.where(w.overlap_dp > 0, np.maximum(p.constants["dp_exposed"], last), 1.0)
-    gathered = w.gathered_bytes / w.gradient_wire_bytes
-    total = 0.0
-    for part, room_s, seen in ((1 - gathered, stage_passes_s[1], visible),
-                               (gathered, stage_passes_s[0], np.where(w.late_gather > 0, 1.0, visible))):  # fmt: skip
-        total = total + np.maximum(seen * part * time, part * time - room_s)
-    return np.where(replicas > 1, w.trained * total, 0.0)
+    gather_s = time * w.gathered_bytes / w.gradient_wire_bytes
+    reduce_s, (forward_s, backward_s) = time - gather_s, stage_passes_s
+    late_s = np.maximum(reduce_s - backward_s, 0.0)
+    shown = np.maximum(visible * reduce_s, late_s) + w.reduce_each * (w.micro_batches - 1) * late_s
+    shown = shown + np.maximum(np.where(w.late_gather > 0, 1.0, visible) * gather_s, gather_s - forward_s)
+    return np.where(replicas > 1, w.trained * shown, 0.0)
 
 
 def _bandwidth(w: Work, rates, ranks, stride):

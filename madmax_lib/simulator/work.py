@@ -25,10 +25,12 @@ FIELDS: dict[str, float] = {
     "core_width": _NEEDED, "causal": 1,
     # plan. shard: devices that share the weights (FSDP); trained: 1, or 0 where the base is frozen (LoRA);
     # recompute_*: share of the forward pass repeated; prefetch: layers that FSDP gathers ahead; bucket_bytes: of
-    # gradients reduced together; late_gather: ZeRO-1 gathers weights after the update, not beside the next pass
+    # gradients reduced together; late_gather: ZeRO-1 gathers weights after the update, not beside the next pass;
+    # reduce_each: gradients are reduced with every micro-batch
     "dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "micro_batches": 1, "interleave": 1, "zero": 0,
     "shard": 1, "sequence_parallel": 0, "recompute_gemm": 0, "recompute_attention": 0, "recompute_tp": 0, "trained": 1,
     "gpipe": 0, "zero_bubble": 0, "ulysses": 0, "hpz": 0, "qgz": 0, "prefetch": 1, "bucket_bytes": 0, "late_gather": 0,
+    "reduce_each": 0,
     # software. bytes per weight: gather and reduce of FSDP, gradient in a bucket, gradient_wire in a ring, of which
     # gathered are ZeRO-1's weights. ends_as_layers: embedding and head count as layers when the model is cut into
     # stages; send_once: a token goes once to a rank with several experts

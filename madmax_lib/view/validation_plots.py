@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 
 from madmax_lib.view.drawing import COLORS, fill_of, keep_data, new_axes
 
-__all__ = ["plot_errors", "plot_predicted"]
+__all__ = ["plot_errors", "plot_predicted", "plot_vision"]
 
 _WITHIN = 0.1
 
@@ -60,3 +60,25 @@ def plot_errors(table: pd.DataFrame, ax: Axes | None = None, *, baseline: pd.Ser
     if baseline is not None:
         data = data.assign(baseline=baseline.reindex(shown.index).to_numpy())
     return keep_data(ax, data, table)
+
+
+def plot_vision(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """MFU of the vision transformers of MAD-Max: measured, the paper's prediction and ours (`vision_errors`)."""
+    ax = ax or new_axes(height=0.9 + 0.42 * len(table))
+    styles = {"measured": {"facecolor": "#4a4a4a"}, "paper": {"facecolor": "white", "edgecolor": "#222222"},
+              "ours": fill_of("compute", "simulated")}  # fmt: skip
+    errors = {who: table[f"{who}_error"].abs().mean() for who in ("paper", "ours")}
+    labels = {"measured": "measured", "paper": f"the paper's model, mean relative error {errors['paper']:.1%}",
+              "ours": f"ours, fitted to the other runs: {errors['ours']:.1%}"}  # fmt: skip
+    for k, (who, style) in enumerate(styles.items()):
+        places = np.arange(len(table)) + (k - 1) * 0.27
+        ax.barh(places, table[who] * 100, height=0.25, label=labels[who], **style)
+        if who != "measured":
+            for place, value, error in zip(places, table[who], table[f"{who}_error"], strict=True):
+                ax.annotate(f"{error:+.0%}", (value * 100, place), (3, 0), textcoords="offset points", va="center",
+                            fontsize=6)  # fmt: skip
+    ax.set_yticks(range(len(table)), [f"{r.model}, {r.gpus} GPUs, batch {r.global_batch}" for r in table.itertuples()])
+    ax.set(ylim=(len(table) - 0.45, -0.55), xlabel="MFU [% of 312 TFLOP/s]")
+    ax.legend(loc="lower right")
+    ax.set_title(f"Vision transformers: off by {errors['ours']:.0%}, the paper's own model by {errors['paper']:.0%}")
+    return keep_data(ax, table.reset_index(drop=True), table)

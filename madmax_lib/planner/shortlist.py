@@ -1,0 +1,30 @@
+"""Which of the best plans are worth measuring? Those that the model cannot tell from the best one.
+
+A predicted step is as sure as its 90 % interval, but plans of one model on one machine err together: two of them are
+compared with the spread of runs of the same source and model (`calibration.spread.comparison_quantiles`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.simulator.parameters import Parameters, shipped
+from madmax_lib.simulator.uncertainty import comparison_width
+from madmax_lib.specs import Transformer
+
+__all__ = ["shortlist"]
+
+
+def shortlist(table: pd.DataFrame, model: Transformer, parameters: Parameters | None = None) -> pd.DataFrame:
+    """The table of a search with ratio (step over that of the first plan), ratio_low, ratio_high (90 %) and
+    worth_measuring: whether the plan may be the fastest.
+
+    Raises ValueError for parameters that know no intervals.
+    """
+    width = comparison_width(parameters or shipped(), bool(model.experts))
+    if np.isnan(width):
+        raise ValueError("parameters without residuals: fit them with calibration.fit.ship, or use the shipped ones")
+    ratio = table["step_s"] / table["step_s"].iloc[0]
+    low, high = ratio * np.exp(-width), ratio * np.exp(width)
+    return table.assign(ratio=ratio, ratio_low=low, ratio_high=high, worth_measuring=low <= 1.0)
