@@ -1,0 +1,52 @@
+"""CPU seconds of Metis' search: ours beside the original's, rows 1, 2 and 4 of the fork's table 1, both modes.
+
+    python benchmarks/metis.py [ROW ...]
+
+The original is not installed here: its figures are those recorded for the unmodified fork on a 2-core machine
+(`madmax_lib/data/metis_published.csv`); for row 4 there is only its authors' "about 30 minutes". Files are made by our
+own generator and read again; reading is inside our time. Steps must equal the published ones, else this fails.
+"""
+
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from madmax_lib.papers.metis import search
+from madmax_lib.papers.metis_study import NODE_ORDERS, nodes_of, table1
+from madmax_lib.profiles import generate_profiles, write_cluster, write_profiles
+
+ABOUT_S = {4: 1800.0}
+
+
+def measure(row, folder):
+    """One line: steps, best cost, CPU seconds of ours and of the original."""
+    host, cluster, profile = folder / "hostfile", folder / "clusterfile.json", folder / "profile"
+    write_profiles(generate_profiles(row.layers), profile)
+    write_cluster(nodes_of(row.gpus), host, cluster)
+    began = time.process_time()
+    result = search(profile, host, cluster, layers=row.layers, global_batch=128, node_order=NODE_ORDERS[0],
+                    model_profile="A100_tp4_bs4", strategy=row.mode == "strategy", max_permute_len=128, max_tp=128,
+                    max_bs=128)  # fmt: skip
+    ours = time.process_time() - began
+    if result.count != row.steps:
+        raise SystemExit(f"row {row.row} {row.mode}: {result.count} steps, published are {row.steps}")
+    theirs = ABOUT_S.get(row.row, row.original_cpu_s)
+    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"| {row.row} | {row.layers} x {row.gpus} | {row.mode} | {result.count} | {result.best_cost_ms:.4f} | "
+          f"{ours:.2f} | {'about ' * (row.row in ABOUT_S)}{theirs:g} | {theirs / ours:.0f}x | {peak_gb:.2f} |",
+          flush=True)  # fmt: skip
+
+
+def main():
+    rows = [int(text) for text in sys.argv[1:]] or [1, 2, 4]
+    print("| row | layers x GPUs | mode | steps | best cost (ms) | ours, CPU s | original, CPU s | ratio | peak GB |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in table1()[lambda table: table["row"].isin(rows)].itertuples():
+        with tempfile.TemporaryDirectory() as folder:
+            measure(row, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Which stages of which sizes does Metis look at, and in which order?
+
+Inter-stage plans of Metis [Um et al., USENIX ATC 2024] as its public release enumerates them (behaviour recorded):
+orders of the GPU types > numbers of stages > sizes of the stages > micro-batches. Sizes are powers of two; every
+distinct permutation of their multiset is taken in cool-lex order [Williams, SODA 2009]. The order decides ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, permutations
+from typing import NamedTuple
+
+__all__ = ["Block", "blocks", "cool_lex", "device_groups", "divisors", "merged"]
+
+
+class Block(NamedTuple):
+    """Device groups tried for one order of the GPU types; `costed_stages` is the number that the cost counts."""
+
+    sequence: tuple[str, ...]
+    costed_stages: int
+    groups: list[tuple[int, ...]]
+
+
+def blocks(
+    node_order: Sequence[str], gpus: int, layers: int, *, variance: float, max_permute_len: int
+) -> Iterator[Block]:
+    """All blocks in order; node_order is the first order of the types, the others are its permutations.
+
+    For the second and later orders the release never tries one stage: instead the first list of more stages comes
+    twice, and its first time it is costed as one stage.
+    """
+    stages = range(1, min(gpus, layers) + 1)
+    lists = {n: device_groups(gpus, n, variance, max_permute_len) for n in stages}
+    lists = {n: groups for n, groups in lists.items() if groups}
+    several = {n: groups for n, groups in lists.items() if n > 1}
+    for number, sequence in enumerate(permutations(node_order)):
+        if number:
+            yield from (Block(sequence, 1, groups) for groups in list(several.values())[:1])
+        yield from (Block(sequence, n, groups) for n, groups in (several if number else lists).items())
+
+
+def device_groups(gpus: int, stages: int, variance: float, max_permute_len: int) -> list[tuple[int, ...]]:
+    """Sizes of the stages, powers of two that sum to `gpus`, none below variance x the mean size.
+
+    >>> device_groups(8, 3, 1, 6)
+    [(4, 2, 2), (2, 4, 2), (2, 2, 4)]
+    """
+    least = max(gpus // stages, stages // gpus) * variance
+    shapes = [2**k for k in range(gpus.bit_length()) if 2**k >= least]
+    found = _non_decreasing(shapes, stages, gpus)
+    return [tuple(chain(*order)) for sizes in found for order in cool_lex(merged(sizes, max_permute_len))]
+
+
+def _non_decreasing(shapes: list[int], count: int, total: int) -> Iterator[tuple[int, ...]]:
+    """Non-decreasing sequences of `count` shapes with this sum, in lexicographic order."""
+    if count == 0:
+        yield from [()] if total == 0 else []
+        return
+    for place, shape in enumerate(shapes):
+        if shape * count > total or shapes[-1] * count < total:
+            return
+        for rest in _non_decreasing(shapes[place:], count - 1, total - shape):
+            yield (shape, *rest)
+
+
+def merged(sizes: Sequence[int], limit: int) -> list[tuple[int, ...]]:
+    """Non-decreasing sizes as at most `limit` groups that are permuted as wholes: smallest neighbours are joined.
+
+    >>> merged((1, 1, 1, 1, 1, 1, 2, 8), 4)
+    [(1, 1, 1, 1), (1, 1, 2), (8,)]
+    """
+    groups = [(size,) for size in sizes]
+    while (excess := len(groups) - limit) > 0:
+        equal = next((place for place, group in enumerate(groups, 1) if group != groups[0]), len(groups))
+        pairs = max(excess, equal // 2)
+        groups = _join_pairs(groups, pairs)
+        if len(groups) - limit == pairs:
+            break
+    return groups
+
+
+def _join_pairs(groups: list[tuple[int, ...]], pairs: int) -> list[tuple[int, ...]]:
+    smallest = min(map(sum, groups))
+    joined: list[tuple[int, ...]] = []
+    for place in range(0, min(2 * pairs, len(groups)), 2):
+        pair = groups[place : place + 2]
+        if len(pair) == 2 and all(sum(group) == smallest for group in pair):
+            joined.append(pair[0] + pair[1])
+        else:
+            joined.extend(pair)
+    return joined + groups[2 * pairs :]
+
+
+def cool_lex(groups: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """All distinct permutations by prefix shifts, from the non-increasing arrangement on.
+
+    >>> ["".join(str(group[0]) for group in order) for order in cool_lex([(1,), (1,), (2,)])]
+    ['211', '121', '112']
+    """
+    order = sorted(groups, reverse=True)
+    start = list(order)
+    last = len(order) - 1
+    while True:
+        yield list(order)
+        end = next((i for i in range(last) if order[i + 1] > order[i]), last)  # of the longest non-increasing prefix
+        moved = end + 2 if end + 2 <= last and order[end + 2] <= order[end] else min(end + 1, last)
+        order.insert(0, order.pop(moved))
+        if order == start:
+            return
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors from the number itself down to 1: the counts of micro-batches in Metis' order.
+
+    >>> divisors(12)
+    [12, 6, 4, 3, 2, 1]
+    """
+    return [part for part in range(number, 0, -1) if number % part == 0]

@@ -1,0 +1,244 @@
+"""How long does each layer of a model take on each GPU type, at each tensor parallel degree and batch?
+
+Profile files of Metis [Um et al., USENIX ATC 2024]: one JSON file DeviceType.TYPE_tpN_bsN.json per key. Times stay in
+ms and memory in MB as in the files: Metis' results depend on every bit of them. Files are read in sorted order, never
+in that of the folder. Lengths and plausibility are checked, since published samples have lists that are too short and
+times in another unit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from pathlib import Path
+
+from madmax_lib.atomic import replacing
+
+__all__ = ["TIMES", "LayerProfile", "Profiles", "load_profiles", "plain_sum", "read_json", "write_profiles"]
+
+_NAME = re.compile(r"DeviceType\.(?P<device>.+)_tp(?P<tp>\d+)_bs(?P<batch>\d+)\.json")
+_SLIP = 100.0  # an optimizer time that far from those at other batches is in another unit
+TIMES = {  # field -> name in the file
+    "total_ms": "total_time_ms",
+    "forward_backward_ms": "forward_backward_time_ms",
+    "batch_generator_ms": "batch_generator_time_ms",
+    "layernorm_ms": "layernorm_grads_all_reduce_time_ms",
+    "embedding_ms": "embedding_grads_all_reduce_time_ms",
+    "optimizer_ms": "optimizer_time_ms",
+}
+
+
+def plain_sum(values: Iterable[float]) -> float:
+    """Sum from left to right; from Python 3.12 on `sum` compensates rounding and so gives other last bits."""
+    return reduce(add, values, 0)
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One iteration of the whole model on `tp` GPUs of one type with a micro-batch of `batch` samples.
+
+    layer_ms, memory_mb, parameters_bytes: one entry per layer; memory of one GPU. forward_backward_ms exceeds the sum
+    of layer_ms by what `sync_ms` says. Raises ValueError for lengths that differ, values that are not finite or
+    negative, and parts that exceed the whole.
+    """
+
+    device: str
+    tp: int
+    batch: int
+    layer_ms: tuple[float, ...]
+    memory_mb: tuple[float, ...]
+    parameters_bytes: tuple[float, ...]
+    total_ms: float
+    forward_backward_ms: float
+    batch_generator_ms: float
+    layernorm_ms: float
+    embedding_ms: float
+    optimizer_ms: float
+    between_ms: float
+    model_name: str = "GPT3"
+
+    def __post_init__(self):
+        for name in ("memory_mb", "parameters_bytes"):
+            if len(getattr(self, name)) != self.layers:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {self.layers} layers")
+        for name in ("layer_ms", "memory_mb", "parameters_bytes", *TIMES):
+            values = getattr(self, name)
+            for value in values if isinstance(values, tuple) else (values,):
+                if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
+                    raise ValueError(f"{name}={value!r} is not a number of at least 0")
+        if not self.layers or min(self.layer_ms) <= 0:
+            raise ValueError("layer_ms must have an entry above 0 for every layer")
+        if self.sync_ms < -1e-6 * self.forward_backward_ms:
+            rule = f"the sum {plain_sum(self.layer_ms):g} of its layers"
+            raise ValueError(f"forward_backward_ms={self.forward_backward_ms:g} is below {rule}")
+        for name in TIMES:
+            if getattr(self, name) > self.total_ms * (1 + 1e-6):
+                rule = f"total_ms={self.total_ms:g}: is a value in another unit?"
+                raise ValueError(f"{name}={getattr(self, name):g} exceeds {rule}")
+
+    @property
+    def name(self) -> str:
+        """Name of its file without .json, such as DeviceType.A100_tp4_bs4."""
+        return f"DeviceType.{self.device}_tp{self.tp}_bs{self.batch}"
+
+    @property
+    def layers(self) -> int:
+        """Number of layers, with the embedding first and the head last."""
+        return len(self.layer_ms)
+
+    @property
+    def sync_ms(self) -> float:
+        """Forward and backward time outside of the layers."""
+        return self.forward_backward_ms - plain_sum(self.layer_ms)
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """Profiles by (device, tp, batch), in sorted order of their files. All have the same number of layers."""
+
+    table: Mapping[tuple[str, int, int], LayerProfile] = field(hash=False)
+
+    def __post_init__(self):
+        if not self.table:
+            raise ValueError("there are no profiles")
+        first = next(iter(self.table.values()))
+        least: dict[tuple[str, int], float] = {}
+        for (device, tp, _), profile in self.table.items():
+            if profile.layers != first.layers:
+                rule = f"{first.name} has {first.layers}"
+                raise ValueError(f"{profile.name} has {profile.layers} layers, {rule}")
+            known = least.get((device, tp), math.inf)
+            least[device, tp] = min(known, profile.optimizer_ms)
+        for (device, tp, _), profile in self.table.items():
+            if profile.optimizer_ms > _SLIP * least[device, tp]:
+                rule = f"over {_SLIP:g} x the {least[device, tp]:g} of another batch: is it in another unit?"
+                raise ValueError(f"{profile.name}: optimizer_ms={profile.optimizer_ms:g} is {rule}")
+
+    @property
+    def layers(self) -> int:
+        """Number of layers of the model."""
+        return next(iter(self.table.values())).layers
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """GPU types, sorted."""
+        return tuple(sorted({device for device, _, _ in self.table}))
+
+    def degrees(self, device: str) -> tuple[int, ...]:
+        """Tensor parallel degrees with a profile on this type, ascending."""
+        return tuple(sorted({tp for name, tp, _ in self.table if name == device}))
+
+    def batches(self, device: str, tp: int) -> tuple[int, ...]:
+        """Micro-batches with a profile at this degree on this type, ascending."""
+        return tuple(sorted(batch for name, degree, batch in self.table if (name, degree) == (device, tp)))
+
+    def get(self, device: str, tp: int, batch: int) -> LayerProfile:
+        """The profile of a key; ValueError that names what there is."""
+        if (device, tp, batch) not in self.table:
+            there = f"types {', '.join(self.devices)}"
+            if device in self.devices:
+                there = f"tp {', '.join(map(str, self.degrees(device)))} on {device}"
+                if tp in self.degrees(device):
+                    there = f"batches {', '.join(map(str, self.batches(device, tp)))} on {device} at tp {tp}"
+            raise ValueError(f"no profile for {device} tp {tp} batch {batch}; there are {there}")
+        return self.table[device, tp, batch]
+
+    def named(self, name: str | tuple[str, int, int] | None) -> LayerProfile:
+        """The profile of "A100_tp4_bs4" or of its whole file name; None is the first in sorted order."""
+        if name is None:
+            return next(iter(self.table.values()))
+        if isinstance(name, tuple):
+            return self.get(*name)
+        file = Path(name).name
+        file = file if file.endswith(".json") else f"{file}.json"
+        found = _NAME.fullmatch(file if file.startswith("DeviceType.") else f"DeviceType.{file}")
+        if not found:
+            raise ValueError(f"{name!r} is not the name of a profile such as A100_tp4_bs4")
+        return self.get(found["device"], int(found["tp"]), int(found["batch"]))
+
+
+def load_profiles(directory: str | Path) -> Profiles:
+    """All profiles of a folder, whatever the order in which it lists them.
+
+    Raises FileNotFoundError without a folder or a profile in it, ValueError naming file, field and rule.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"{directory} is not a folder of profiles")
+    paths = sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=lambda path: path.name)
+    if not paths:
+        raise FileNotFoundError(f"{directory} holds no DeviceType.TYPE_tpN_bsN.json")
+    loaded = [_read_profile(path) for path in paths]
+    return Profiles({(p.device, p.tp, p.batch): p for p in loaded})
+
+
+def write_profiles(profiles: Profiles, directory: str | Path) -> None:
+    """One file per profile, as `load_profiles` reads it."""
+    for profile in profiles.table.values():
+        parameters = list(profile.parameters_bytes)
+        content = {
+            "model": {
+                "model_name": profile.model_name,
+                "num_layers": profile.layers,
+                "parameters": {
+                    "total_parameters_bytes": plain_sum(parameters),
+                    "parameters_per_layer_bytes": parameters,
+                },
+                "num_MHA_layers": profile.layers - 2,
+            },
+            "execution_time": {
+                **{name: getattr(profile, key) for key, name in TIMES.items()},
+                "layer_compute_total_ms": list(profile.layer_ms),
+                "between_forward_backward_time_ms": profile.between_ms,
+            },
+            "execution_memory": {
+                "total_memory": plain_sum(profile.memory_mb),
+                "layer_memory_total_mb": list(profile.memory_mb),
+            },
+        }
+        with replacing(Path(directory) / f"{profile.name}.json") as temporary:
+            temporary.write_text(json.dumps(content, indent=2))
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; ValueError for anything else."""
+    try:
+        content = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return content
+
+
+def _read_profile(path: Path) -> LayerProfile:
+    name, content = _NAME.fullmatch(path.name), read_json(path)
+    try:
+        model, times, memory = (content[part] for part in ("model", "execution_time", "execution_memory"))
+        layer_ms = tuple(times["layer_compute_total_ms"])
+        if len(layer_ms) != model["num_layers"]:
+            raise ValueError(f"layer_compute_total_ms has {len(layer_ms)} entries, num_layers is {model['num_layers']}")
+        values = {key: times[name] for key, name in TIMES.items()}
+        between_ms = times.get("between_forward_backward_time_ms")
+        if between_ms is None:
+            between_ms = values["forward_backward_ms"] - plain_sum(layer_ms)
+        return LayerProfile(
+            device=name["device"],
+            tp=int(name["tp"]),
+            batch=int(name["batch"]),
+            layer_ms=layer_ms,
+            memory_mb=tuple(memory["layer_memory_total_mb"]),
+            parameters_bytes=tuple(model["parameters"]["parameters_per_layer_bytes"]),
+            between_ms=between_ms,
+            model_name=str(model.get("model_name", "")),
+            **values,
+        )
+    except KeyError as error:
+        raise ValueError(f"{path}: field {error.args[0]} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
