@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Plan": "plan",
+    "RunSpec": "runs.spec",
     "Timeline": "timeline",
     "breakdown": "accounting",
     "cluster": "catalog",
@@ -18,6 +19,7 @@ _PUBLIC = {
     "dataset": "datasets",
     "estimate": "simulator.estimate",
     "export_trace": "traces.export",
+    "launch": "runs.launch",
     "memory": "simulator.memory",
     "model": "catalog",
     "models": "catalog",
