@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -45,6 +45,7 @@ class Problem:
     dtype: str
     parameters: Parameters
     usd_per_hour: float
+    room_bytes: float
 
     def __post_init__(self):
         if self.objective not in OBJECTIVES:
@@ -130,7 +131,7 @@ def search(
     start = time.perf_counter()
     price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
     problem = Problem(model, cluster, global_batch, objective, top, space or Space(), sequence or model.sequence,
-                      dtype, parameters or shipped(), price)  # fmt: skip
+                      dtype, parameters or shipped(), price, usable_bytes(cluster.device))  # fmt: skip
     legal, dropped = layouts(problem.space, model, cluster, global_batch, problem.sequence)
     if not legal:
         raise ValueError(f"no layout of {model.name} on {cluster.world_size} devices: {_reasons(dropped)}")
@@ -142,10 +143,11 @@ def search(
 
 def search_layouts(problem: Problem, at: Iterable[Layout]) -> Found:
     """Times all plans of some layouts."""
-    total = Found(pd.DataFrame(), pd.DataFrame())
-    for layout in at:
-        total = merged(problem, total + _of_layout(problem, layout))
-    return total
+    pieces = [piece for layout in at for piece in _of_layout(problem, layout)]
+    tables, fronts = (_frame([piece[i] for piece in pieces]) for i in (0, 1))
+    evaluated, feasible = (sum(piece[i] for piece in pieces) for i in (2, 3))
+    least_bytes = min((piece[4] for piece in pieces), default=float("inf"))
+    return merged(problem, Found(tables, fronts, evaluated, feasible, least_bytes))
 
 
 def merged(problem: Problem, found: Found) -> Found:
@@ -159,35 +161,31 @@ def merged(problem: Problem, found: Found) -> Found:
     return replace(found, table=table, front=front[front["memory_bytes"] < least].reset_index(drop=True))
 
 
-def _of_layout(problem: Problem, at: Layout) -> Found:
+def _of_layout(problem: Problem, at: Layout) -> Iterator[tuple]:
+    """Of each block of plans: columns of the best and of the front, plans, those that fit, least memory."""
     rows = passes(problem.space, problem.model, at, problem.global_batch)
     columns = shards(problem.space, at, problem.cluster)
-    total = Found(pd.DataFrame(), pd.DataFrame())
     if not rows or not columns:
-        return total
+        return
     count, width = len(rows["micro_batch"]), columns["zero"].shape[1]
     block = max(_BLOCK // width, 1)
     for first in range(0, count, block):
         part = {name: choice[first : first + block] for name, choice in rows.items()}
-        total = total + _of_block(problem, at, part, columns, first * width)
-    return total
+        yield _of_block(problem, at, part, columns, first * width)
 
 
-def _of_block(problem: Problem, at: Layout, rows: dict, columns: dict, place: int) -> Found:
+def _of_block(problem: Problem, at: Layout, rows: dict, columns: dict, place: int) -> tuple:
     plans = namespace(at, rows | columns)
     times = step_time(work_of(problem.model, problem.cluster, plans, problem.global_batch, problem.sequence,
                               problem.dtype), problem.parameters)  # fmt: skip
     memory = plans_peak_bytes(problem.model, vars(at), rows, columns, global_batch=problem.global_batch,
                               sequence=problem.sequence, dtype=problem.dtype)  # fmt: skip
-    fits = memory <= usable_bytes(problem.cluster.device)
-    found = Found(pd.DataFrame(), pd.DataFrame(), memory.size, int(fits.sum()), float(memory.min()))
-    if not found.feasible:
-        return found
+    fits = memory <= problem.room_bytes
     values = {"step_s": times["step_s"], "memory_bytes": memory} | _costs(problem, times)
     best = _smallest(np.where(fits, values[OBJECTIVES[problem.objective]], np.inf), memory, problem.top)
     front = _front(values["step_s"], memory, fits)
-    return replace(found, table=_table(at, rows, columns, values, best, place),
-                   front=_table(at, rows, columns, values, front, place))  # fmt: skip
+    tables = (_columns(at, rows, columns, values, chosen, place) for chosen in (best, front))
+    return *tables, memory.size, int(fits.sum()), float(memory.min())
 
 
 def _costs(problem: Problem, times) -> dict[str, np.ndarray]:
@@ -217,14 +215,17 @@ def _front(step_s: np.ndarray, memory: np.ndarray, fits: np.ndarray) -> np.ndarr
     return at[memory.reshape(-1)[at] < least]
 
 
-def _table(at: Layout, rows: dict, columns: dict, values: dict, chosen: np.ndarray, place: int) -> pd.DataFrame:
-    """Chosen plans of a product; place counts the plans of a layout in order."""
+def _columns(at: Layout, rows: dict, columns: dict, values: dict, chosen: np.ndarray, place: int) -> dict:
+    """Chosen plans of a product as columns; place counts the plans of a layout in order."""
     row, column = np.unravel_index(chosen, values["memory_bytes"].shape)
-    degrees = {name: np.full(len(chosen), degree) for name, degree in vars(at).items()}
-    picked = {name: choice[row, 0] for name, choice in rows.items()}
-    picked |= {name: choice[0, column] for name, choice in columns.items()}
-    return pd.DataFrame(degrees | picked | {name: value[row, column] for name, value in values.items()}
-                        | {"place": place + chosen})  # fmt: skip
+    result = {name: np.full(len(chosen), degree) for name, degree in vars(at).items()}
+    result |= {name: choice[row, 0] for name, choice in rows.items()}
+    result |= {name: choice[0, column] for name, choice in columns.items()}
+    return result | {name: value[row, column] for name, value in values.items()} | {"place": place + chosen}
+
+
+def _frame(parts: list[dict]) -> pd.DataFrame:
+    return pd.DataFrame({name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {})
 
 
 def _result(problem: Problem, found: Found, dropped: Counter, seconds: float, complete: bool) -> SearchResult:
@@ -252,8 +253,8 @@ def _reasons(dropped: Counter) -> str:
 
 
 def _too_large(problem: Problem, found: Found) -> str:
-    room = usable_bytes(problem.cluster.device)
     if not found.evaluated:
         return f"no plan of {problem.model.name}: the space names no micro-batch, schedule or ZeRO stage that divides"
+    device = problem.cluster.device.name
     return (f"no plan of {problem.model.name} fits: the least needs {found.least_bytes / 1e9:.1f} GB per device, "
-            f"{problem.cluster.device.name} has {room / 1e9:.1f} GB ({found.evaluated:,} plans)")  # fmt: skip
+            f"{device} has {problem.room_bytes / 1e9:.1f} GB ({found.evaluated:,} plans)")  # fmt: skip

@@ -15,16 +15,20 @@ from madmax_lib.specs import Transformer
 
 __all__ = ["shortlist"]
 
+_WAY = ["tp", "cp", "pp", "ep", "zero", "recompute"]
+
 
 def shortlist(table: pd.DataFrame, model: Transformer, parameters: Parameters | None = None) -> pd.DataFrame:
-    """The table of a search with ratio (step over that of the first plan), ratio_low, ratio_high (90 %) and
-    worth_measuring: whether the plan may be the fastest.
+    """The best plan of each way to split the model, and whether it may be the fastest.
 
-    Raises ValueError for parameters that know no intervals.
+    table: of a search; plans with the same tp, cp, pp, ep, ZeRO stage and recompute count as one way. Adds ratio (step
+    over that of the first plan), ratio_low, ratio_high (90 %) and worth_measuring (ratio_low reaches 1). Raises
+    ValueError for parameters that know no intervals.
     """
     width = comparison_width(parameters or shipped(), bool(model.experts))
     if np.isnan(width):
         raise ValueError("parameters without residuals: fit them with calibration.fit.ship, or use the shipped ones")
+    table = table.drop_duplicates(_WAY).reset_index(drop=True)
     ratio = table["step_s"] / table["step_s"].iloc[0]
     low, high = ratio * np.exp(-width), ratio * np.exp(width)
     return table.assign(ratio=ratio, ratio_low=low, ratio_high=high, worth_measuring=low <= 1.0)

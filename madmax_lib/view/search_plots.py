@@ -26,11 +26,12 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
     ax.annotate("memory of a device", (room_bytes / 1e9, ax.get_ylim()[1]), (-3, -3), textcoords="offset points",
                 ha="right", va="top", rotation=90, fontsize=7)  # fmt: skip
     for place in sorted({0, len(pareto) // 2, len(pareto) - 1}) if len(pareto) else ():
-        ax.annotate(pareto["plan"].iloc[place], (memory[place], step_s[place]), (5, 5), textcoords="offset points",
-                    fontsize=7, ha="left" if memory[place] < memory.mean() else "right")  # fmt: skip
+        right = memory[place] > 0.6 * room_bytes / 1e9
+        ax.annotate(pareto["plan"].iloc[place], (memory[place], step_s[place]), (0, -14) if right else (6, 5),
+                    textcoords="offset points", fontsize=7, ha="right" if right else "left")  # fmt: skip
     ax.set(xlabel="memory of the fullest device [GB]", ylabel="simulated step [s]", xlim=(0, room_bytes / 1e9 * 1.05))
-    ax.set_ylim(0.95 * step_s.min(initial=1.0))
     if len(pareto):
+        ax.set_ylim(0.85 * step_s.min(), 1.08 * step_s.max())
         ax.set_title(f"{memory.max() - memory.min():.0f} GB of memory buy {step_s.max() / step_s.min():.1f}x the speed")
     return keep_data(ax, pareto[["plan", "step_s", "memory_bytes"]].reset_index(drop=True), pareto)
 
@@ -62,7 +63,7 @@ def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_shortlist(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """The best plans with what separates them from the best: bars are the spread of comparisons of one model's layouts.
+    """How each way to split the model compares with the best; bars are the spread of published runs of one model.
 
     table: the output of `rank.shortlist`.
     """
@@ -74,7 +75,7 @@ def plot_shortlist(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.axvline(1.0, color="#4a4a4a", lw=0.8)
     ax.set_yticks(range(len(table)), list(table["plan"]), fontsize=7)
     ax.set(ylim=(len(table) - 0.4, -0.6), xlabel="step over that of the first plan, 90 % interval")
-    ax.set_title(f"{int(table['worth_measuring'].sum())} of {len(table)} plans cannot be told from the best")
+    ax.set_title(f"{int(table['worth_measuring'].sum())} of {len(table)} ways cannot be told from the best")
     return keep_data(ax, table.reset_index(drop=True), table)
 
 
@@ -88,7 +89,7 @@ def plot_value(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
                     fontsize=7)  # fmt: skip
     ax.set_yticks(range(len(shown)), [f"2x {_NAMES[name]}" for name in shown["resource"]])
     ax.set(ylim=(len(shown) - 0.4, -0.6), xlabel="faster step with the then best plan [%]")
-    ax.set_xlim(0, 140 * max(shown["speedup"].max() - 1, 0.01))
+    ax.set_xlim(0, 180 * max(shown["speedup"].max() - 1, 0.01))
     if len(shown):
         ax.set_title(f"More {_NAMES[shown['resource'].iloc[0]]} is worth most")
     return keep_data(ax, shown, table)
