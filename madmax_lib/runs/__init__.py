@@ -1,0 +1,1 @@
+"""Real training runs: models, data, every parallel dimension, launcher, meters; the only room that imports torch."""

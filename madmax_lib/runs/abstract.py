@@ -1,0 +1,245 @@
+"""What would one rank of a large job do? Its collectives and FLOPs, without the GPUs, other ranks and arithmetic.
+
+The code that trains (`parallel.Job`) runs one step as one rank of a process group that only pretends (torch's fake
+backend), under a dispatch mode in which tensors of floating point have shapes and no contents: nothing is computed and
+memory is reserved but never touched. Integers and single numbers are real, so that splits are. Routing is even.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from madmax_lib.plan import Plan
+from madmax_lib.runs import checks, models, parallel
+
+__all__ = ["Traced", "trace"]
+
+# operators of c10d and of its functional form, by what the tables here call them
+_COLLECTIVES = {
+    "allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
+    "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather", "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all", "broadcast_": "broadcast", "send": "send",
+    "recv_": "recv", "scatter_": "scatter", "barrier": "barrier",
+}  # fmt: skip
+_SILENT = {"wait_tensor", "_wrap_tensor_autograd"}  # nothing is sent
+_GROUPS = ("tp", "cp", "ep", "pp", "fsdp", "edp")  # where two are the same group, the first names it
+_DIMENSIONS = {"fsdp": "dp"}  # dp x cp, as in `simulator.topology`
+_METADATA = {"set_", "resize_", "detach_"}  # change what a tensor is, not what is in it
+_SMALL = 4096
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one rank does in a step.
+
+    collectives: a row per kind and group: collective, group (tp, cp, ep, pp, dp: dp x cp, edp, shard and replicate of
+    HSDP, job: all), ranks, count and size_bytes of all calls (the whole buffer of an all-reduce, the gathered one of an
+    all-gather, the input of the others). flops: of matrix products and attention in the forward and the backward pass,
+    the latter with what is recomputed. layers: of this rank. seconds: that tracing took.
+    """
+
+    rank: int
+    layers: int
+    collectives: pd.DataFrame
+    flops: Mapping[str, float]
+    seconds: float
+
+
+def trace(model: str, plan: Plan, *, global_batch: int, sequence: int | None = None, dtype: str = "fp32",
+          rank: int = 0, depth: int = 2, sizes: Mapping[str, object] | None = None) -> Traced:  # fmt: skip
+    """One step of a plan as one of its ranks sees it; arguments as in `parallel.parallelize`.
+
+    depth: layers per pipeline chunk that are traced; every further layer adds the difference between one layer less and
+    these (the number of DDP's buckets is approximate then); 0: all layers. Raises ValueError for a rank that the plan
+    does not have and for what `parallelize` refuses, RuntimeError while another process group runs.
+    """
+    if not 0 <= rank < plan.world_size:
+        raise ValueError(f"rank={rank} is not one of the {plan.world_size} ranks of {plan}")
+    if depth == 1 or depth < 0:
+        raise ValueError(f"depth={depth} must be 0 (all layers) or at least 2")
+    if dist.is_initialized():
+        raise RuntimeError("a process group is running; trace a job before it starts or after it has ended")
+    start, spec, sizes = time.perf_counter(), models.spec(model, **(sizes or {})), dict(sizes or {})
+    checks.check(plan, spec, global_batch=global_batch, world_size=plan.world_size, sequence=sequence)
+    stage = rank // (plan.world_size // plan.pp)
+    layers = sum(len(part) for part in checks.chunk_layers(spec.layers, plan)[stage])
+    chunks, run = plan.pp * plan.interleave, partial(_in_thread, model, global_batch, sequence, dtype, rank)
+    if not depth or layers <= depth * plan.interleave:
+        total = run(plan, sizes)
+    else:
+        even = replace(plan, first_layers=0, last_layers=0, embedding_as_layer=False, head_as_layer=False)
+        less, more = (run(even, sizes | {"layers": d * chunks}) for d in (depth - 1, depth))
+        further = layers / plan.interleave - depth
+        total = {key: more[key] + further * (more[key] - less.get(key, 0)) for key in more}
+    return Traced(rank, layers, _table(total), _flops(total), time.perf_counter() - start)
+
+
+def _in_thread(*arguments) -> dict:
+    """`_step` in a thread of its own: DTensor remembers, per thread, process groups that will be gone the next time."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_step, *arguments).result()
+
+
+def _step(model: str, global_batch: int, sequence: int | None, dtype: str, rank: int, plan: Plan, sizes: Mapping
+          ) -> dict[tuple, float]:  # fmt: skip
+    """Counts, bytes and FLOPs of one step by key, as `_Shapes` sums them."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
+    try:
+        with _Shapes() as shapes:
+            job = parallel.parallelize(model, plan, global_batch=global_batch, sequence=sequence, dtype=dtype,
+                                       sizes=sizes)  # fmt: skip
+            shapes.start(job)
+            job.step(_batch(job.spec, global_batch, sequence))
+        return dict(shapes.sums)
+    finally:
+        dist.destroy_process_group()
+
+
+def _table(sums: Mapping[tuple, float]) -> pd.DataFrame:
+    """Collectives as in `Traced`."""
+    found = {key[:3] for key in sums if len(key) == 4}
+    rows = [(*key, round(sums[*key, "count"]), sums[*key, "size_bytes"]) for key in sorted(found)]
+    return pd.DataFrame(rows, columns=["collective", "group", "ranks", "count", "size_bytes"])
+
+
+def _flops(sums: Mapping[tuple, float]) -> dict[str, float]:
+    return {way: float(sums.get(("flops", way), 0.0)) for way in ("forward", "backward")}
+
+
+def _batch(spec, samples: int, sequence: int | None) -> dict[str, torch.Tensor]:
+    if spec.image:
+        images = torch.empty(samples, 3, spec.image, spec.image)
+        return {"images": images, "labels": torch.zeros(samples, dtype=torch.int64)}
+    tokens = torch.zeros(samples, sequence or spec.sequence, dtype=torch.int64)
+    return {"tokens": tokens, "targets": tokens}
+
+
+class _Shapes(TorchDispatchMode):
+    """Runs operators on integers and views, gives the others results without contents; counts once started."""
+
+    def __init__(self):
+        super().__init__()
+        self.sums: Counter = Counter()
+        self.groups: dict[str, tuple[str, int]] | None = None  # by group name: dimension, ranks; None: not counting yet
+
+    def start(self, job: parallel.Job) -> None:
+        """Count from here on."""
+        mesh = job.mesh
+        known = {"job": mesh.job} | {name: mesh.group(name) for name in reversed(_GROUPS)}
+        if mesh.dense.ndim == 2:
+            known |= {"replicate": mesh.dense.get_group(0), "shard": mesh.dense.get_group(1)}
+        self.groups = {group.group_name: (_DIMENSIONS.get(name, name), group.size())
+                       for name, group in known.items() if group is not None}  # fmt: skip
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)  # DTensor asks for shapes
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # DTensors first become operations on what this rank holds
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            return self._collective(func, args, kwargs)
+        result = _without_contents(func, args, kwargs)
+        if self.groups is not None and (formula := _FLOPS.get(func.overloadpacket)):
+            way = "forward" if torch._C._current_autograd_node() is None else "backward"
+            self.sums["flops", way] += formula(*args, **kwargs, out_val=result)
+        return result
+
+    def _collective(self, func, args: tuple, kwargs: dict):
+        result, kind = func(*args, **kwargs), _name(func)
+        tensors = [value for value in tree_leaves((args, result)) if isinstance(value, torch.Tensor)]
+        real = not tensors[0].is_floating_point() if tensors else False
+        if kind == "alltoall_base_" and real:
+            args[0].copy_(args[1])  # how many rows come from each rank: as many as go there
+        if kind == "recv_" and real:
+            tensors[0].fill_(1)  # stages vote on how to learn shapes: the others as this one
+        votes = real and kind in ("send", "recv_")
+        if self.groups is not None and kind not in _SILENT and not votes:
+            # the larger of input and output is the whole: gathered, before it is scattered, or both
+            size = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
+            key = (_COLLECTIVES[kind], *self._group(args))
+            self.sums.update({(*key, "count"): 1, (*key, "size_bytes"): size})
+        if kind == "allreduce_":  # DDP's hook asks the future for what has been reduced
+            done = torch.futures.Future()
+            done.set_result(list(result[0]))
+            return result[0], _create_work_from_future(done).boxed()
+        return result
+
+    def _group(self, args: tuple) -> tuple[str, int]:
+        """Dimension and ranks of the process group among the arguments, which is an object or a name."""
+        for value in args:
+            name = dist.ProcessGroup.unbox(value).group_name if isinstance(value, torch.ScriptObject) else value
+            if isinstance(name, str) and name in self.groups:
+                return self.groups[name]
+        raise RuntimeError("a collective of a group that is no dimension of the plan")
+
+
+def _without_contents(func, args: tuple, kwargs: dict):
+    """What an operator returns, computed only where it is no arithmetic on floating point."""
+    schema = func._schema
+    returned = any("Tensor" in str(value.type) for value in schema.returns)
+    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    floats = any(t.is_floating_point() and t.numel() > 1 and not t.is_meta for t in given)
+    creates = returned and not given and kwargs.get("device", torch.device("cpu")) == torch.device("cpu")
+    if func.is_view or not (floats or creates) or not (returned or schema.is_mutable) or _name(func) in _METADATA:
+        return func(*args, **kwargs)
+    if schema.is_mutable:
+        named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        written = [named[a.name] for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        return None if not schema.returns else written[0] if len(schema.returns) == 1 else tuple(written)
+    elsewhere = {"device": torch.device("meta")} if creates or kwargs.get("device") else {}
+    meta_args, meta_kwargs = tree_map_only(torch.Tensor, _meta, (args, kwargs | elsewhere))
+    result = func(*meta_args, **meta_kwargs)
+    if creates and (not result.is_floating_point() or result.numel() <= _SMALL):
+        return func(*args, **kwargs)
+    result = tree_map_only(torch.Tensor, _reserved, result)
+    if func.overloadpacket is torch.ops.aten.topk:  # of a router
+        values, chosen = result
+        return values, torch.arange(chosen.numel()).view(chosen.shape) % args[0].shape[-1]
+    return result
+
+
+def _name(func) -> str:
+    return func.overloadpacket.__name__
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _reserved(shape: torch.Tensor) -> torch.Tensor:
+    """A tensor of that shape: small ones and integers are zero, of large ones no page is ever touched."""
+    tensor = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+    return tensor.zero_() if tensor.numel() <= _SMALL or not tensor.is_floating_point() else tensor
+
+
+def _attention_flops(query, key, value, *_, out_val=None, **__) -> int:
+    """Scores and weighted values of fused attention on a CPU, all tokens counted, as torch counts other devices."""
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward_flops(gradient, query, key, value, *_, out_val=None, **__) -> int:
+    """Five products instead of two: the scores once more [arXiv 2205.14135]."""
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+_FLOPS = flop_registry | {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}

@@ -1,0 +1,171 @@
+"""Can this plan run this model here? Every refusal in one line, before a process starts and without torch.
+
+`chunk_layers` says which layers a pipeline chunk holds, by the same rule as the simulator.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from madmax_lib.plan import Plan
+from madmax_lib.specs import Transformer
+
+__all__ = ["DTYPES", "check", "chunk_layers"]
+
+_NOT_BUILT = ("kv_lora_rank", "window", "shared_experts", "dense_layers", "router_bias", "sinks", "qk_norm")
+_ZERO_PLUS = {"qwz": "8-bit gathers", "hpz": "a second shard in the node", "qgz": "4-bit gradients"}
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+def check(plan: Plan, spec: Transformer, *, global_batch: int, world_size: int, sequence: int | None = None,
+          engine: str = "torch", dtype: str = "fp32", compile: bool = False, loss_parallel: bool = False,
+          lora_rank: int = 0) -> None:  # fmt: skip
+    """Raises ValueError, in one line, if a run of this plan cannot work or would silently give other gradients.
+
+    global_batch: samples per step over all ranks. sequence: tokens per sample, the model's own if not given. engine:
+    torch or deepspeed; the others as in `parallel.parallelize`. A plan with cp runs as Ulysses, whatever its `context`
+    says: torch has no ring attention for CPUs.
+    """
+    if plan.world_size != world_size:
+        degrees = f"dp x tp x pp x cp = {plan.dp} x {plan.tp} x {plan.pp} x {plan.cp} = {plan.world_size}"
+        raise ValueError(f"{degrees}, but the run has {world_size} ranks")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    sequence = sequence or spec.sequence
+    if spec.positions == "learned" and not spec.image and sequence > spec.sequence:
+        raise ValueError(f"sequence={sequence} exceeds the {spec.sequence} learned positions of {spec.name}")
+    _check_model(plan, spec)
+    if engine == "deepspeed":
+        _check_deepspeed(plan, compile or loss_parallel or lora_rank > 0)
+    else:
+        _check_torch(plan)
+        _check_options(plan, compile, loss_parallel, lora_rank)
+    _check_division(plan, spec, sequence)
+    _check_batch(plan, global_batch, equal=plan.pp > 1 or engine == "deepspeed")
+    if plan.pp > 1:
+        _check_pipeline(plan, spec, plan.micro_batches(global_batch))
+
+
+def _check_model(plan: Plan, spec: Transformer) -> None:
+    if missing := [name for name in _NOT_BUILT if getattr(spec, name)]:
+        raise ValueError(f"{spec.name}: {missing[0]}={getattr(spec, missing[0])} is simulated only, not built here")
+    if spec.image and (plan.cp > 1 or (plan.tp > 1 and plan.sequence_parallel)):
+        raise ValueError(f"{spec.name}: patches and class token are not split over ranks; give cp1 and, with tp, .nosp")
+    if plan.overlap_gather or plan.capacity:
+        raise ValueError("overlap-gather and cap (dropped tokens) are simulated only, they do not run here")
+
+
+def _check_torch(plan: Plan) -> None:
+    for field, what in _ZERO_PLUS.items():
+        if getattr(plan, field):
+            raise ValueError(f"{field} ({what}) is ZeRO++, which only DeepSpeed runs: add @deepspeed to the plan")
+    if plan.offload not in (None, "all"):
+        raise ValueError(f"offload={plan.offload!r} does not run here; FSDP2 offloads all states (offload-all)")
+    for field in ("offload", "shard"):
+        if (value := getattr(plan, field)) and plan.zero < 2:
+            raise ValueError(f"{field}={value!r} is FSDP2's here and needs zero of 2 or 3, but zero={plan.zero}")
+
+
+def _check_deepspeed(plan: Plan, has_options: bool) -> None:
+    if plan.tp * plan.pp * plan.cp * plan.ep > 1 or plan.shard:
+        raise ValueError(f"{plan}@deepspeed: only dp, z, mb, zpp, recompute and offload run on DeepSpeed here")
+    if has_options:
+        raise ValueError(f"{plan}@deepspeed: compile, loss_parallel and lora_rank do not run on DeepSpeed here")
+    if plan.offload not in (None, "optimizer", "all"):
+        raise ValueError(f"offload={plan.offload!r} on DeepSpeed is not one of optimizer, all")
+    least = {None: 0, "optimizer": 1, "all": 3}[plan.offload]
+    if plan.zero < least:
+        raise ValueError(f"offload={plan.offload!r} on DeepSpeed needs zero of at least {least}, but zero={plan.zero}")
+
+
+def _check_options(plan: Plan, compile: bool, loss_parallel: bool, lora_rank: int) -> None:
+    if loss_parallel and (plan.tp == 1 or plan.pp > 1):
+        raise ValueError(f"loss_parallel needs tp of at least 2 and pp=1, but tp={plan.tp} and pp={plan.pp}")
+    if lora_rank < 0 or (lora_rank and plan.tp > 1):
+        raise ValueError(f"lora_rank={lora_rank} must not be negative and needs tp=1, but tp={plan.tp}")
+    if compile and plan.tp > 1:  # seen with torch 2.13: a DTensor's backward pass is given a plain gradient
+        raise ValueError(
+            f"torch.compile of layers that are split over tp ranks fails; tp={plan.tp} needs compile=False"
+        )
+    if compile and plan.schedule == "zero-bubble" and plan.pp > 1:
+        raise ValueError("a zero-bubble pipeline splits the backward pass, which torch.compile cannot")
+
+
+def _check_division(plan: Plan, spec: Transformer, sequence: int) -> None:
+    heads, kv_heads = spec.heads // plan.tp, spec.kv_heads // plan.tp
+    rules = [
+        ("tp", plan.tp, spec.heads, "attention heads"),
+        ("tp", plan.tp, spec.kv_heads, "key-value heads"),
+        ("tp", plan.tp, spec.expert_ffn if spec.experts else spec.ffn, "channels of the feed-forward block"),
+        ("cp", plan.cp, heads, "attention heads of a tp rank (Ulysses)"),
+        ("cp", plan.cp, max(kv_heads, 1) if plan.cp > 1 else plan.cp, "key-value heads of a tp rank (Ulysses)"),
+        ("cp", plan.cp, sequence, "tokens"),
+        ("ep", plan.ep, spec.experts or plan.ep, "experts"),
+    ]
+    if plan.sequence_parallel and plan.tp > 1:
+        rules.append(("tp", plan.tp, sequence // plan.cp, "tokens of a cp rank (.nosp leaves them whole)"))
+    for field, degree, count, what in rules:
+        if count % degree:
+            raise ValueError(f"{field}={degree} does not divide {count} {what} of {spec.name}")
+    if plan.ep > 1 and not spec.experts:
+        raise ValueError(f"ep={plan.ep}, but {spec.name} has no experts")
+
+
+def _check_batch(plan: Plan, global_batch: int, equal: bool) -> None:
+    if global_batch < 1 or global_batch % plan.dp:
+        raise ValueError(f"dp={plan.dp} does not divide global_batch={global_batch}")
+    if equal and global_batch % (plan.dp * plan.micro_batch):
+        raise ValueError(
+            f"micro-batches must be equal here, but dp x micro_batch = {plan.dp} x {plan.micro_batch} does not divide "
+            f"global_batch={global_batch}"
+        )
+
+
+def _check_pipeline(plan: Plan, spec: Transformer, micro_batches: int) -> None:
+    chunks = plan.pp * plan.interleave
+    if chunks > spec.layers:
+        raise ValueError(f"pp x interleave = {plan.pp} x {plan.interleave} exceeds {spec.layers} layers of {spec.name}")
+    if not all(part for stage in chunk_layers(spec.layers, plan) for part in stage):
+        raise ValueError(f"a stage of {plan} would have no layer of {spec.name}")
+    rounds = max(micro_batches // plan.pp, 1)
+    if (plan.schedule, plan.interleave) == ("1f1b", 1) and micro_batches < plan.pp:
+        raise ValueError(f"1f1b needs a micro-batch per stage, but there are {micro_batches} for pp={plan.pp}")
+    if (plan.interleave > 1 or plan.schedule == "zero-bubble") and plan.schedule != "gpipe" and micro_batches % rounds:
+        raise ValueError(f"{micro_batches} micro-batches do not make {rounds} equal rounds over pp={plan.pp}")
+    if plan.schedule == "zero-bubble" and plan.zero == 3 and plan.dp * plan.cp > 1:
+        # seen with torch 2.13: parameters are resharded between the two halves of the backward pass
+        raise ValueError("a zero-bubble pipeline gives wrong gradients with zero=3 and dp x cp > 1; use z2")
+
+
+def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:
+    """Layers of each chunk of each stage; chunk c of stage s is number c x pp + s of the pipeline.
+
+    A remainder goes to the middle chunks, which have neither embedding nor head; where embedding or head count as
+    layers, to the first. Raises ValueError if first_layers or last_layers leave layers that cannot be made equal.
+
+    >>> chunk_layers(10, Plan(pp=4))
+    [[range(0, 2)], [range(2, 5)], [range(5, 8)], [range(8, 10)]]
+    """
+    chunks = plan.pp * plan.interleave
+    sizes = _sizes(layers, plan, chunks)
+    ends = [0, *accumulate(sizes)]
+    parts = [range(first, end) for first, end in pairwise(ends)]
+    return [[parts[chunk * plan.pp + stage] for chunk in range(plan.interleave)] for stage in range(plan.pp)]
+
+
+def _sizes(layers: int, plan: Plan, chunks: int) -> list[int]:
+    """Layers of each chunk in the order of the pipeline."""
+    v, first, last = plan.interleave, plan.first_layers, plan.last_layers
+    counted = layers + plan.embedding_as_layer + plan.head_as_layer - first - last
+    others = chunks - v * ((first > 0) + (last > 0))
+    even, rest = divmod(counted, others) if others else (0, counted)
+    if counted < others or (rest and (first or last)):
+        raise ValueError(f"first_layers={first} and last_layers={last} leave {counted} layers for {others} chunks")
+    sizes = [first // v or even, *[even] * (plan.pp - 2), last // v or even][: plan.pp] * v
+    ends_count = plan.embedding_as_layer or plan.head_as_layer
+    order = range(chunks) if ends_count else sorted(range(chunks), key=lambda chunk: abs(chunk - (chunks - 1) / 2))
+    for chunk in order[:rest]:
+        sizes[chunk] += 1
+    sizes[0] -= plan.embedding_as_layer
+    sizes[-1] -= plan.head_as_layer
+    return sizes

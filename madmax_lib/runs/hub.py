@@ -1,0 +1,158 @@
+"""Where do the real datasets come from? `datasets` or torchvision, from their caches unless a download is allowed.
+
+Images come as (n, 3, image, image) float32 in -1..1 with labels, text as tokens and targets. Without the packages or
+the files, `read` raises FileNotFoundError or ModuleNotFoundError with one line; `data.get_data` then falls back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
+
+from madmax_lib.datasets import cache_folder
+
+__all__ = ["SOURCES", "Images", "Source", "read"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A real dataset: its place in the hub, its columns, its classes or the way its text is used.
+
+    splits: names of the training and validation part; one name alone is cut, the last 2 % are for validation.
+    """
+
+    path: str
+    columns: tuple[str, ...]
+    splits: tuple[str, ...]
+    classes: int = 0
+    config: str | None = None
+    files: str | None = None
+    torchvision: str = ""
+    answers: tuple[str, ...] = ()
+
+
+SOURCES = {
+    "cifar-100": Source("uoft-cs/cifar100", ("img", "fine_label"), ("train", "test"), 100, torchvision="CIFAR100"),
+    "food-101": Source("ethz/food101", ("image", "label"), ("train", "validation"), 101, torchvision="Food101"),
+    "wikitext-103": Source("Salesforce/wikitext", ("text",), ("train", "validation"), config="wikitext-103-raw-v1"),
+    "metamathqa": Source("meta-math/MetaMathQA", ("query", "response"), ("train",)),
+    "glue": Source(
+        "nyu-mll/glue", ("sentence", "label"), ("train", "validation"), config="sst2", answers=("negative", "positive")
+    ),
+    "c4": Source("allenai/c4", ("text",), ("train",), files="en/c4-train.00000-of-01024.json.gz"),
+}
+
+
+class Images:
+    """Images of a table with a column of pictures and one of labels, decoded when they are asked for."""
+
+    def __init__(self, table, columns: tuple[str, str], image: int):
+        self.table, self.columns, self.image = table, columns, image
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Images (n, 3, image, image) float32 in -1..1 and labels (n,) int64."""
+        rows = [self.table[int(index)] for index in indices]
+        picture, label = self.columns
+        images = np.stack([_pixels(row[picture], self.image) for row in rows])
+        return images, np.array([row[label] for row in rows], dtype=np.int64)
+
+
+class _Pairs:
+    """A torchvision dataset, whose rows are (picture, label), as a table of two columns."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict:
+        return dict(zip(("picture", "label"), self.rows[index], strict=True))
+
+
+def read(name: str, allow_download: bool, image: int) -> tuple[list, list] | tuple[Images, Images]:
+    """Training and validation part of a real dataset: `Images`, or lists of texts or of (question, answer) pairs.
+
+    Raises FileNotFoundError or ModuleNotFoundError, in one line, for what is not here.
+    """
+    source = SOURCES[name]
+    if find_spec("datasets"):
+        parts = _from_hub(name, source, allow_download)
+        if source.classes:
+            return tuple(Images(part, source.columns, image) for part in parts)
+        return tuple(_texts(part, source) for part in parts)
+    if source.torchvision and find_spec("torchvision"):
+        parts = _from_torchvision(name, source, allow_download)
+        return tuple(Images(_Pairs(part), ("picture", "label"), image) for part in parts)
+    wanted = " or ".join(["datasets", *(["torchvision"] if source.torchvision else [])])
+    raise ModuleNotFoundError(f"{name} needs the package {wanted}, which is not installed")
+
+
+def _from_hub(name: str, source: Source, allow_download: bool) -> list:
+    with _offline(not allow_download):
+        import datasets
+
+        try:
+            parts = [datasets.load_dataset(source.path, source.config, split=split, data_files=source.files)
+                     for split in source.splits]  # fmt: skip
+        except Exception as error:  # the package raises a dozen kinds of its own for what is not in its cache
+            raise FileNotFoundError(f"{_absent(name, allow_download)} ({_first_line(error)})") from None
+    if len(parts) == 1:
+        cut = parts[0].train_test_split(test_size=0.02, shuffle=False)
+        parts = [cut["train"], cut["test"]]
+    return parts
+
+
+def _from_torchvision(name: str, source: Source, allow_download: bool) -> list:
+    from torchvision import datasets
+
+    kind: Callable = getattr(datasets, source.torchvision)
+    switches = [{"train": True}, {"train": False}] if name == "cifar-100" else [{"split": "train"}, {"split": "test"}]
+    try:
+        return [kind(cache_folder() / "images", download=allow_download, **switch) for switch in switches]
+    except (RuntimeError, OSError) as error:
+        raise FileNotFoundError(f"{_absent(name, allow_download)} ({_first_line(error)})") from None
+
+
+def _texts(part, source: Source) -> list:
+    columns = [part[column] for column in source.columns]
+    if len(columns) == 1:
+        return columns[0]
+    if source.answers:
+        columns[1] = [source.answers[label] for label in columns[1]]
+    return list(zip(*columns, strict=True))
+
+
+def _pixels(picture, image: int) -> np.ndarray:
+    """A PIL image as (3, image, image) float32 in -1..1."""
+    small = picture.convert("RGB").resize((image, image))
+    return np.asarray(small, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1
+
+
+def _absent(name: str, allow_download: bool) -> str:
+    return f"{name} could not be read" if allow_download else f"{name} is not on this machine and may not be downloaded"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def _offline(offline: bool):
+    """Hugging Face's libraries look into their caches only: they keep the switch in these two modules."""
+    import datasets
+    import huggingface_hub.constants as constants
+
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = offline or before[1]
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before

@@ -1,0 +1,265 @@
+"""How is a run started, watched and ended? torchrun as a subprocess, from a notebook, papermill, CI, Slurm or Kaggle.
+
+`launch` checks, writes spec.json, starts one process per rank (CUDA and NCCL where present, else gloo with one thread
+each) and waits. Whatever happens, the directory stays readable and no process is left: torchrun ends the other ranks
+when one dies, `launch` ends torchrun when it is interrupted, and ranks end themselves when torchrun or the launcher has
+vanished (`runs.train`). torch is imported by the ranks only.
+On several machines, `prepare` a directory that all of them see and start `torchrun -m madmax_lib.runs.train DIRECTORY`
+on each, with one process per rank in all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+from madmax_lib.atomic import replacing
+from madmax_lib.datasets import PROJECT
+from madmax_lib.runs.data import Data, get_data
+from madmax_lib.runs.read import Run, read_run
+from madmax_lib.runs.spec import RunSpec, check
+from madmax_lib.runs.summary import write_summary
+
+__all__ = ["RunError", "gpu_count", "launch", "prepare", "sweep"]
+
+_POLL_S = 0.1
+_GRACE_S = 20.0  # for torchrun to end its ranks before it is killed
+_ALONE_S = 2.0
+_TAIL = 15  # lines of a log that an error shows
+_SIGNALLED = re.compile(r"rank\s+: (\d+) .*\n\s+exitcode\s+: -(\d+)")  # in torchrun's table of failures
+_TORCHRUN = re.compile(r"^[EWI]\d{4} \d\d:", re.MULTILINE)  # begins what torchrun itself logs
+_OURS = ("spec.json", "env.json", "steps.csv", "power.csv", "summary.json", "trace_rank*.json.gz", "logs")
+
+
+class RunError(RuntimeError):
+    """A run that started and did not complete. directory: what it left; status: as in its summary.json."""
+
+    def __init__(self, message: str, directory: Path, status: str):
+        super().__init__(message)
+        self.directory, self.status = directory, status
+
+
+class _Terminated(BaseException):
+    """SIGTERM came while a run was on."""
+
+
+def launch(spec: RunSpec, directory: str | Path, *, check: bool = True) -> Path:
+    """Run a spec and return its directory: spec.json env.json steps.csv summary.json trace_rank{r}.json.gz logs/.
+
+    An earlier run of the same spec there is replaced. With check=False a run that fails returns its directory too, the
+    reason being in its summary.json (status and error).
+    Raises, before a process is started and in one line, ValueError for a spec that cannot run here, FileExistsError for
+    a directory with another run, ModuleNotFoundError for a missing package; and RunError with the end of the log of the
+    rank that failed.
+    """
+    directory = prepare(spec, directory)
+    resolved = json.loads((directory / "spec.json").read_text())["resolved"]
+    with _terminable(), tempfile.TemporaryDirectory() as scratch:
+        status, error = _run(spec, directory, _environment(resolved["device"], Path(scratch)))
+    if status == "completed":
+        return directory
+    write_summary(directory, status, error.splitlines()[0])
+    if check:
+        raise RunError(error, directory, status)
+    return directory
+
+
+def sweep(specs: Iterable[RunSpec], folder: str | Path) -> dict[str, Run]:
+    """Run specs one after another, each in the directory of its name, and read them; what is complete there is kept.
+
+    A run that fails does not stop the others: its summary.json says why. Raises as `launch` does for a spec that
+    cannot run.
+    """
+    runs = {}
+    for spec in specs:
+        directory = Path(folder) / spec.name
+        known = read_run(directory) if (directory / "spec.json").exists() else None
+        if not known or known.spec != spec or known.summary.get("status") != "completed":
+            launch(spec, directory, check=False)
+        runs[spec.name] = read_run(directory)
+    return runs
+
+
+def prepare(spec: RunSpec, directory: str | Path) -> Path:
+    """Check a spec and write the spec.json of its directory, with what follows from it under "resolved".
+
+    Raises as `launch` does before it starts a process.
+    """
+    device = check(spec, gpu_count() if spec.device != "cpu" else 0)
+    data = _data(spec)
+    directory = _clean(Path(directory).expanduser().resolve(), spec)
+    resolved = {"plan": str(spec.plan), "ranks": spec.plan.world_size, "device": device, "data": data.name,
+                "tokenizer": "bytes" if data.note else spec.tokenizer, "data_note": data.note}  # fmt: skip
+    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    with replacing(directory / "spec.json") as temporary:
+        temporary.write_text(json.dumps({**asdict(spec), "resolved": resolved}, indent=1) + "\n")
+    return directory
+
+
+def gpu_count() -> int:
+    """CUDA (or ROCm) devices that a run may use; torch is asked only where the system shows a driver."""
+    drivers = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
+    if not find_spec("torch") or not any(Path(driver).exists() for driver in drivers):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _data(spec: RunSpec) -> Data:
+    """The data of a run, loaded once here so that the ranks find it; a fall-back is announced and its reason kept."""
+    shapes = spec.shapes
+    data = get_data(spec.data, spec.download, image=shapes.image or 32, classes=shapes.classes or 10,
+                    sequence=spec.sequence or shapes.sequence, by=spec.tokenizer, seed=spec.seed)  # fmt: skip
+    if data.classes > shapes.classes:
+        raise ValueError(f"data {data.name} has {data.classes} classes, {spec.model} tells {shapes.classes} apart")
+    if data.vocab > shapes.vocab:
+        raise ValueError(f"data {data.name} has {data.vocab} tokens, {spec.model} knows {shapes.vocab}")
+    return data
+
+
+def _clean(directory: Path, spec: RunSpec) -> Path:
+    """The directory without an earlier run of the same spec."""
+    if directory.exists() and not directory.is_dir():
+        raise NotADirectoryError(f"{directory}: a run needs a directory, this is a file")
+    known = directory / "spec.json"
+    if not known.exists():
+        return directory
+    try:
+        same = RunSpec.from_json(known.read_text()) == spec
+    except ValueError:
+        same = False
+    if not same:
+        raise FileExistsError(f"{directory}: holds another run; give a new directory")
+    for path in (path for pattern in _OURS for path in directory.glob(pattern)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return directory
+
+
+def _environment(device: str, scratch: Path) -> dict[str, str]:
+    """Environment of the ranks. Jobs that share a compile cache may read each other's half-written files."""
+    paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    more = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "MADMAX_LAUNCHER": str(os.getpid()),
+            "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}  # fmt: skip
+    return {**os.environ, **more, **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {})}
+
+
+def _run(spec: RunSpec, directory: Path, environment: dict[str, str]) -> tuple[str, str]:
+    """Status and error of a run; processes that it started are gone when this returns or raises."""
+    ranks = spec.plan.world_size
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command = [*torchrun, "--nproc-per-node", str(ranks), "-m", "madmax_lib.runs.train", str(directory)]
+    with (directory / "logs" / "launcher.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            stalled = _wait(process, directory / "steps.csv", spec.timeout_s)
+        except BaseException:
+            _end(process)
+            write_summary(directory, "interrupted", "the launcher was interrupted")
+            raise
+        if stalled:
+            _end(process)
+            return "stalled", _stalled(spec)
+        if process.returncode < 0:  # torchrun itself was killed, its ranks see that within a second
+            time.sleep(_ALONE_S)
+            return "failed", f"{spec.name}: torchrun was ended by signal {-process.returncode}"
+    return ("completed", "") if process.returncode == 0 else _failure(spec, directory)
+
+
+def _wait(process: subprocess.Popen, steps: Path, timeout_s: float) -> bool:
+    """Wait for the end of a process; True if it makes no progress: no new step for longer than the timeout."""
+    last = time.monotonic()
+    size = 0
+    while process.poll() is None:
+        time.sleep(_POLL_S)
+        now = steps.stat().st_size if steps.exists() else 0
+        if now != size:
+            size, last = now, time.monotonic()
+        if time.monotonic() - last > timeout_s + _GRACE_S:  # ranks that wait for another end at the timeout themselves
+            return True
+    return False
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End torchrun, which ends its ranks; ranks that lose it end themselves."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _stalled(spec: RunSpec) -> str:
+    text = f"{spec.name}: no step within timeout_s={spec.timeout_s:g} s"
+    if spec.engine == "deepspeed":
+        from madmax_lib.runs import deepspeed
+
+        if locks := deepspeed.locks():
+            text += f"; DeepSpeed waits for stale lock files, delete them: {', '.join(map(str, locks))}"
+    return text
+
+
+def _failure(spec: RunSpec, directory: Path) -> tuple[str, str]:
+    """Status and text of a run that failed: the first rank that did, with the end of its log."""
+    logs = directory / "logs"
+    launcher = (logs / "launcher.log").read_text(errors="replace")
+    told = [json.loads(path.read_text()) for path in logs.glob("failure_rank*.json")]
+    first = min(told, key=lambda failure: failure["time_s"], default=None)
+    by_signal = [tuple(map(int, match)) for match in _SIGNALLED.findall(launcher)]
+    by_signal = [(rank, number) for rank, number in by_signal if number != signal.SIGTERM]  # torchrun's own
+    if by_signal:
+        rank, number = by_signal[0]
+        status, reason = "failed", f"ended by signal {number} ({signal.Signals(number).name})"
+        if number == signal.SIGKILL:
+            reason += ", perhaps by the system for want of memory"
+    elif first:
+        rank, status, reason = first["rank"], first["status"], first["error"]
+    else:
+        ranks_said = _TORCHRUN.split(launcher)[0].strip() or launcher
+        return "failed", f"{spec.name} failed before its ranks began\n{_tail(ranks_said)}"
+    log = logs / f"rank{rank}.log"
+    text = _tail(log.read_text(errors="replace")) if log.exists() else _tail(launcher)
+    return status, f"{spec.name}, plan {spec.plan}, {status} on rank {rank}: {reason}\nend of {log}:\n{text}"
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.rstrip().splitlines()[-_TAIL:])
+
+
+@contextmanager
+def _terminable():
+    """SIGTERM ends the run first and this process then; only the main thread can be told of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number, frame):
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, before)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise SystemExit(128 + signal.SIGTERM) from None  # where SIGTERM was ignored
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,194 @@
+"""How fast was a run, really? steps.csv and what is known of the run, to throughput, MFU, HFU, memory and energy.
+
+Throughput is the real samples of the steps that count over their wall time. Left out are warm-up steps, short batches,
+steps whose optimizer was skipped (overflow) and, where at least three others remain, profiled ones.
+MFU = model FLOPs / (wall time x peak) [PaLM, arXiv 2204.02311], HFU counts recomputed work too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from math import nan
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.atomic import replacing
+from madmax_lib.runs.read import read_steps
+from madmax_lib.runs.spec import RunSpec
+from madmax_lib.specs import Transformer
+
+__all__ = ["PROFILED", "counted_steps", "flops_per_sample", "summarise", "write_summary"]
+
+PROFILED = range(1, 5)  # steps under the profiler: one to warm it up, three recorded
+_LEAST = 3  # a median of fewer steps says little
+
+
+def counted_steps(steps: pd.DataFrame, warmup: int, profiled: range = range(0)) -> tuple[pd.DataFrame, dict[str, int]]:
+    """The steps that count, and how many are left out for which reason: warm-up, short, overflow, profiled."""
+    largest = steps["samples"].max() if len(steps) else 0
+    reason = pd.Series("", index=steps.index, dtype=object)
+    reason[steps["step"].isin(profiled)] = "profiled"
+    reason[steps["samples"] < largest] = "short"
+    reason[steps["overflow"].astype(bool)] = "overflow"
+    reason[steps["step"] < warmup] = "warm-up"
+    if ((reason == "") | (reason == "profiled")).sum() and (reason == "").sum() < _LEAST:
+        reason[reason == "profiled"] = ""
+    dropped = {name: int((reason == name).sum()) for name in ("warm-up", "short", "overflow", "profiled")}
+    return steps[reason == ""], dropped
+
+
+def flops_per_sample(shapes: Transformer, sequence: int = 0, recompute: str = "none", frozen: bool = False) -> dict:
+    """FLOPs of a training step per sample: forward, model (what the step needs), hardware (with recomputed work).
+
+    frozen: the weights have no gradients (LoRA), so that backward is one forward and not two; adapters do not count.
+    """
+    sequence = sequence or shapes.sequence
+    forward = shapes.forward_flops(1, sequence)
+    again = {"none": 0.0, "selective": _core_flops(shapes, sequence), "full": forward - _ends_flops(shapes, sequence)}
+    model = (2 if frozen else 3) * forward
+    counted = "2 x forward (frozen weights)" if frozen else "3 x forward"
+    formula = f"model: {counted}, matrix products only, attention dense; hardware: plus recompute={recompute}"
+    return {"forward": forward, "model": model, "hardware": model + again[recompute], "formula": formula}
+
+
+def summarise(
+    steps: pd.DataFrame,
+    *,
+    flops: Mapping[str, float],
+    devices: int,
+    peak_flops: float = nan,
+    warmup: int = 0,
+    profiled: range = range(0),
+    power_cap_w: float = nan,
+) -> dict:
+    """Throughput, times, use of the devices, memory and energy of the steps that count.
+
+    steps: the columns of steps.csv. flops: of `flops_per_sample`. peak_flops: FLOP/s of one device, NaN if unknown.
+    power_cap_w: of all devices. What cannot be told is NaN. Raises ValueError for a table without the columns needed.
+    """
+    needed = ("step", "samples", "tokens", "total_s", "overflow", "loss")
+    if missing := [name for name in needed if name not in steps.columns]:
+        raise ValueError(f"steps lack the column(s) {', '.join(missing)}")
+    counted, dropped = counted_steps(steps, warmup, profiled)
+    wall_s, samples, tokens = (float(counted[name].sum()) for name in ("total_s", "samples", "tokens"))
+    rate = samples / wall_s if wall_s else nan
+    share = rate / (devices * peak_flops)
+    return {
+        "steps": len(steps),
+        "steps_counted": len(counted),
+        "steps_dropped": dropped,
+        "includes_profiled": bool(counted["step"].isin(profiled).any()),
+        "step_s": _spread(counted["total_s"]),
+        "phases_s": {name: _median(counted, f"{name}_s") for name in ("data", "forward", "backward", "optimizer")},
+        "samples_per_s": rate,
+        "tokens_per_s": tokens / wall_s if wall_s else nan,
+        "mfu": share * flops["model"],
+        "hfu": share * flops["hardware"],
+        "flops_per_sample": dict(flops),
+        "peak_flops_per_device": peak_flops,
+        "devices": devices,
+        "loss_first": float(steps["loss"].iloc[0]) if len(steps) else nan,
+        "loss_last": float(steps["loss"].iloc[-1]) if len(steps) else nan,
+        "validation_loss_last": _last(steps, "validation_loss"),
+        "memory_peak_bytes": _largest(steps, "memory_peak_bytes"),
+        "host_rss_bytes": _largest(steps, "host_rss_bytes"),
+        **_energy(counted, samples, tokens, power_cap_w),
+    }
+
+
+def write_summary(directory: Path, status: str, error: str = "", **more) -> dict:
+    """Summary of a run directory, complete or not, written to its summary.json.
+
+    status: completed, failed, out-of-memory, stalled or interrupted; error: one line; more: further entries.
+    """
+    spec = RunSpec.from_json((directory / "spec.json").read_text())
+    env_path = directory / "env.json"
+    env = json.loads(env_path.read_text()) if env_path.exists() else {}
+    plan = spec.plan
+    flops = flops_per_sample(spec.shapes, spec.sequence, plan.recompute, frozen=spec.lora_rank > 0)
+    summary = {
+        "status": status,
+        "error": error,
+        "model": spec.model,
+        "strategy": spec.strategy,
+        "plan": str(plan),
+        "data": env.get("data", spec.data),
+        "parameters": spec.shapes.parameters,
+        "device": env.get("device"),
+        "peak_source": env.get("peak_source"),
+        "power_source": env.get("power_source"),
+        **summarise(
+            read_steps(directory),
+            flops=flops,
+            devices=plan.world_size,
+            peak_flops=env.get("peak_flops") or nan,
+            warmup=spec.warmup,
+            profiled=PROFILED if spec.profile else range(0),
+            power_cap_w=env.get("power_cap_w") or nan,
+        ),
+        **more,
+    }
+    with replacing(directory / "summary.json") as temporary:
+        temporary.write_text(json.dumps(known(summary), indent=1) + "\n")
+    return summary
+
+
+def known(value):
+    """The same with null for NaN, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: known(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [known(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def _core_flops(shapes: Transformer, sequence: int) -> float:
+    """Scores and their product with the values, of all layers."""
+    return 4 * sequence**2 * shapes.core_width * shapes.layers
+
+
+def _ends_flops(shapes: Transformer, sequence: int) -> float:
+    """Embedding and head, which are not recomputed."""
+    if not shapes.image:
+        return shapes.forward_flops(1, sequence) - replace(shapes, vocab=0).forward_flops(1, sequence)
+    patches = 2 * (sequence - 1) * 3 * shapes.patch**2 * shapes.hidden
+    return patches + 2 * shapes.hidden * shapes.classes
+
+
+def _energy(counted: pd.DataFrame, samples: float, tokens: float, cap_w: float) -> dict[str, float]:
+    joule = counted["energy_j"].sum(min_count=max(len(counted), 1)) if "energy_j" in counted else nan
+    wall_s = counted["total_s"].sum()
+    watts = joule / wall_s if wall_s else nan
+    return {
+        "power_w": float(watts),
+        "power_cap_w": cap_w,
+        "power_share": float(watts / cap_w),
+        "energy_per_step_j": float(joule / len(counted)) if len(counted) else nan,
+        "energy_per_sample_j": float(joule / samples) if samples else nan,
+        "energy_per_token_j": float(joule / tokens) if tokens else nan,
+    }
+
+
+def _spread(values: pd.Series) -> dict[str, float]:
+    """Median, quartiles and mean."""
+    if not len(values):
+        return dict.fromkeys(("median", "p25", "p75", "mean"), nan)
+    low, middle, high = np.percentile(values, [25, 50, 75])
+    return {"median": float(middle), "p25": float(low), "p75": float(high), "mean": float(values.mean())}
+
+
+def _median(table: pd.DataFrame, column: str) -> float:
+    return float(table[column].median()) if column in table and len(table) else nan
+
+
+def _largest(table: pd.DataFrame, column: str) -> float:
+    return float(table[column].max()) if column in table and len(table) else nan
+
+
+def _last(table: pd.DataFrame, column: str) -> float:
+    values = table[column].dropna() if column in table else ()
+    return float(values.iloc[-1]) if len(values) else nan

@@ -1,0 +1,75 @@
+"""What can a model learn where no dataset is at hand? Images with a pattern per class, and arithmetic word problems.
+
+Both are generated: sample i is always the same for a seed, so that every rank draws the same batch and a loss curve can
+be tested. scikit-learn's handwritten digits (1,797 real images of 8x8 pixels) come upscaled to the model's size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["SyntheticImages", "arithmetic_problem", "digits", "upscale"]
+
+_WAVES = 3  # cosines per class and colour: low frequencies, which patches of any size can see
+_NOISE = 0.6  # standard deviation, beside patterns of about 1
+_NAMES = ("Ada", "Ben", "Cem", "Dia", "Eva", "Fei", "Gus", "Ina")
+_THINGS = ("apples", "books", "coins", "eggs", "maps", "pens", "shells", "stamps")
+
+
+class SyntheticImages:
+    """Class-conditional images: a low-frequency pattern for each class, plus noise.
+
+    image: pixels of a side. classes: number of patterns. seed: of the patterns and the samples.
+    """
+
+    def __init__(self, image: int, classes: int, seed: int):
+        self.seed = seed
+        random = np.random.default_rng([seed, classes])
+        shape = (classes, 3, _WAVES, 1, 1)
+        rows, columns, phase = random.integers(0, 4, shape), random.integers(0, 4, shape), random.uniform(0, 1, shape)
+        place = np.arange(image) / image
+        waves = np.cos(2 * np.pi * (rows * place[:, None] + columns * place + phase))
+        self.patterns = waves.mean(axis=2).astype(np.float32)
+
+    def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Images (n, 3, image, image) float32 and labels (n,) int64 of the samples."""
+        labels = np.asarray(indices) % len(self.patterns)
+        noise = [np.random.default_rng([self.seed, 1, index]).standard_normal(self.patterns.shape[1:], dtype=np.float32)
+                 for index in indices]  # fmt: skip
+        return self.patterns[labels] + np.float32(_NOISE) * np.stack(noise), labels.astype(np.int64)
+
+
+def arithmetic_problem(index: int, seed: int) -> tuple[str, str]:
+    """Question and answer of a word problem on numbers below 100.
+
+    >>> arithmetic_problem(0, 0)
+    ('Ina has 41 apples and gets 30 more. How many apples?', '41 + 30 = 71')
+    """
+    random = np.random.default_rng([seed, 2, index])
+    name, thing = _NAMES[random.integers(len(_NAMES))], _THINGS[random.integers(len(_THINGS))]
+    a, b = sorted(random.integers(2, 100, 2).tolist(), reverse=True)
+    kind = random.integers(3)
+    if kind == 0:
+        return f"{name} has {a} {thing} and gets {b} more. How many {thing}?", f"{a} + {b} = {a + b}"
+    if kind == 1:
+        return f"{name} has {a} {thing} and gives {b} away. How many {thing}?", f"{a} - {b} = {a - b}"
+    b = b % 10 + 2
+    return f"{name} has {b} boxes of {a} {thing}. How many {thing}?", f"{b} * {a} = {b * a}"
+
+
+def digits(image: int) -> tuple[np.ndarray, np.ndarray]:
+    """scikit-learn's digits as images (1797, 3, image, image) float32 in -1..1 and labels (1797,) int64.
+
+    Raises ModuleNotFoundError without scikit-learn.
+    """
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    grey = upscale(data.images.astype(np.float32) / 8 - 1, image)
+    return np.repeat(grey[:, None], 3, axis=1), data.target.astype(np.int64)
+
+
+def upscale(images: np.ndarray, size: int) -> np.ndarray:
+    """Images (n, h, w) resized to (n, size, size), each pixel the nearest of the original."""
+    rows, columns = (np.arange(size) * side // size for side in images.shape[1:])
+    return images[:, rows[:, None], columns[None, :]]

@@ -1,0 +1,130 @@
+"""How does text become tokens and targets? Bytes or a Hugging Face tokenizer, chat template, masks, packing, a cache.
+
+Targets are shifted by one: targets[t] is the token that follows tokens[t]. MASKED (-100) are the targets that do not
+count: the question and the padding. Byte tokens are the bytes themselves, then PAD (256) and the marks of ChatML, the
+chat format of Qwen2.5 [its tokenizer_config.json].
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+import numpy as np
+
+from madmax_lib.atomic import replacing
+from madmax_lib.datasets import cache_folder
+
+__all__ = ["BYTES", "MASKED", "PAD", "BytesTokenizer", "cached_tokens", "chat", "example", "tokenizer", "windows"]
+
+MASKED = -100
+PAD, _START, _END = 256, 257, 258
+
+
+class BytesTokenizer:
+    """Tokens are the bytes of the text in UTF-8; three more are padding and the marks of a turn."""
+
+    name, vocab, pad = "bytes", 259, PAD
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text.
+
+        >>> BYTES.encode("7 + 5")
+        [55, 32, 43, 32, 53]
+        """
+        return list(text.encode())
+
+    def chat(self, question: str, answer: str) -> tuple[list[int], list[int]]:
+        """A question up to the mark of the answer, and the answer with its end."""
+        user, assistant = self.encode(f"user\n{question}"), self.encode("assistant\n")
+        asked = [_START, *user, _END, *self.encode("\n"), _START, *assistant]
+        return asked, [*self.encode(answer), _END]
+
+
+BYTES = BytesTokenizer()
+
+
+class _HubTokenizer:
+    """A tokenizer of `transformers` behind the same three methods."""
+
+    def __init__(self, name: str, allow_download: bool):
+        from transformers import AutoTokenizer
+
+        try:
+            self._own = AutoTokenizer.from_pretrained(name, local_files_only=not allow_download)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise FileNotFoundError(f"tokenizer {name!r} is not on this machine: {reason}") from None
+        self.name, self.vocab = name, len(self._own)
+        self.pad = next((t for t in (self._own.pad_token_id, self._own.eos_token_id) if t is not None), 0)
+
+    def encode(self, text: str) -> list[int]:
+        return self._own.encode(text, add_special_tokens=False)
+
+    def chat(self, question: str, answer: str) -> tuple[list[int], list[int]]:
+        if self._own.chat_template is None:
+            return self.encode(f"Question: {question}\nAnswer: "), [*self.encode(answer), self.pad]
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        asked = self._own.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+        whole = self._own.apply_chat_template(turns, tokenize=False)
+        return self.encode(asked), self.encode(whole[len(asked) :])
+
+
+def tokenizer(name: str, allow_download: bool = False):
+    """The tokenizer called `bytes`, or one of Hugging Face by name or folder.
+
+    Raises ModuleNotFoundError without transformers and FileNotFoundError for a tokenizer that is not here.
+    """
+    return BYTES if name == "bytes" else _HubTokenizer(name, allow_download)
+
+
+def example(turns: list[tuple[list[int], list[int]]], sequence: int, pad: int = PAD) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets (sequence,) int64 of questions with their answers, questions and padding masked.
+
+    What is too long loses its beginning, so that the last answer stays.
+
+    >>> example([([1, 2, 3], [7, 8])], 6)
+    (array([  1,   2,   3,   7,   8, 256]), array([-100, -100,    7,    8, -100, -100]))
+    """
+    row = np.array([token for turn in turns for part in turn for token in part], dtype=np.int64)
+    counts = np.array([answer for turn in turns for answer, part in enumerate(turn) for _ in part], dtype=bool)
+    row, counts = row[-(sequence + 1) :], counts[-(sequence + 1) :]
+    wanted, after = np.where(counts, row, MASKED), (0, sequence + 1 - len(row))
+    return np.pad(row, after, constant_values=pad)[:-1], np.pad(wanted, after, constant_values=MASKED)[1:]
+
+
+def chat(pairs: Iterable[tuple[str, str]], by, sequence: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets (n, sequence) int32 of the first `most` (question, answer) pairs, in the format of a chat."""
+    rows = [example([by.chat(*pair)], sequence, by.pad) for pair in islice(pairs, most)]
+    return tuple(np.stack(part).astype(np.int32) for part in zip(*rows, strict=True))
+
+
+def windows(texts: Iterable[str], by, sequence: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets (n, sequence) int32 of running text: one stream, cut into at most `most` windows.
+
+    Raises ValueError for a text that does not fill one window.
+    """
+    parts, length = [], 0
+    for text in texts:
+        parts.append(np.array(by.encode(text), dtype=np.int32))
+        length += len(parts[-1])
+        if length > most * sequence:
+            break
+    count = min((length - 1) // sequence, most)
+    if count < 1:
+        raise ValueError(f"sequence={sequence} is longer than the text of {length} tokens")
+    stream, cut = np.concatenate(parts), count * sequence
+    return stream[:cut].reshape(count, sequence), stream[1 : cut + 1].reshape(count, sequence)
+
+
+def cached_tokens(key: str, make: Callable[[], tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """What `make` returns, from the user's cache if it was made before under the same key."""
+    path = cache_folder() / "tokens" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.npz"
+    if path.exists():
+        with np.load(path) as kept:
+            return kept["tokens"], kept["targets"]
+    tokens, targets = make()
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.savez_compressed(file, tokens=tokens, targets=targets)
+    return tokens, targets

@@ -1,0 +1,207 @@
+"""What does one rank of a run do? `torchrun -m madmax_lib.runs.train DIRECTORY`: read spec.json, train, write.
+
+Every rank draws the same global batch and `Job.step` takes its part. Rank 0 appends a row to steps.csv after each step;
+each rank writes its trace, labelled data, forward, backward and optimizer. Nothing that is written adds a collective to
+a step. A rank that fails leaves logs/failure_rank{r}.json; one that loses torchrun or the launcher ends itself.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from madmax_lib.atomic import replacing
+from madmax_lib.runs import meter, parallel, read
+from madmax_lib.runs.data import Data, get_data
+from madmax_lib.runs.machine import environment, host_rss_bytes, memory_bytes
+from madmax_lib.runs.profiler import profiler
+from madmax_lib.runs.spec import RunSpec
+from madmax_lib.runs.summary import known, write_summary
+from madmax_lib.runs.watch import guard, write_to
+
+__all__ = ["main"]
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory")
+
+
+def main(directory: Path) -> None:
+    """Train as one rank of the run prepared in `directory`; torchrun's variables say which."""
+    rank = int(os.environ["RANK"])
+    write_to(directory / "logs" / f"rank{rank}.log")
+    guard()
+    try:
+        _train(directory, rank)
+    except BaseException as error:
+        _write_json(directory / "logs" / f"failure_rank{rank}.json", _failure(error, rank))
+        raise
+
+
+def _train(directory: Path, rank: int) -> None:
+    content = json.loads((directory / "spec.json").read_text())
+    resolved = content["resolved"]
+    spec = replace(RunSpec.from_json(json.dumps(content)), data=resolved["data"], tokenizer=resolved["tokenizer"])
+    device, first, world = resolved["device"], rank == 0, int(os.environ["WORLD_SIZE"])
+    if world != spec.plan.world_size:
+        raise ValueError(f"{spec.strategy} needs {spec.plan.world_size} ranks, torchrun started {world}")
+    _join(device, spec.timeout_s)
+    job, data = _job(spec, device), _data(spec)
+    env = environment(device, spec.dtype) | {key: resolved[key] for key in ("data", "data_note")}
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    with meter.meter(spec.power if first else "none", device, devices) as power:
+        if first:
+            told = {"power_source": power.name, "power_cap_w": power.cap_w, "job": job.describe()}
+            _write_json(directory / "env.json", env | told)
+        start_s = time.perf_counter()
+        with _writer(spec, directory) if first else nullcontext() as write:
+            _loop(spec, job, data, device, power, directory / f"trace_rank{rank}.json.gz", write)
+        loop_s = time.perf_counter() - start_s
+    peaks = _gather({"rank": rank, "memory_peak_bytes": memory_bytes(device)[2], "host_rss_bytes": host_rss_bytes()})
+    if first:
+        _write_power(directory / "power.csv", power.rows(start_s))
+        write_summary(directory, "completed", loop_s=loop_s, ranks=peaks)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join(device: str, timeout_s: float) -> None:
+    """Enter the process group, if there is more than one rank, and take a device."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def _job(spec: RunSpec, device: str):
+    """The model split over the ranks, by torch or DeepSpeed."""
+    split = parallel.parallelize
+    if spec.engine == "deepspeed":
+        from madmax_lib.runs import deepspeed
+
+        split = deepspeed.parallelize
+    names = ("global_batch", "dtype", "seed", "learning_rate", "weight_decay", "clip_norm", "compile", "loss_parallel",
+             "lora_rank")  # fmt: skip
+    options = {name: getattr(spec, name) for name in names}
+    return split(spec.model, spec.plan, sequence=spec.sequence or None, device=device, sizes=spec.sizes, **options)
+
+
+def _data(spec: RunSpec) -> Data:
+    shapes = spec.shapes
+    return get_data(spec.data, image=shapes.image or 32, classes=shapes.classes or 10,
+                    sequence=spec.sequence or shapes.sequence, by=spec.tokenizer, seed=spec.seed)  # fmt: skip
+
+
+def _loop(spec: RunSpec, job, data: Data, device: str, power: meter.Meter, trace: Path, write) -> None:
+    """All steps; `write` takes a row of each, on rank 0."""
+    with profiler(trace, device) if spec.profile else nullcontext() as recorder:
+        for step in range(spec.steps):
+            start_s = time.perf_counter()
+            with record_function("data"):
+                batch = _tensors(data.batch(step, spec.global_batch, spec.seed))
+            drawn_s = time.perf_counter() - start_s
+            told = job.step(batch)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            end_s = time.perf_counter()
+            validation = spec.validate_every and (step + 1) % spec.validate_every == 0
+            held_out = job.evaluate(_validation(data, spec)) if validation else {}
+            if recorder:
+                recorder.step()
+            if write:
+                told["seconds"]["data"] += drawn_s
+                times = {"step": step, "total_s": end_s - start_s, "validation_loss": held_out.get("loss")}
+                write(times | _told(told, spec) | _used(device, *power.window(start_s, end_s)))
+
+
+def _told(told: dict, spec: RunSpec) -> dict:
+    """Columns of steps.csv that `Job.step` tells."""
+    phases = {f"{name}_s": told["seconds"][name] for name in ("data", "forward", "backward", "optimizer")}
+    tokens = told["samples"] * (spec.sequence or spec.shapes.sequence)
+    same = {name: told[name] for name in ("samples", "loss", "accuracy")}
+    return {**phases, **same, "tokens": tokens, "overflow": int(told["overflow"])}
+
+
+def _used(device: str, power_w: float, energy_j: float) -> dict:
+    """Columns of steps.csv on memory and power."""
+    allocated, reserved, peak = memory_bytes(device)
+    memory = {"memory_allocated_bytes": allocated, "memory_reserved_bytes": reserved, "memory_peak_bytes": peak}
+    return {**memory, "host_rss_bytes": host_rss_bytes(), "power_w": power_w, "energy_j": energy_j}
+
+
+def _tensors(batch: dict) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+def _validation(data: Data, spec: RunSpec) -> dict[str, torch.Tensor]:
+    """The same samples each time, so that their losses can be compared."""
+    return _tensors(data.batch(0, spec.global_batch, spec.seed, "validation"))
+
+
+@contextmanager
+def _writer(spec: RunSpec, directory: Path) -> Iterator:
+    """A function that appends a row to steps.csv, where it can be read at once, and sends it to Weights & Biases."""
+    log = None
+    if spec.wandb:
+        import wandb
+
+        log = wandb.init(project="madmax-workbench", name=spec.name, dir=str(directory), config=asdict(spec))
+    with (directory / "steps.csv").open("w", newline="", buffering=1) as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(read.COLUMNS)
+
+        def write(row: dict) -> None:
+            values = [known(row[name]) for name in read.COLUMNS]
+            table.writerow(["" if value is None else value for value in values])
+            if log:
+                log.log({key: value for key, value in zip(read.COLUMNS, values, strict=True) if value is not None})
+
+        yield write
+    if log:
+        log.finish()
+
+
+def _gather(own: dict) -> list[dict]:
+    """What each rank tells, on rank 0."""
+    if not dist.is_initialized():
+        return [own]
+    told = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, told)
+    return told or []
+
+
+def _failure(error: BaseException, rank: int) -> dict:
+    text = next(iter(str(error).strip().splitlines()), "")
+    wanting = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in text for sign in _OUT_OF_MEMORY)
+    status = "out-of-memory" if wanting else "failed"
+    return {"rank": rank, "status": status, "error": f"{type(error).__name__}: {text}", "time_s": time.time()}
+
+
+def _write_json(path: Path, content: dict) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(known(content), indent=1) + "\n")
+
+
+def _write_power(path: Path, rows: list[tuple]) -> None:
+    """The readings of the meter, times from the first step on; no file where there is nothing to read."""
+    if rows:
+        with replacing(path) as temporary, temporary.open("w", newline="") as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerows([meter.COLUMNS, *rows])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

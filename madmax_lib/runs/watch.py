@@ -1,0 +1,52 @@
+"""How does a rank end when nobody is left to end it? It watches torchrun and the launcher, and logs to its own file.
+
+torchrun puts its ranks into sessions of their own, so that they outlive it if it is killed at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+__all__ = ["guard", "write_to"]
+
+_LOOK_S = 1.0
+_ALONE = 75  # exit status, EX_TEMPFAIL of sysexits.h
+
+
+def guard() -> None:
+    """End this process within a second or two of its parent's or the launcher's end.
+
+    The launcher's process id is in MADMAX_LAUNCHER; without it only the parent is watched.
+    """
+    parent, launcher = os.getppid(), int(os.environ.get("MADMAX_LAUNCHER", 0))
+
+    def look() -> None:
+        while os.getppid() == parent and (not launcher or _alive(launcher)):
+            time.sleep(_LOOK_S)
+        os._exit(_ALONE)  # other threads may be stuck in a collective
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def write_to(log: Path) -> None:
+    """Send standard output and error of this process, also of libraries in C, to a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(handle, stream.fileno())
+    os.close(handle)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it lives, as somebody else's
+        return True
+    return True

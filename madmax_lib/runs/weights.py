@@ -1,0 +1,109 @@
+"""How does a run start from published weights? Hugging Face files of GPT-2, Qwen2 and ViT under this project's names.
+
+A directory as downloaded: model.safetensors, or its shards with model.safetensors.index.json. The format is read here
+[github.com/huggingface/safetensors: eight bytes of header length, a JSON header, raw tensors], tensor by tensor, so
+that a rank reads only its own stage. GPT-2 stores queries, keys and values as one matrix and all matrices transposed.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from madmax_lib.specs import Transformer
+
+__all__ = ["Weights"]
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_GPT2 = {
+    "embedding.tokens.weight": "wte.weight", "embedding.positions": "wpe.weight", "norm": "ln_f",
+    "attention_norm": "ln_1", "feed_forward_norm": "ln_2", "attention.projection": "attn.c_proj",
+    "attention.query": "attn.c_attn", "attention.key": "attn.c_attn", "attention.value": "attn.c_attn",
+    "feed_forward.up": "mlp.c_fc", "feed_forward.down": "mlp.c_proj",
+}  # fmt: skip
+_QWEN2 = {
+    "embedding.tokens.weight": "model.embed_tokens.weight", "norm": "model.norm", "head": "lm_head",
+    "attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm",
+    "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj",
+    "attention.projection": "self_attn.o_proj", "feed_forward.gate": "mlp.gate_proj", "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}  # fmt: skip
+_VIT = {
+    "embedding.first": "vit.embeddings.cls_token", "embedding.positions": "vit.embeddings.position_embeddings",
+    "embedding.patches": "vit.embeddings.patch_embeddings.projection", "norm": "vit.layernorm", "head": "classifier",
+    "attention_norm": "layernorm_before", "feed_forward_norm": "layernorm_after",
+    "attention.query": "attention.attention.query", "attention.key": "attention.attention.key",
+    "attention.value": "attention.attention.value", "attention.projection": "attention.output.dense",
+    "feed_forward.up": "intermediate.dense", "feed_forward.down": "output.dense",
+}  # fmt: skip
+_FAMILIES = {"gpt2": ("h.{}.", _GPT2), "qwen2": ("model.layers.{}.", _QWEN2), "vit": ("vit.encoder.layer.{}.", _VIT)}
+_THIRD = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
+
+
+class Weights:
+    """Published weights of a model. Raises FileNotFoundError if the directory has none."""
+
+    def __init__(self, directory: str | Path, spec: Transformer):
+        self.folder, self.spec = Path(directory), spec
+        self.family = "vit" if spec.image else "gpt2" if spec.positions == "learned" else "qwen2"
+        files = sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"{self.folder}: no .safetensors file with weights of {spec.name}")
+        self._places = {name: place for file in files for name, place in _header(file)}
+
+    def fill(self, module: nn.Module, prefix: str) -> None:
+        """Overwrite the parameters of a module named `prefix` in the whole model.
+
+        A classifier of another number of classes is left as it is. Raises ValueError for a missing or misshapen tensor.
+        """
+        for name, parameter in module.named_parameters():
+            full = f"{prefix}.{name}"
+            found = self._read(full, parameter)
+            if found is not None:
+                with torch.no_grad():
+                    parameter.copy_(found)
+
+    def _read(self, name: str, parameter: Tensor) -> Tensor | None:
+        layer, own = ("", name) if not name.startswith("layers.") else name.split(".", 2)[1:]
+        part, _, kind = own.rpartition(".")
+        pattern, names = _FAMILIES[self.family]
+        theirs = names.get(own) or f"{names.get(part, part)}.{kind}"
+        theirs = (pattern.format(layer) if layer else "") + theirs
+        if theirs not in self._places and theirs.removeprefix("transformer.") not in self._places:
+            theirs = f"transformer.{theirs}" if self.family == "gpt2" else theirs
+        if own == "head.weight" and self.spec.tied and theirs not in self._places:
+            return self._read("embedding.tokens.weight", parameter)
+        if theirs not in self._places:
+            raise ValueError(f"{self.folder}: {theirs} is missing")
+        tensor = self._tensor(theirs)
+        if self.family == "gpt2" and tensor.ndim == 2 and layer:
+            tensor = tensor.T
+        if self.family == "gpt2" and part in _THIRD:
+            tensor = tensor.chunk(3)[_THIRD[part]]
+        if part == "head" and self.spec.image and tensor.shape != parameter.shape:
+            return None
+        if tensor.numel() != parameter.numel():
+            raise ValueError(f"{self.folder}: {theirs} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
+        return tensor.reshape(parameter.shape)
+
+    def _tensor(self, name: str) -> Tensor:
+        file, dtype, shape, start, end = self._places[name]
+        with file.open("rb") as stream:
+            stream.seek(start)
+            return torch.frombuffer(bytearray(stream.read(end - start)), dtype=_DTYPES[dtype]).reshape(shape)
+
+
+def _header(file: Path) -> list[tuple[str, tuple]]:
+    """(name, (file, dtype, shape, first byte, last byte)) of all tensors."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        entries = json.loads(stream.read(length))
+    entries.pop("__metadata__", None)
+    return [
+        (name, (file, entry["dtype"], entry["shape"], *(8 + length + offset for offset in entry["data_offsets"])))
+        for name, entry in entries.items()
+    ]
