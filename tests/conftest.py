@@ -50,3 +50,12 @@ def closed_figures():
     yield
     if pyplot := sys.modules.get("matplotlib.pyplot"):
         pyplot.close("all")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_is_left():
+    """A job of one process opens a group of its own; the next file starts without it."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -165,8 +165,8 @@ def collective_table(device: str | None = None, *, sizes: Sequence[int] = _SIZES
         part = torch.zeros(count // ranks, device=place.device)
         runs = {
             "all_reduce": (2, lambda whole=whole: dist.all_reduce(whole)),
-            "all_gather": (1, lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part)),
-            "reduce_scatter": (1, lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole)),
+            "all_gather": (1, lambda whole=whole, part=part: dist.all_gather_single(whole, part)),
+            "reduce_scatter": (1, lambda whole=whole, part=part: dist.reduce_scatter_single(part, whole)),
             "all_to_all": (1, lambda whole=whole: dist.all_to_all_single(torch.empty_like(whole), whole)),
         }
         for kind, (passes, run) in runs.items():
