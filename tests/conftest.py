@@ -59,3 +59,25 @@ def no_process_group_is_left():
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def dask_client():
+    """Two worker processes."""
+    from distributed import Client, LocalCluster
+
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0", protocol="tcp") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module", name="rows")
+def published_rows():
+    """Usable rows behind the shipped constants, vTrain's included."""
+    from madmax_lib.calibration import fit
+
+    local_or_skip("vtrain/ground_truth_multi.shared.csv")
+    read = fit.known_rows()
+    return read[fit.usable(read)]

@@ -3,22 +3,14 @@
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import local_or_skip
 
-from madmax_lib.calibration.fit import fingerprint, fit, free_constants, known_rows, usable
+from madmax_lib.calibration.fit import fingerprint, fit, free_constants
 from madmax_lib.calibration.rows import to_work
 from madmax_lib.simulator.parameters import Parameters, bounds, start
 from madmax_lib.simulator.step_time import step_time
 
 VTRAIN = ["gemm_efficiency:ampere-16", "unfused_efficiency", "softmax_factor", "pointwise_factor:deepspeed",
           "weight_bytes:deepspeed", "nvlink_share:ampere", "network_share:ampere", "gemm_bytes"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def rows():
-    local_or_skip("vtrain/ground_truth_multi.shared.csv")
-    read = known_rows()
-    return read[usable(read)]
 
 
 @pytest.fixture(scope="module")

@@ -51,18 +51,7 @@ def place(request, monkeypatch):
     if request.param == "processes":
         monkeypatch.setattr(many, "_WORTH_A_PROCESS_BYTES", 0)
         monkeypatch.setattr(many.os, "sched_getaffinity", lambda _: {0, 1})
-    return request.getfixturevalue("client") if request.param == "dask" else None
-
-
-@pytest.fixture(scope="module")
-def client():
-    from distributed import Client, LocalCluster
-
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0", protocol="tcp") as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
+    return request.getfixturevalue("dask_client") if request.param == "dask" else None
 
 
 def test_results_come_in_the_order_of_the_files_and_failures_beside_them(tmp_path, place):

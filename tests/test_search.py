@@ -115,19 +115,8 @@ def test_a_stopped_search_goes_on(tmp_path, monkeypatch, found):
         search(MODEL, NODE, 32, space=SPACE, directory=tmp_path, progress=False)
 
 
-@pytest.fixture(scope="module")
-def client():
-    from distributed import Client, LocalCluster
-
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0", protocol="tcp") as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
-
-
-def test_workers_find_what_one_process_finds(client, found, tmp_path):
-    spread = search(MODEL, NODE, 16, space=SPACE, client=client, directory=tmp_path, progress=False)
+def test_workers_find_what_one_process_finds(dask_client, found, tmp_path):
+    spread = search(MODEL, NODE, 16, space=SPACE, client=dask_client, directory=tmp_path, progress=False)
     pd.testing.assert_frame_equal(spread.table, found.table)
     pd.testing.assert_frame_equal(spread.pareto, found.pareto)
     assert (spread.evaluated, spread.feasible) == (found.evaluated, found.feasible)
@@ -144,9 +133,9 @@ def dies_once(folder, part):
     return part[0]
 
 
-def test_the_part_of_a_killed_worker_is_done_again(client, tmp_path):
+def test_the_part_of_a_killed_worker_is_done_again(dask_client, tmp_path):
     todo = [(0, ["a"]), (1, ["b"]), (2, ["c"])]
-    assert dict(_on_workers(dies_once, tmp_path, todo, client)) == {0: "a", 1: "b", 2: "c"}
+    assert dict(_on_workers(dies_once, tmp_path, todo, dask_client)) == {0: "a", 1: "b", 2: "c"}
     assert (tmp_path / "mark").exists()
 
 

@@ -8,7 +8,6 @@ import pytest
 from conftest import local_or_skip
 
 from madmax_lib import catalog
-from madmax_lib.calibration.fit import known_rows, usable
 from madmax_lib.calibration.rows import to_work
 from madmax_lib.calibration.spread import coverage_by_class, interval_quantiles, quantiles_of
 from madmax_lib.calibration.validate import baseline, errors, folds, layout_ranks, predict, score
@@ -21,13 +20,6 @@ ADDED = ["predicted_s", "low_s", "high_s", "predicted_memory_bytes", "fits", "su
 @pytest.fixture(scope="module")
 def table():
     return catalog.table("published_train")
-
-
-@pytest.fixture(scope="module")
-def rows():
-    local_or_skip("vtrain/ground_truth_multi.shared.csv")
-    read = known_rows()
-    return read[usable(read)]
 
 
 @pytest.fixture(scope="module")
