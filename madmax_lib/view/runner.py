@@ -16,6 +16,7 @@ from madmax_lib.datasets import PROJECT
 
 __all__ = ["Result", "known_parameters", "notebooks", "parse_parameters", "run_notebook"]
 
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # fits solve small systems: more threads get in their way
 _TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict}
 
 
@@ -79,6 +80,7 @@ def run_notebook(path: Path, parameters: dict, *, build: Path, figures: Path | N
 
         log = Path(folder) / "figures.txt"
         env = {"MADMAX_FIGURE_LOG": str(log), **({"MADMAX_FIGURES": str(figures)} if figures else {})}
+        env |= {name: os.environ.get(name, "1") for name in _THREADS}
         error = ""
         try:
             with _environment(env):
