@@ -1,6 +1,8 @@
 """The best plan is the best of all, however the search is spread out, stopped and resumed."""
 
+import ast
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -10,6 +12,7 @@ import pytest
 from test_space import plans
 
 import madmax_lib as mm
+from madmax_lib.datasets import PROJECT
 from madmax_lib.planner import search as search_module
 from madmax_lib.planner.codesign import RESOURCES, codesign, scaled, training
 from madmax_lib.planner.search import search
@@ -122,6 +125,18 @@ def test_workers_find_what_one_process_finds(dask_client, found, tmp_path):
     assert (spread.evaluated, spread.feasible) == (found.evaluated, found.feasible)
     again = search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)  # nothing is left to do
     pd.testing.assert_frame_equal(again.table, found.table)
+
+
+def test_slurm_workers_are_asked_for_as_the_readme_says():
+    """The lines of README make a job script; nothing is submitted."""
+    jobqueue = pytest.importorskip("dask_jobqueue")
+    asked = re.search(r"SLURMCluster\((.*), n_workers=32\)", (PROJECT / "README.md").read_text())[1]
+    options = dict(part.split("=") for part in asked.split(", "))
+    with jobqueue.SLURMCluster(**{name: ast.literal_eval(value) for name, value in options.items()},
+                               scheduler_options={"dashboard_address": ":0"}) as cluster:  # fmt: skip
+        script = cluster.job_script()
+    assert "#SBATCH -p cpu" in script and "#SBATCH --cpus-per-task=8" in script and "#SBATCH -t 01:00:00" in script
+    assert "--nworkers 8" in script
 
 
 def dies_once(folder, part):
