@@ -29,6 +29,8 @@ _PUBLIC = {
     "search": "planner.search",
     "setup": "view.notebook",
     "simulate": "simulator.simulate",
+    "view_in_perfetto": "view.perfetto",
+    "view_timeline": "view.widgets",
 }
 __all__ = list(_PUBLIC)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import platform
 import sys
 import warnings
 from pathlib import Path
@@ -37,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("traces", type=Path, help="trace file or directory of traces, one per rank")
     report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
     report.set_defaults(command=_report)
-    doctor = commands.add_parser("doctor", help="what is installed and which inputs are found")
+    doctor = commands.add_parser("doctor", help="what is installed and found, which notebooks run at full size here")
     doctor.set_defaults(command=_doctor)
     return parser
 
@@ -89,28 +87,9 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from madmax_lib.datasets import cache_folder, dataset, names, places
+    from madmax_lib.view.doctor import report
 
-    print(f"madmax-workbench {__version__}, Python {platform.python_version()}, {platform.machine()}")
-    for package in ("torch", "holistictraceanalysis", "pandas", "papermill", "jupyterlab", "ipywidgets", "matplotlib"):
-        try:
-            print(f"  {package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            print(f"  {package} is not installed")
-    print("datasets are looked for in")
-    for place in places():
-        print(f"  {place}{'' if place.is_dir() else ' (not there)'}")
-    kept = cache_folder() / "timelines"
-    size = sum(path.stat().st_size for path in kept.glob("*")) if kept.is_dir() else 0
-    print(f"traces that were read are kept in {kept} ({size / 1e6:,.1f} MB, may be deleted)")
-    print("datasets")
-    for name in names():
-        try:
-            print(f"  {name}: {dataset(name, download=False)}")
-        except FileNotFoundError:
-            print(f"  {name}: not here; downloaded when first used")
-        except (OSError, ValueError) as error:
-            print(f"  {name}: {error}")
+    print(report())
     return 0
 
 

@@ -102,11 +102,12 @@ def _place() -> Place:
 
 
 def _origin(data: pd.DataFrame) -> dict:
-    provenance = data.attrs.get("provenance", {})
+    provenance, parameters = data.attrs.get("provenance", {}), _parameters()
+    simulated = parameters | provenance  # a prediction's input is what was asked of the notebook
     return {
-        "inputs": provenance.get("files") or {key: provenance[key] for key in _SIMULATED if key in provenance},
+        "inputs": provenance.get("files") or {key: simulated[key] for key in _SIMULATED if key in simulated},
         "rules": provenance.get("rules", ""),
-        "parameters": _parameters(),
+        "parameters": parameters,
         "versions": {"python": platform.python_version(), **{p: v for p in _VERSIONS if (v := _version(p))}},
         "commit": _commit(),
     }
