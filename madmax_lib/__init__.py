@@ -19,6 +19,8 @@ _PUBLIC = {
     "dataset": "datasets",
     "estimate": "simulator.estimate",
     "export_trace": "traces.export",
+    "fits": "simulator.fits",
+    "largest_model": "simulator.largest",
     "launch": "runs.launch",
     "memory": "simulator.memory",
     "model": "catalog",

@@ -1,13 +1,15 @@
 """Which devices, clusters and models are known? Names and spellings to specs, every number with unit, source and date.
 
-The tables are `data/devices.csv`, `links.csv`, `clusters.csv`, `models.csv` and `aliases.csv`. Tables of the same names
-in the folder MADMAX_CATALOG come after ours and override them. Human units stand in the tables, SI units in the specs.
+The tables are `data/devices.csv`, `links.csv`, `hosts.csv`, `clusters.csv`, `models.csv` and `aliases.csv`. Tables of
+the same names in the folder MADMAX_CATALOG come after ours and override them. Human units stand in the tables, SI units
+in the specs.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
 from dataclasses import fields, replace
@@ -16,11 +18,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.specs import DLRM, Cluster, Device, Link, Model, Transformer
+from madmax_lib.specs import DLRM, Cluster, Device, Host, Link, Model, Transformer
 
 __all__ = ["canonical", "cluster", "clusters", "device", "devices", "dtype", "model", "models", "table"]
 
-_UNITS = {"GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0}
+_UNITS = {"": 1.0, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0}
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
 _DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
 _USER_FOLDER = "MADMAX_CATALOG"
@@ -93,7 +95,7 @@ def cluster(name: str, *, nodes: int | None = None) -> Cluster:
     name = canonical(name, "cluster", sorted(rows["name"].unique()))
     row = rows[rows["name"] == name].iloc[-1]
     links = [_link(row["intra"]), _link(row["inter"])]
-    found = Cluster(name, device(row["device"]), int(row["devices_per_node"]), int(row["nodes"]), *links)
+    found = Cluster(name, device(row["device"]), int(row["devices_per_node"]), int(row["nodes"]), *links, _host(name))
     return found if nodes is None else replace(found, nodes=nodes)
 
 
@@ -123,6 +125,21 @@ def _link(name: str) -> Link:
     rows = rows[rows["name"] == name]
     values = {r.quantity: float(r.value) * (1e-6 if r.unit == "us" else _UNITS[r.unit]) for r in rows.itertuples()}
     return Link(name, values["bandwidth_one_way_per_device"], values.get("latency", 0.0))
+
+
+def _host(cluster_name: str) -> Host | None:
+    """Host of a cluster's nodes, None where the table has none."""
+    rows = table("hosts")
+    rows = rows[rows["cluster"] == cluster_name]
+    values = {r.quantity: float(r.value) * _UNITS[r.unit] for r in rows.itertuples()}
+    if not values:
+        return None
+    try:
+        needed = [values[quantity] for quantity in ("memory", "memory_bandwidth", "link")]
+    except KeyError as error:
+        raise ValueError(f"hosts.csv: {cluster_name} has no {error}") from None
+    drives = [values.get(quantity, 0.0) for quantity in ("nvme", "nvme_read", "nvme_write")]
+    return Host(f"host of {cluster_name}", *needed, int(values.get("uplinks", 0)), *drives, values.get("tdp", math.nan))
 
 
 def _from_hugging_face(path: Path) -> Transformer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["DLRM", "Cluster", "Device", "Link", "Model", "Transformer"]
+__all__ = ["DLRM", "Cluster", "Device", "Host", "Link", "Model", "Transformer"]
 
 _DTYPE_FALLBACK = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp8": "bf16", "mxfp8": "fp8", "nvfp4": "fp8"}
 
@@ -57,8 +57,35 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What stands beside the devices of a node: memory, the links to it, and drives.
+
+    link_bytes_per_s: achieved one way between host memory and one device; uplinks: so many devices can use that rate at
+    once (0: all). nvme_*: of all drives together, 0 without any. tdp_w: of the processors, NaN where unknown.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bandwidth_bytes_per_s: float
+    link_bytes_per_s: float
+    uplinks: int = 0
+    nvme_bytes: float = 0.0
+    nvme_read_bytes_per_s: float = 0.0
+    nvme_write_bytes_per_s: float = 0.0
+    tdp_w: float = float("nan")
+
+    def __post_init__(self):
+        _positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s", "link_bytes_per_s")
+        if self.nvme_bytes and not min(self.nvme_read_bytes_per_s, self.nvme_write_bytes_per_s) > 0:
+            raise ValueError(f"{self.name}: nvme_bytes={self.nvme_bytes} needs rates to read and to write")
+
+
+@dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices: `intra` joins the devices of a node, `inter` the nodes."""
+    """Equal nodes of equal devices: `intra` joins the devices of a node, `inter` the nodes.
+
+    host: of each node, None where it is not known.
+    """
 
     name: str
     device: Device
@@ -66,6 +93,7 @@ class Cluster:
     nodes: int
     intra: Link
     inter: Link
+    host: Host | None = None
 
     def __post_init__(self):
         _positive(self, "devices_per_node", "nodes")

@@ -274,7 +274,7 @@ def test_dlrm_step_has_its_exchanges_and_hides_bottom_layers():
     ("change", "message"),
     [
         ({"plan": mm.Plan(dp=4)}, "= 4, but dgx-a100 has 8 devices"),
-        ({"plan": mm.Plan(dp=8, offload="all")}, "offload=all: the simulator lays out offload=None only"),
+        ({"plan": mm.Plan(dp=8, offload="all")}, "offload=all needs zero=3, but zero=0"),
         ({"plan": mm.Plan(pp=2, dp=4, interleave=2, schedule="gpipe")}, "interleave=2 needs schedule='1f1b'"),
         ({"plan": mm.Plan(pp=2, dp=4, first_layers=4)}, "do not leave 4 layers for pp x interleave = 2 x 1"),
         ({"imbalance": 0.5, "model": replace(TINY, experts=2, active_experts=1)}, "imbalance=0.5 must be at least 1"),

@@ -12,7 +12,9 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.plan import Plan
+from madmax_lib.simulator.offload import best_offload
 from madmax_lib.simulator.parameters import Parameters, shipped
+from madmax_lib.simulator.placement import Policy, normalised
 from madmax_lib.simulator.step_time import PARTS, step_time
 from madmax_lib.simulator.uncertainty import log_width
 from madmax_lib.simulator.work import Work
@@ -26,7 +28,7 @@ _FAMILIES = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "h800": "hopp
 _OWN_RATE = ("b200", "gb200", "gb300", "b300", "h100-96")  # devices with a constant device_rate
 _CHUNK = 16384  # plans at a time: their arrays stay in the cache
 _STEP = ("step_s", "low_s", "high_s")
-_COVERED = {"offload": (None,), "first_layers": (0,), "last_layers": (0,), "capacity": (0,)}
+_COVERED = {"first_layers": (0,), "last_layers": (0,), "capacity": (0,)}
 
 
 def estimate(
@@ -38,6 +40,7 @@ def estimate(
     sequence: int | None = None,
     dtype: str = "bf16",
     parameters: Parameters | None = None,
+    policy: Policy | None = None,
 ) -> pd.DataFrame:
     """Seconds of a training step and its parts, one row per plan.
 
@@ -45,8 +48,10 @@ def estimate(
     kept. Columns: step_s, low_s and high_s (90 % interval, NaN for parameters that know none), the parts named in
     `step_time.PARTS` (exposed seconds, their sum is step_s), mfu (dense model FLOPs over the peak of dtype),
     tokens_per_s. parameters: the shipped fit if None; `Parameters()` is the ideal machine. A table's row that the
-    cluster or batch cannot hold, or that has no closed form yet (offload, stages of stated length, capacity of
-    experts), is NaN. Raises ValueError for such a Plan, an unknown column, dtype, or a recommendation model.
+    cluster or batch cannot hold, or that has no closed form yet (stages of stated length, capacity of experts), is NaN.
+    With offload in a plan or table there are two columns more: offload_s, a part too, and offload_share, of what may
+    leave the device, found as in `offload.best_offload` if policy names none; such rows are worked out one by one, and
+    are NaN where no share fits. Raises ValueError for such a Plan, an unknown column, dtype, or a recommendation model.
     """
     if isinstance(model, DLRM):
         raise ValueError(f"{model.name}: recommendation models have no closed form; use simulate")
@@ -58,7 +63,7 @@ def estimate(
         plan, index = plan_or_table, pd.RangeIndex(1)
     else:
         plan, index = _columns(plan_or_table), plan_or_table.index
-    parameters = parameters or shipped()
+    parameters, policy = parameters or shipped(), policy or Policy()
     parts = []
     for start in range(0, max(len(index), 1), _CHUNK):
         piece = plan if single else _slice(plan, slice(start, start + _CHUNK))
@@ -72,11 +77,52 @@ def estimate(
         parts.append(times)
     table = {name: parts[0][name] if len(parts) == 1 else np.concatenate([p[name] for p in parts])
              for name in (*_STEP, *PARTS)}  # fmt: skip
+    options = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype, "policy": policy}
+    table |= _with_offload(table, plan_or_table, model, cluster, parameters, options)
     tokens = global_batch * (sequence or model.sequence)
     flops = 3 * model.forward_flops(global_batch, sequence)
     table["mfu"] = flops / (table["step_s"] * cluster.world_size * cluster.device.peak(dtype))
     table["tokens_per_s"] = tokens / table["step_s"]
     return pd.DataFrame(table, index=index)
+
+
+def _with_offload(table: dict, plans: Plan | pd.DataFrame, model: Transformer, cluster: Cluster,
+                  parameters: Parameters, options: dict) -> dict[str, np.ndarray]:  # fmt: skip
+    """Columns of a table with the rows that offload timed one by one; none if there are none."""
+    single, size = isinstance(plans, Plan), len(table["step_s"])
+    offload = [plans.offload] if single else plans["offload"].to_numpy() if "offload" in plans else []
+    rows = np.flatnonzero(pd.notna(np.array(offload, dtype=object)))
+    if not rows.size:
+        return {}
+    new = {name: np.array(table[name]) for name in (*_STEP, *PARTS)}
+    new |= {"offload_s": np.zeros(size), "offload_share": np.full(size, np.nan)}
+    for row, plan in zip(rows, [plans] if single else plans.iloc[rows].to_dict("records"), strict=True):
+        try:
+            found = _offloaded(plan if single else Plan(**plan), model, cluster, parameters, **options)
+        except ValueError:
+            if single:
+                raise
+            found = dict.fromkeys(_STEP, np.nan)
+        for name, value in found.items():
+            new[name][row] = value
+    return new
+
+
+def _offloaded(plan: Plan, model: Transformer, cluster: Cluster, parameters: Parameters, *, global_batch: int,
+               sequence: int | None, dtype: str, policy: Policy) -> dict[str, float]:  # fmt: skip
+    """A row of one plan with offload."""
+    plan.check(model, cluster)
+    _check_covered(plan)
+    plan = normalised(plan, model, dtype)
+    work = work_of(model, cluster, plan, global_batch, sequence, dtype)
+    parts = {name: float(part[0]) for name, part in step_time(work, parameters).items()}
+    _, times = best_offload(model, cluster, plan, work, parameters, global_batch=global_batch, sequence=sequence,
+                            dtype=dtype, policy=policy)  # fmt: skip
+    parts["optimizer_s"], width = float(times.update_s[0]), float(log_width(work, parameters)[0])
+    parts["offload_s"] = float(times.total_s[0]) - parts["optimizer_s"]
+    parts["step_s"] = sum(parts[name] for name in (*PARTS, "offload_s"))
+    return parts | {"low_s": parts["step_s"] * np.exp(-width), "high_s": parts["step_s"] * np.exp(width),
+                    "offload_share": float(times.share[0])}  # fmt: skip
 
 
 def work_of(model: Transformer, cluster: Cluster, plan, global_batch: float, sequence: int | None = None,

@@ -16,6 +16,7 @@ from madmax_lib.simulator.ops import Block, Comm, Op, mirror, phases, storage_by
 from madmax_lib.simulator.prices import DataSheet
 from madmax_lib.simulator.schedules import Slot, dependency, in_order, order
 from madmax_lib.simulator.sharding import Sharding
+from madmax_lib.simulator.staging import Offloaded, Staging
 from madmax_lib.simulator.topology import Group
 from madmax_lib.specs import Cluster
 
@@ -39,6 +40,8 @@ class Pass:
         self.step, self.prices, self.traffic_scale, self.program = step, prices, traffic_scale, Program()
         self.waits: list[tuple[int, int]] = []
         self.last, self.sends, self.ends = -1, -1, []
+        self.asked: list[list[int]] = []  # what gathers of parameters, and returns of checkpoints, waited for so far
+        self.restored: list[list[int]] = []
 
     def op(self, stream: int, kind: str, name: str, duration_s: float, after: Iterable[int], **more) -> int:
         """Issue an op; numbers below 0 in `after` are outside of the pass."""
@@ -72,16 +75,17 @@ class Step:
     """Lays out one training step; `build` returns its Program.
 
     chunks: blocks [stage][chunk]; short: those of a short last micro-batch, with their prices. measured: seconds that
-    replace the prices of collectives. One instance, one call of `build`.
+    replace the prices of collectives. offloaded: what lies beside the device. One instance, one call of `build`.
     """
 
     def __init__(self, chunks: Chunks, plan: Plan, cluster: Cluster, prices: DataSheet, dtype: str,
                  short: tuple[Chunks, DataSheet] | None = None,
-                 measured: MeasuredCollectives | None = None):  # fmt: skip
+                 measured: MeasuredCollectives | None = None, offloaded: Offloaded | None = None):  # fmt: skip
         self.plan, self.cluster, self.prices, self.measured = plan, cluster, prices, measured
         self.shapes = [(chunks, prices), short or (chunks, prices)]
         self.groups = prices.groups
-        self.sharding = Sharding(plan, storage_bytes(dtype), self.groups)
+        kind, more = (Staging, (offloaded,)) if offloaded else (Sharding, ())
+        self.sharding = kind(plan, storage_bytes(dtype), self.groups, *more)
         self.known: dict[tuple, object] = {}
 
     def build(self, micro_batches: int, activation_bytes: float, short_bytes: float = 0.0) -> Program:
@@ -131,10 +135,12 @@ class Step:
 
     def _forward(self, made: Pass, blocks: list[Block], first: bool) -> list[int]:
         gathered = self._gathers(made, blocks, "forward", first)
-        previous, exchanged = [_MESSAGE, _BEFORE], []
+        previous, exchanged, unit = [_MESSAGE, _BEFORE], [], ""
         for block in blocks:
             after = [*previous, *gathered(block), *([] if block.beside else exchanged)]
-            done = self._work(made, block, "forward", after)
+            if block.recomputed and block.unit != unit:
+                self.sharding.keep(made, block, previous)
+            unit, done = block.unit, self._work(made, block, "forward", after)
             if block.table:
                 exchanged = done  # the blocks beside do not wait for the lookup
             else:
@@ -148,6 +154,8 @@ class Step:
         previous, exchanged = [_MESSAGE, _BEFORE], []
         reduce = self.sharding.reducer(made, last)
         for unit in _units(blocks)[::-1]:
+            if unit[0].recomputed:
+                previous = [*previous, *self.sharding.restore(made, unit[0])]
             for block in unit:
                 if self._phases(block)["recompute"]:
                     previous = self._work(made, block, "recompute", [*previous, *gathered(block)])
@@ -225,11 +233,13 @@ class Step:
         owned = self.sharding.owned(blocks)
         if self.prices.host_s:
             after = [program.op(COMPUTE, "idle", "host work", self.prices.host_s, dict.fromkeys(after), rank=stage)]
-        op = program.op(COMPUTE, "compute", "adam", self.prices.update_s(owned), dict.fromkeys(after), rank=stage)
+        update_s = self.prices.update_s(owned * self.sharding.kept)
+        done = [program.op(COMPUTE, "compute", "adam", update_s, dict.fromkeys(after), rank=stage)]
+        done += self.sharding.update(program, stage, owned, len(_units(blocks)), after)
         if self.plan.zero in (1, 2) and not self.plan.overlap_gather:
             made = Pass(self, self.prices)
             self.sharding.gather(made, blocks, "", [_BEFORE], name="parameters")
-            program.extend(made.program, stage, [(waiting, op) for waiting, _ in made.waits])
+            program.extend(made.program, stage, [(waiting, op) for waiting, _ in made.waits for op in done])
 
     def _seconds(self, made: Pass, block: Block, phase: str) -> float:
         key = (id(block.ops), block.recomputed, phase)

@@ -21,8 +21,8 @@ from madmax_lib.simulator.ops import BYTES
 from madmax_lib.simulator.workload import chunk_layers
 from madmax_lib.specs import DLRM, Device, Model, Transformer
 
-__all__ = ["PHASES", "STACKS", "Stack", "default_stack", "dlrm_bytes", "memory", "moment_peak", "peak_bytes",
-           "stage_bytes", "usable_bytes"]  # fmt: skip
+__all__ = ["FRAGMENTATION", "PHASES", "STACKS", "Stack", "default_stack", "dlrm_bytes", "held_layers", "memory",
+           "moment_peak", "peak_bytes", "stage_bytes", "stage_parameters", "usable_bytes"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ _HPZ_DEVICES = 8  # a node, over which ZeRO++ shards its second copy of the weig
 # torchtitan) come out with little bias; other rows publish what the allocator handed out and do not see them
 _CUDA_BYTES = 0.5e9  # context and kernels of one process
 _COMMUNICATOR_BYTES = 0.5e9  # buffers of NCCL, per group of ranks
-_FRAGMENTATION = 0.07  # of the allocated peak: held by the caching allocator, in no tensor
+FRAGMENTATION = 0.07  # of the allocated peak: held by the caching allocator, in no tensor
 
 
 def memory(
@@ -94,7 +94,7 @@ def memory(
     sequence: tokens per sample, the model's own if None. global_batch: samples per step, which limits the micro-batches
     a stage can hold; as many as the pipeline wants if None. stack: whose habits, a name of `STACKS`, `default_stack`
     if None. fused_loss: cross entropy without fp32 logits. trainable: share of the parameters with gradients. phase:
-    when the bytes are there, see `peak_bytes`. Offload is not counted: states and activations lie on the device.
+    when the bytes are there, see `peak_bytes`. Offload is not counted, all lies on the device: see `fits` for it.
     Raises ValueError for an unknown optimizer, stack or dtype, for gpipe without global_batch, a DLRM with tp or pp.
     """
     options = {"dtype": dtype, "optimizer": optimizer, "stack": stack or default_stack(plan), "trainable": trainable}
@@ -104,15 +104,21 @@ def memory(
         if plan.schedule == "gpipe" and global_batch is None:
             raise ValueError("schedule='gpipe' keeps every micro-batch, global_batch is needed")
         batches = np.inf if global_batch is None else np.ceil(global_batch / (plan.dp * plan.micro_batch))
-        first = model.dense_layers if model.experts else model.layers  # layer with experts
-        held = [[layer for chunk in stage for layer in chunk] for stage in chunk_layers(model.layers, plan)]
-        layers, mixtures = np.array([(len(of), sum(layer >= first for layer in of)) for of in held]).T
+        layers, mixtures = held_layers(model, plan)
         stages = np.arange(plan.pp)
         parts = stage_bytes(model, plan, stages, layers, mixtures, sequence=sequence, micro_batches=batches,
                             fused_loss=fused_loss, **options)  # fmt: skip
     rows = [(int(stage), name, PHASES[name], float(np.broadcast_to(size, stages.shape)[stage]))
             for stage in stages for name, size in parts.items()]  # fmt: skip
     return pd.DataFrame(rows, columns=["stage", "component", "phase", "size_bytes"])
+
+
+def held_layers(model: Transformer, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Layers of each pipeline stage, and how many of them have experts, (pp,) each."""
+    first = model.dense_layers if model.experts else model.layers  # layer with experts
+    held = [[layer for chunk in stage for layer in chunk] for stage in chunk_layers(model.layers, plan)]
+    layers, mixtures = np.array([(len(of), sum(layer >= first for layer in of)) for of in held]).T
+    return layers, mixtures
 
 
 def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:
@@ -187,7 +193,7 @@ def stage_bytes(
     outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
     waiting = np.where(p.schedule == "gpipe", held, 1.0)  # logits of micro-batches whose backward has not begun
     logits = (_FUSED_LOGITS if fused_loss else software.logits) * waiting * outputs / p.tp + 2 * layer.input
-    count = _parameters(model, p, stage, layers, mixtures)
+    count = stage_parameters(model, p, stage, layers, mixtures)
     parts = _states(p, count, software, optimizer, trainable) | {
         "activations": held * (kept + sent) + masks,
         "logits": np.where(stage == p.pp - 1, logits, 0.0),
@@ -238,8 +244,8 @@ def _software(stack: str, dtype: str) -> Stack:
                    temporary=software.temporary if stack == "torch" else 0)  # fmt: skip
 
 
-def _parameters(model: Transformer, p, stage, layers, mixtures) -> SimpleNamespace:
-    """Parameters on a device: dense, experts, ends (embedding and head) and block, its largest layer."""
+def stage_parameters(model: Transformer, p, stage, layers, mixtures) -> SimpleNamespace:
+    """Parameters on a device before ZeRO: dense, experts, ends (embedding and head) and block, its largest layer."""
     expert = model.mlp_parameters(model.expert_ffn) / p.tp
     experts = model.experts * expert / p.ep
     router = model.moe_parameters - (model.experts + model.shared_experts) * model.mlp_parameters(model.expert_ffn)
@@ -309,7 +315,7 @@ def _overhead(p, parts: dict) -> dict:
     sums = dict.fromkeys(PHASES.values(), 0.0)
     for name, size in parts.items():
         sums[PHASES[name]] = sums[PHASES[name]] + size
-    return {"context": _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, "fragmentation": _FRAGMENTATION * moment_peak(sums)}
+    return {"context": _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, "fragmentation": FRAGMENTATION * moment_peak(sums)}
 
 
 def moment_peak(sizes):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from madmax_lib.plan import Plan
+from madmax_lib.simulator.engine import Program
 from madmax_lib.simulator.ops import Block
 from madmax_lib.simulator.topology import Group
 
@@ -31,6 +32,8 @@ class Sharding:
     def __init__(self, plan: Plan, width: float, groups: dict[str, Group]):
         self.plan, self.width, self.groups = plan, width, groups
         self.gradient_width = _FP32 if plan.reduce_fp32 else width
+        self.every_batch = plan.zero == 3 or (plan.zero == 2 and plan.pp == 1)  # reduces with each of them
+        self.kept = 1.0  # share of the update that the device does
 
     def group(self, expert: bool) -> str:
         """Group that shards the states: HSDP's shard for dense parameters, all replicas of an expert."""
@@ -69,7 +72,7 @@ class Sharding:
         for those of the last micro-batch (`made.ends`).
         """
         buckets: dict[bool, list[Block]] = {False: [], True: []}
-        active = last or self.plan.zero == 3 or (self.plan.zero == 2 and self.plan.pp == 1)
+        active = last or self.every_batch
 
         def reduce(block: Block, op: int, *, end: bool, unit_end: bool) -> None:
             if not active:
@@ -81,12 +84,24 @@ class Sharding:
                 full = size_bytes >= self.plan.bucket_bytes or (self.plan.zero == 3 and unit_end)
                 if size_bytes and (full or end):
                     what = bucket[-1].unit if self.plan.zero == 3 else bucket[-1].name
-                    self._reduce(made, expert, f"gradients {what}", size_bytes, op, last)
+                    done = self._reduce(made, expert, f"gradients {what}", size_bytes, op, last)
+                    made.ends += done if last else []
                     bucket.clear()
 
         return reduce
 
-    def _reduce(self, made: Pass, expert: bool, what: str, size_bytes: float, op: int, last: bool) -> None:
+    def keep(self, made: Pass, block: Block, ready: list[int]) -> None:
+        """What becomes of a layer's checkpoint once its input is there: it stays."""
+
+    def restore(self, made: Pass, block: Block) -> list[int]:
+        """What the recomputation of a layer waits for beside its input: nothing."""
+        return []
+
+    def update(self, program: Program, stage: int, owned: float, tiles: int, after: list[int]) -> list[int]:
+        """What updates beside the device: nothing."""
+        return []
+
+    def _reduce(self, made: Pass, expert: bool, what: str, size_bytes: float, op: int, last: bool) -> list[int]:
         group, done = self.group(expert), [op]
         if self.plan.zero == 0:
             done = made.comm("all_reduce", group, what, size_bytes, done)
@@ -99,8 +114,7 @@ class Sharding:
             done = made.comm("reduce_scatter", group, what, size_bytes, done)
             if last and self.plan.shard and not expert:
                 done = made.comm("all_reduce", "replicate", what, size_bytes / self.plan.shard, done)
-        if last:
-            made.ends += done
+        return done
 
 
 def _parameters(blocks: list[Block], expert: bool) -> float:

@@ -12,8 +12,10 @@ from madmax_lib.simulator.engine import Program, to_timeline
 from madmax_lib.simulator.estimate import work_of
 from madmax_lib.simulator.layout import Step
 from madmax_lib.simulator.measured import MeasuredCollectives
+from madmax_lib.simulator.offload import best_offload
 from madmax_lib.simulator.ops import storage_bytes
 from madmax_lib.simulator.parameters import Parameters, shipped
+from madmax_lib.simulator.placement import Policy, normalised
 from madmax_lib.simulator.prices import DataSheet, Fitted
 from madmax_lib.simulator.topology import Group, member_names
 from madmax_lib.simulator.workload import blocks, chunk_blocks
@@ -36,6 +38,7 @@ def simulate(
     parameters: Parameters | None = None,
     imbalance: float = 1.0,
     collectives: pd.DataFrame | None = None,
+    policy: Policy | None = None,
 ) -> Timeline:
     """One training step of a model on a cluster under a plan.
 
@@ -43,12 +46,16 @@ def simulate(
     of the step-time model, the shipped fit if None; `Parameters()` is the ideal machine (recommendation models: the
     data sheet, or the shares of it that parameters name). imbalance: tokens of the busiest expert device over the mean.
     collectives: measured seconds that replace the formulas, as in `measured.MeasuredCollectives`.
+    policy: how states leave the device under offload; the share that makes the step shortest is found if it names none.
     Ranks: one per pipeline stage, standing for all devices of the stage (meta.represents); all ranks of up to 64
-    devices. Streams: 0 compute, 1 tensor, 2 data, 3 pipeline, 4 context, 5 expert parallel, 6 copies of HSDP's shards.
+    devices. Streams: 0 compute, 1 tensor, 2 data, 3 pipeline, 4 context, 5 expert parallel, 6 copies of HSDP's shards;
+    with offload 7 and 8 copies to and from the device, threads -1 the host's computation and -2 its drives.
     Raises ValueError, in the field's words, for a plan that cannot be laid over model and cluster.
     """
     step, program = lay_out(model, cluster, plan, global_batch=global_batch, sequence=sequence, dtype=dtype,
-                            parameters=parameters, imbalance=imbalance, collectives=collectives)  # fmt: skip
+                            parameters=parameters, imbalance=imbalance, collectives=collectives,
+                            policy=policy)  # fmt: skip
+    offloaded = getattr(step.sharding, "offloaded", None)
     width = plan.world_size // plan.pp
     meta = Meta(
         source="simulated",
@@ -61,6 +68,7 @@ def simulate(
             "nodes": cluster.nodes,
             "plan": str(plan),
             "global_batch": global_batch,
+            **({"offloaded": vars(offloaded.split)} if offloaded else {}),
         },
     )
     return _with_device_ranks(to_timeline(program, meta), plan, step.groups)
@@ -68,18 +76,22 @@ def simulate(
 
 def lay_out(model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, sequence: int | None = None,
             dtype: str = "bf16", parameters: Parameters | None = None, imbalance: float = 1.0,
-            collectives: pd.DataFrame | None = None) -> tuple[Step, Program]:  # fmt: skip
+            collectives: pd.DataFrame | None = None, policy: Policy | None = None) -> tuple[Step, Program]:  # fmt: skip
     """Operations of `simulate` before they are timed, one rank per pipeline stage; arguments and errors as there."""
     plan.check(model, cluster)
+    offloaded = None
     if plan.offload is not None:
-        raise ValueError(f"offload={plan.offload}: the simulator lays out offload=None only")
+        plan = normalised(plan, model, dtype)
+        work = work_of(model, cluster, plan, global_batch, sequence, dtype)
+        offloaded, _ = best_offload(model, cluster, plan, work, parameters or shipped(), global_batch=global_batch,
+                                    sequence=sequence, dtype=dtype, policy=policy)  # fmt: skip
     micro_batches, short = plan.micro_batches(global_batch), plan.last_micro_batch(global_batch)
     shapes = [replace(plan, micro_batch=samples) for samples in dict.fromkeys((plan.micro_batch, short))]
     chunks = [chunk_blocks(model, shape, sequence, dtype=dtype, imbalance=imbalance) for shape in shapes]
     prices = [_prices(model, shape, cluster, global_batch, sequence, dtype, parameters) for shape in shapes]
     sent = [0.0 if isinstance(model, DLRM) else _activation_bytes(model, shape, sequence, dtype) for shape in shapes]
     measured = None if collectives is None else MeasuredCollectives(collectives)
-    step = Step(chunks[0], plan, cluster, prices[0], dtype, (chunks[-1], prices[-1]), measured)
+    step = Step(chunks[0], plan, cluster, prices[0], dtype, (chunks[-1], prices[-1]), measured, offloaded)
     return step, step.build(micro_batches, sent[0], sent[-1])
 
 
