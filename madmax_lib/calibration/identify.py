@@ -48,8 +48,10 @@ def constants_of(parameters: Parameters) -> pd.DataFrame:
     little, far = learned < _LITTLE, table["moved"].abs().to_numpy() > _FAR
     cases = [edge, learned >= _MOST, little & far, little]
     table["state"] = np.select(cases, ["at a bound", "fixed by rows", "pulled off its prior", "prior alone"], STATES[1])
-    return table[["start", "low", "high", "scale", "fitted", "interval_low", "interval_high", "moved", "learned",
-                  "state", "note"]]  # fmt: skip
+    table = table[["start", "low", "high", "scale", "fitted", "interval_low", "interval_high", "moved", "learned",
+                   "state", "note"]]  # fmt: skip
+    table.attrs["provenance"] = _origin(parameters)
+    return table
 
 
 def scaled(table: pd.DataFrame, column: str) -> np.ndarray:
@@ -63,7 +65,13 @@ def correlations(parameters: Parameters) -> pd.DataFrame:
     covariance = np.array(parameters.covariance)
     width = np.sqrt(np.diag(covariance))
     names = list(parameters.fitted)
-    return pd.DataFrame(covariance / np.outer(width, width), index=names, columns=names)
+    table = pd.DataFrame(covariance / np.outer(width, width), index=names, columns=names)
+    table.attrs["provenance"] = _origin(parameters)
+    return table
+
+
+def _origin(parameters: Parameters) -> dict:
+    return {"files": {"rows": {"sha256": parameters.provenance.get("sha256", "")}}, "rules": "calibration.fit"}
 
 
 def strongest_pairs(parameters: Parameters, count: int = 10) -> pd.DataFrame:

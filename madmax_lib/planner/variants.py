@@ -8,7 +8,7 @@ import pandas as pd
 
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import estimate
-from madmax_lib.simulator.memory import memory, peak_bytes, usable_bytes
+from madmax_lib.simulator.fits import fits
 from madmax_lib.specs import Cluster, Model
 
 __all__ = ["EXPOSED", "variants"]
@@ -27,7 +27,8 @@ def variants(model: Model, cluster: Cluster, plans: Iterable[Plan | str], *, glo
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         row = estimate(model, cluster, plan, global_batch=global_batch, sequence=sequence, dtype=dtype,
                        parameters=parameters).iloc[0]  # fmt: skip
-        held = peak_bytes(memory(model, plan, sequence=sequence, dtype=dtype, global_batch=global_batch))
-        rows[str(plan)] = row.to_dict() | {"exposed": row[EXPOSED].sum() / row["step_s"], "memory_gb": held / 1e9,
-                                           "fits": held <= usable_bytes(cluster.device)}  # fmt: skip
+        found = fits(model, cluster, plan, global_batch=global_batch, sequence=sequence, dtype=dtype)
+        held = found.table[found.table["place"] == "device"].iloc[0]
+        rows[str(plan)] = row.to_dict() | {"exposed": row[EXPOSED].sum() / row["step_s"], "fits": found.fits,
+                                           "memory_gb": (held["usable_bytes"] - held["margin_bytes"]) / 1e9}  # fmt: skip
     return pd.DataFrame.from_dict(rows, orient="index")

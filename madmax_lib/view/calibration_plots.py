@@ -108,7 +108,7 @@ def plot_correlations(matrix: pd.DataFrame, ax: Axes | None = None, *, least: fl
     ax.figure.colorbar(image, ax=ax, label="correlation", shrink=0.5)
     pairs = int((np.triu(strong.to_numpy()) >= least).sum())
     ax.set_title(f"{pairs} pairs of constants share what the rows say (|r| of {least} and more)")
-    return keep_data(ax, part.rename_axis("constant").reset_index())
+    return keep_data(ax, part.rename_axis("constant").reset_index(), matrix)
 
 
 def _short(name: object, most: int = 62) -> str:
