@@ -21,9 +21,10 @@ def test_rows_are_those_of_estimate_and_memory():
 
 
 def test_offload_takes_memory_and_time():
-    table = variants(GPT, NODE, ["dp8.z2.mb2", "dp8.z2.mb2.offload-optimizer"], global_batch=16, dtype="fp16")
+    table = variants(GPT, NODE, ["dp8.mb2", "dp8.mb2.offload-optimizer"], global_batch=16, dtype="fp16")
     kept, moved = table.to_dict("records")
     assert moved["memory_gb"] < kept["memory_gb"] and moved["step_s"] > kept["step_s"]
+    assert moved["fits"] and not kept["fits"]
 
 
 def test_a_plan_that_cannot_be_laid_out():

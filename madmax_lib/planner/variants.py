@@ -29,6 +29,7 @@ def variants(model: Model, cluster: Cluster, plans: Iterable[Plan | str], *, glo
                        parameters=parameters).iloc[0]  # fmt: skip
         found = fits(model, cluster, plan, global_batch=global_batch, sequence=sequence, dtype=dtype)
         held = found.table[found.table["place"] == "device"].iloc[0]
-        rows[str(plan)] = row.to_dict() | {"exposed": row[EXPOSED].sum() / row["step_s"], "fits": found.fits,
-                                           "memory_gb": (held["usable_bytes"] - held["margin_bytes"]) / 1e9}  # fmt: skip
+        held_gb = (held["usable_bytes"] - held["margin_bytes"]) / 1e9
+        rows[str(plan)] = row.to_dict() | {"exposed": row[EXPOSED].sum() / row["step_s"], "memory_gb": held_gb,
+                                           "fits": found.fits}  # fmt: skip
     return pd.DataFrame.from_dict(rows, orient="index")
