@@ -2,9 +2,9 @@
 
     python runs_worker.py OUT CASES      CASES: JSON list of [name, model, plan text, options]
 
-Every case trains three steps on the batches of a seed. Options may name arguments of `parallelize`, `first_scale` of an
-fp16 loss, and `check`: "counts" records the collectives of the last step; any other text is the plan under which the
-last step is taken, after a checkpoint.
+Every case trains three steps on the batches of a seed. Options are `Settings`, `sizes`, `first_scale` of an fp16 loss,
+and `check`: "counts" records the collectives of the last step; any other text is the plan under which the last step is
+taken, after a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from madmax_lib.plan import Plan
 from madmax_lib.runs import parallel
+from madmax_lib.runs.settings import Settings
 
 BATCH, SEQUENCE, STEPS = 8, 16, 3
 
@@ -78,10 +79,9 @@ def batch(spec, step: int, samples: int = BATCH) -> dict[str, torch.Tensor]:
 def run(model: str, text: str, options: dict, directory: Path) -> dict:
     """Train three steps of a case; a row of what came out."""
     options = dict(options)
-    check = options.pop("check", None)
+    check, first_scale, sizes = (options.pop(name, None) for name in ("check", "first_scale", "sizes"))
     arguments = {"global_batch": BATCH, "sequence": SEQUENCE, "learning_rate": 3e-3, "clip_norm": 0.5, **options}
-    first_scale = arguments.pop("first_scale", None)
-    job = parallel.parallelize(model, Plan.parse(text), **arguments)
+    job = parallel.parallelize(model, Plan.parse(text), Settings(**arguments), sizes=sizes)
     job.scale.value = first_scale or job.scale.value
     steps, row = [], {}
     for step in range(STEPS):
@@ -91,7 +91,7 @@ def run(model: str, text: str, options: dict, directory: Path) -> dict:
             row = {"calls": dict(seen.calls), "sizes": dict(seen.sizes)}
         elif check and step == STEPS - 1:
             job.save(directory)
-            job = parallel.parallelize(model, Plan.parse(check), **{**arguments, "seed": 7})
+            job = parallel.parallelize(model, Plan.parse(check), Settings(**{**arguments, "seed": 7}), sizes=sizes)
             job.load(directory)
             steps.append(job.step(batch(job.spec, step)))
         else:
@@ -102,7 +102,7 @@ def run(model: str, text: str, options: dict, directory: Path) -> dict:
         "accuracy": [step["accuracy"] for step in steps], "overflow": [step["overflow"] for step in steps],
         "loss_scale": [step["loss_scale"] for step in steps],
         "seconds": steps[-1]["seconds"], "evaluated": found["loss"], "steps_done": job.steps_done,
-        "describe": job.describe(), "tokens": steps[0]["tokens"], "coordinates": job.coordinates,
+        "describe": job.describe(), "tokens": steps[0]["tokens"],
     }  # fmt: skip
 
 

@@ -12,14 +12,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from madmax_lib.runs import microbench  # noqa: E402
-from madmax_lib.runs.kernels import available, bias_gelu, moved_bytes  # noqa: E402
+from madmax_lib.runs.kernels import bias_gelu, moved_bytes, unavailable  # noqa: E402
 
 SMALL = {"repeats": 2, "warmup": 1, "flush": False}
 NO_TRITON = importlib.util.find_spec("triton") is None
 INTERPRET = """
 import itertools, torch
-from madmax_lib.runs.kernels import available, bias_gelu
-assert not available("triton", "cpu")
+from madmax_lib.runs.kernels import bias_gelu, unavailable
+assert not unavailable("triton", "cpu")
 limits = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 for shape, (dtype, limit) in itertools.product([(3, 5), (130, 40), (2, 3, 1500), (1, 1)], limits.items()):
     torch.manual_seed(0)
@@ -68,7 +68,7 @@ def test_triton_under_its_interpreter():
 def test_triton_that_is_missing_is_said():
     with pytest.raises(ModuleNotFoundError, match="needs triton"):
         bias_gelu(torch.zeros(2, 2), torch.zeros(2), "triton")
-    assert available("triton", "cpu") == "triton is not installed"
+    assert unavailable("triton", "cpu") == "triton is not installed"
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_collectives_of_two_ranks(tmp_path):
 
 def test_unknown_ways_are_refused():
     with pytest.raises(ValueError, match="how='jit'"):
-        available("jit", "cpu")
+        unavailable("jit", "cpu")

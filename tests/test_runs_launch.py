@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +21,13 @@ import torch
 import madmax_lib as mm
 from madmax_lib.plan import Plan
 from madmax_lib.runs import launch as launching
-from madmax_lib.runs import machine, meter
+from madmax_lib.runs import meter, peaks
 from madmax_lib.runs.data import DataWarning, get_data
 from madmax_lib.runs.launch import RunError, launch, prepare, sweep
-from madmax_lib.runs.read import COLUMNS, read_run, read_runs, read_steps, runs_table
+from madmax_lib.runs.read import COLUMNS, last_checkpoint, read_run, read_runs, read_steps, runs_table
 from madmax_lib.runs.spec import RunSpec, check
 from madmax_lib.runs.summary import write_summary
+from madmax_lib.simulator.memory import peak_bytes
 from madmax_lib.view import run_plots
 from madmax_lib.view.drawing import figure_data
 
@@ -75,6 +77,8 @@ def test_a_rank_takes_its_share_at_once_unless_mb_says_otherwise(strategy, batch
         ({"steps": 0}, "steps=0 must be a whole number of at least 1"),
         ({"global_batch": 2.0}, "global_batch=2.0 must be a whole number"),
         ({"learning_rate": float("nan")}, "learning_rate=nan must be a positive number"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0 must be a non-negative number"),
+        ({"checkpoint_every": True}, "checkpoint_every=True must be a whole number of at least 0"),
         ({"timeout_s": "60"}, "timeout_s='60' must be a positive number"),
         ({"dtype": "fp8"}, "dtype='fp8' is not one of fp32, bf16, fp16"),
         ({"device": "tpu"}, "device='tpu' is not one of auto, cpu, cuda"),
@@ -117,6 +121,7 @@ def test_what_cannot_run_here_is_refused_before_a_process_starts(fields, gpus, m
         ({"model": "vit-tiny", "data": "cifar-100", "sizes": {"classes": 10}}, None),
         ({"sizes": {"vocab": 128}}, "data arithmetic has 259 tokens, gpt-tiny knows 128"),
         ({"power": "nowhere.csv"}, "power='nowhere.csv' is neither auto, none nor a CSV file"),
+        ({"weights": "nowhere"}, r"weights='nowhere' has no \.safetensors file with weights of gpt-tiny"),
     ],
 )
 def test_data_that_does_not_fit_the_model(fields, message, tmp_path):
@@ -158,12 +163,12 @@ def test_the_launcher_does_not_import_torch():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Six steps on two processes, with a power log to replay."""
+    """Six steps on two processes, with a power log to replay and a checkpoint after four."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "power.csv").write_text("t_s,power_w,cap_w\n0,50,70\n1000,50,70\n")
     spec = RunSpec(
         "gpt_tiny", "dp2.z3", sizes=SMALL, sequence=96, power=str(folder / "power.csv"), validate_every=3,
-        device="cpu", learning_rate=3e-3, timeout_s=60.0,
+        checkpoint_every=4, device="cpu", learning_rate=3e-3, timeout_s=60.0,
     )  # fmt: skip
     return read_run(launch(spec, folder / "run"))
 
@@ -171,7 +176,9 @@ def run(tmp_path_factory):
 def test_a_run_writes_all_its_files(run):
     names = {path.name for path in run.directory.iterdir()}
     assert names == {"spec.json", "env.json", "steps.csv", "summary.json", "power.csv", "trace_rank0.json.gz",
-                     "trace_rank1.json.gz", "logs"}  # fmt: skip
+                     "trace_rank1.json.gz", "logs", "checkpoints"}  # fmt: skip
+    assert last_checkpoint(run.directory) == run.directory / "checkpoints" / "4"
+    assert {path.name for path in (run.directory / "checkpoints").iterdir()} == {"4", "latest"}
     assert {path.name for path in (run.directory / "logs").iterdir()} == {"launcher.log", "rank0.log", "rank1.log"}
     assert run.env["backend"] == "gloo" and run.env["ranks"] == 2 and run.env["threads_per_rank"] == 1
     assert run.env["data"] == "arithmetic" and run.env["job"]["data_parallel"] == "fsdp2"
@@ -182,9 +189,7 @@ def test_a_run_writes_all_its_files(run):
 def test_the_loss_is_that_of_one_process(run):
     spec, data = run.spec, get_data("arithmetic", sequence=96)
     threads = torch.get_num_threads()
-    job = parallel.parallelize(
-        "gpt-tiny", Plan(micro_batch=8), global_batch=8, sequence=96, sizes=SMALL, learning_rate=3e-3
-    )
+    job = parallel.parallelize("gpt-tiny", Plan(micro_batch=8), spec, sizes=SMALL)
     told = [job.step(train._tensors(data.batch(step, spec.global_batch))) for step in range(spec.steps)]
     torch.set_num_threads(threads)
     assert run.steps["loss"].tolist() == pytest.approx([row["loss"] for row in told], abs=1e-4)
@@ -216,6 +221,38 @@ def test_summary_of_a_run(run):
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
     with (run.directory / "power.csv").open() as file:
         assert tuple(next(csv.reader(file))) == meter.COLUMNS
+
+
+def test_a_run_that_was_cut_short_goes_on_at_its_checkpoint(run, tmp_path):
+    directory = shutil.copytree(run.directory, tmp_path / "run")
+    lines = (directory / "steps.csv").read_text().splitlines(keepends=True)
+    (directory / "steps.csv").write_text("".join(lines[:6]) + lines[6][:20])  # killed while it wrote step 5
+    (directory / "summary.json").unlink()
+    (directory / "logs" / "failure_rank0.json").write_text("{}")
+    again = read_run(launch(run.spec, directory))
+    assert again.steps["step"].tolist() == list(range(6)) and again.summary["status"] == "completed"
+    assert again.steps["loss"].tolist() == pytest.approx(run.steps["loss"].tolist(), abs=1e-5)
+    before, after = ((one / "steps.csv").read_text().splitlines() for one in (run.directory, directory))
+    assert before[:5] == after[:5] and before[5] != after[5]
+    assert json.loads((directory / "spec.json").read_text())["resolved"]["starts"] == [0, 4]
+    assert again.summary["steps_dropped"]["warm-up"] == 4 and len(list(directory.glob("trace_*"))) == 2
+
+
+def test_where_a_run_starts(tmp_path):
+    spec = RunSpec(device="cpu", checkpoint_every=2)
+
+    def left_by_a_run(status):
+        (tmp_path / "checkpoints" / "2").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "checkpoints" / "latest").write_text("2")
+        (tmp_path / "steps.csv").write_text("header\n0\n1\n2\n")
+        (tmp_path / "summary.json").write_text(json.dumps({"status": status}))
+        prepare(spec, tmp_path)
+        return json.loads((tmp_path / "spec.json").read_text())["resolved"]["starts"]
+
+    prepare(spec, tmp_path)
+    assert left_by_a_run("interrupted") == [0, 2] and (tmp_path / "steps.csv").read_text() == "header\n0\n1\n"
+    assert left_by_a_run("failed") == [0, 2] and not (tmp_path / "summary.json").exists()
+    assert left_by_a_run("completed") == [0] and not (tmp_path / "checkpoints").exists()
 
 
 def test_a_sweep_keeps_what_is_complete(run, monkeypatch):
@@ -271,6 +308,27 @@ def test_pictures_of_runs_keep_their_numbers(run):
         f"{name}/trace_rank{rank}.json.gz" for name in runs for rank in (0, 1)
     }
     assert figure_data(run_plots.plot_shares(shares)) is shares
+
+
+def test_predicted_memory_stands_beside_the_measured(run):
+    shards = run.env["job"]["local_parameters"] * 4
+    cpu = run_plots.memory_table({"gpt-tiny_dp2.z3": run})
+    assert cpu["measured_bytes"].isna().all() and cpu["predicted_bytes"].iloc[0] > 4 * shards  # and activations
+    peaks = [{"rank": rank, "memory_peak_bytes": size} for rank, size in enumerate((3e6, 4e6))]
+    gpu = replace(run, spec=replace(run.spec, strategy="dp1"), summary={**run.summary, "ranks": peaks})
+    full = replace(run, spec=replace(run.spec, strategy="dp2"), steps=run.steps[:0],
+                   summary={"status": "out-of-memory", "error": "CUDA out of memory"})  # fmt: skip
+    runs = {"gpt-tiny_dp1": gpu, "gpt-tiny_dp2": full, "gpt-tiny_dp2.z3": run}
+    table = run_plots.memory_table(runs).set_index("strategy")
+    assert table["measured_bytes"].dropna().to_dict() == {"dp1": 4e6}
+    assert table.loc["dp2", ["plan", "status"]].tolist() == ["dp2.mb4", "out-of-memory"]
+    alone = mm.memory(run.spec.shapes, Plan(micro_batch=8), sequence=96, dtype="fp32", stack="torch")
+    assert table.loc["dp1", "predicted_bytes"] == peak_bytes(alone, allocated=True)
+    assert table.loc["dp1", "predicted_bytes"] > table.loc["dp2", "predicted_bytes"]
+    assert figure_data(run_plots.plot_memory(runs))["predicted_bytes"].gt(0).all()
+    assert "a CPU measures none" in run_plots.plot_memory({"gpt-tiny_dp2.z3": run}).get_xlabel()
+    with pytest.raises(ValueError, match="gpt-tiny_dp2 made no step: out-of-memory CUDA out of memory"):
+        run_plots.plot_run(full)
 
 
 def processes_of(directory: Path) -> dict[int, list[str]]:
@@ -442,17 +500,17 @@ def test_bad_specs_are_one_line(tmp_path, text):
 
 def test_the_peak_of_a_known_device_is_the_data_sheets(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    assert machine.peak_flops("cuda", "bf16") == (989.4e12, "data sheet of h100-80, dense bf16")
-    assert machine.peak_flops("cuda", "fp32")[0] == 67e12
+    assert peaks.peak_flops("cuda", "bf16") == (989.4e12, "data sheet of h100-80, dense bf16")
+    assert peaks.peak_flops("cuda", "fp32")[0] == 67e12
 
 
 def test_ranks_that_outnumber_the_cores_share_their_peak(monkeypatch):
-    monkeypatch.setattr(machine, "_product_rate", lambda *_: 8e9)
+    monkeypatch.setattr(peaks, "_product_rate", lambda *_: 8e9)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     found = {}
     for ranks in (1, 2, 8):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        found[ranks], source = machine.peak_flops("cpu", "fp32")
+        found[ranks], source = peaks.peak_flops("cpu", "fp32")
         assert source.startswith("measured: best 512 x 512 matrix product in fp32")
     assert found == {1: 8e9, 2: 8e9, 8: 2e9}

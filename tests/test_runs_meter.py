@@ -12,7 +12,8 @@ import pytest
 
 from madmax_lib.runs import meter as meters
 from madmax_lib.runs.meter import Meter, Reading, energy_j, meter, nvml_reader, rapl_reader, replay
-from madmax_lib.runs.summary import counted_steps, flops_per_sample, known, summarise
+from madmax_lib.runs.read import known
+from madmax_lib.runs.summary import counted_steps, flops_per_sample, summarise
 from madmax_lib.specs import Transformer
 
 CONSTANT = [Reading(t, power_w=50.0) for t in np.linspace(0, 10, 41)]
@@ -185,6 +186,11 @@ def test_profiled_steps_count_only_where_few_others_remain(count, counted, inclu
     kept, dropped = counted_steps(table, warmup, range(1, 5))
     assert len(kept) == counted and (kept["step"].isin(range(1, 5))).any() == included
     assert len(kept) + sum(dropped.values()) == count
+
+
+def test_each_start_of_a_run_warms_up():
+    kept, dropped = counted_steps(steps([1.0] * 12), 2, starts=(0, 6))
+    assert kept["step"].tolist() == [2, 3, 4, 5, 8, 9, 10, 11] and dropped["warm-up"] == 4
 
 
 def test_nothing_left_is_unknown_not_an_error():

@@ -253,6 +253,18 @@ def test_published_weights_find_their_places(name, tmp_path):
     torch.testing.assert_close(total, sum(t.double().sum() for t in tensors.values()))
 
 
+def test_a_run_starts_from_published_weights(tmp_path):
+    from madmax_lib.runs import parallel
+    from madmax_lib.runs.spec import RunSpec, check
+
+    sizes, shapes, _ = RELEASED["vit-tiny"]
+    write_safetensors(tmp_path / "model.safetensors", {key: torch.ones(shape) for key, shape in shapes.items()})
+    spec = RunSpec("vit-tiny", sizes=sizes, weights=str(tmp_path))
+    assert check(spec, gpus=0) == "cpu"
+    job = parallel.parallelize(spec.model, spec.plan, spec, sizes=spec.sizes)
+    assert all(parameter.eq(1).all() for parameter in job.modules[0].parameters())
+
+
 def test_published_weights_that_do_not_fit(tmp_path):
     sizes, shapes, _ = RELEASED["vit-tiny"]
     with pytest.raises(FileNotFoundError, match=r"no \.safetensors file with weights of vit-tiny"):

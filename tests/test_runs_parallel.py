@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from madmax_lib.plan import Plan
-from madmax_lib.runs import checks, deepspeed, models
+from madmax_lib.runs import checks, models
+from madmax_lib.runs.settings import Settings
 from madmax_lib.simulator.workload import chunk_layers
 
 BATCH, SEQUENCE, LAYERS = 8, 16, 4  # as in runs_worker
@@ -218,7 +219,6 @@ def test_phases_take_time(rows):
 
 
 REFUSED = [
-    ("gpt-tiny", "dp2.tp2", {"world_size": 8}, "dp x tp x pp x cp = 2 x 2 x 1 x 1 = 4, but the run has 8 ranks"),
     ("gpt-tiny", "tp16", {}, "tp=16 does not divide 8 attention heads of gpt-tiny"),
     ("gpt-tiny", "tp8", {}, "tp=8 does not divide 4 key-value heads of gpt-tiny"),
     ("gpt-tiny", "tp2.cp4", {}, "cp=4 does not divide 2 key-value heads of a tp rank"),
@@ -243,9 +243,9 @@ REFUSED = [
     ("vit-tiny", "cp2", {}, "vit-tiny: patches and class token are not split over ranks"),
     ("gpt-tiny", "dp1", {"dtype": "fp64"}, "dtype='fp64' is not one of fp32, bf16, fp16"),
     ("gpt-tiny", "dp2", {"loss_parallel": True}, "loss_parallel needs tp of at least 2 and pp=1, but tp=1 and pp=1"),
-    ("gpt-tiny", "tp2", {"lora_rank": 4}, "lora_rank=4 must not be negative and needs tp=1, but tp=2"),
-    ("gpt-tiny", "tp2", {"compile": True}, "torch.compile of layers that are split over tp ranks fails; tp=2 needs"),
-    ("gpt-tiny", "pp2.zb", {"compile": True}, "a zero-bubble pipeline splits the backward pass"),
+    ("gpt-tiny", "tp2", {"lora_rank": 4}, "lora_rank=4 needs tp=1, but tp=2"),
+    ("gpt-tiny", "tp2", {"compile": True}, "compile=True fails for layers that are split over tp ranks, and tp=2"),
+    ("gpt-tiny", "pp2.zb", {"compile": True}, "compile=True cannot split the backward pass"),
     ("gpt-tiny", "tp2.nosp", {"engine": "deepspeed"}, "only dp, z, mb, zpp, recompute and offload run on DeepSpeed"),
     ("gpt-tiny", "dp2.z2", {"engine": "deepspeed", "compile": True}, "compile, loss_parallel and lora_rank do not run"),
     ("gpt-tiny", "dp2.z2.offload-all", {"engine": "deepspeed"}, "offload='all' on DeepSpeed needs zero of at least 3"),
@@ -255,27 +255,34 @@ REFUSED = [
 
 @pytest.mark.parametrize(("model", "text", "options", "message"), REFUSED)
 def test_what_cannot_run_is_refused_in_one_line(model, text, options, message):
-    plan = Plan.parse(text)
-    arguments = {"global_batch": 8, "world_size": plan.world_size} | options
+    engine = options.get("engine", "torch")
     with pytest.raises(ValueError) as refusal:
-        checks.check(plan, models.spec(model), **arguments)
+        settings = Settings(**{key: value for key, value in options.items() if key != "engine"})
+        checks.check(Plan.parse(text), models.spec(model), settings, engine)
     assert message in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(("model", "plan", "options"), [*MATRIX, *MIXED], ids=lambda value: str(value))
 def test_what_runs_is_not_refused(model, plan, options):
     spec, given = models.spec(MODELS[model][0], **MODELS[model][1]), Plan.parse(plan)
-    sequence = None if spec.image else SEQUENCE
-    checks.check(given, spec, global_batch=BATCH, world_size=given.world_size, sequence=sequence)
+    checks.check(given, spec, Settings(global_batch=BATCH, sequence=0 if spec.image else SEQUENCE))
 
 
 def test_latent_attention_is_not_built():
     with pytest.raises(ValueError, match="kv_lora_rank=16 is simulated only"):
-        checks.check(Plan(), models.spec("gpt-tiny", kv_lora_rank=16), global_batch=1, world_size=1)
+        checks.check(Plan(), models.spec("gpt-tiny", kv_lora_rank=16), Settings())
+
+
+def test_a_plan_needs_its_ranks():
+    pytest.importorskip("torch")
+    from madmax_lib.runs import mesh
+
+    with pytest.raises(ValueError, match="dp2 needs 2 ranks, but 1 were started"):
+        mesh.build(Plan(dp=2), "cpu")
 
 
 def test_checks_need_no_torch():
-    code = "import sys; from madmax_lib.runs import checks, deepspeed, models; models.spec('gpt2_large'); " \
+    code = "import sys; from madmax_lib.runs import checks, models; models.spec('gpt2_large'); " \
            "assert 'torch' not in sys.modules"  # fmt: skip
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -311,8 +318,11 @@ def test_the_loss_scale_falls_at_once_and_rises_slowly():
 
 class TestDeepSpeed:
     def test_configuration(self):
+        pytest.importorskip("torch")
+        from madmax_lib.runs import deepspeed
+
         plan = Plan.parse("dp2.z3.mb2.zpp.offload-all")
-        found = deepspeed.config(plan, global_batch=8, dtype="fp16", learning_rate=0.1, clip_norm=0.5)
+        found = deepspeed.config(plan, Settings(dtype="fp16", learning_rate=0.1, clip_norm=0.5))
         assert found["train_batch_size"] == 8 and found["gradient_accumulation_steps"] == 2
         assert found["fp16"] == {"enabled": True} and "bf16" not in found
         zero = found["zero_optimization"]
@@ -323,23 +333,26 @@ class TestDeepSpeed:
 
     @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_plain_stages(self, stage):
-        zero = deepspeed.config(Plan(dp=2, zero=stage), global_batch=4)["zero_optimization"]
+        pytest.importorskip("torch")
+        from madmax_lib.runs import deepspeed
+
+        zero = deepspeed.config(Plan(dp=2, zero=stage), Settings())["zero_optimization"]
         assert zero["stage"] == stage and not [key for key in zero if "offload" in key or "quantized" in key]
-        assert deepspeed.config(Plan(dp=2, bucket_bytes=math.inf), global_batch=4)
+        assert deepspeed.config(Plan(dp=2, bucket_bytes=math.inf), Settings())
 
     def test_stale_locks_are_found_and_explained(self, tmp_path, monkeypatch):
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-        monkeypatch.setattr(deepspeed, "find_spec", lambda name: object())
-        assert deepspeed.locks() == [] and deepspeed.check() is None
+        monkeypatch.setattr(checks, "find_spec", lambda name: object())
+        assert checks.deepspeed_locks() == [] and checks.check_deepspeed() is None
         for name, age_s in (("fresh", 60), ("old", 7200), ("older", 9000)):
             (tmp_path / name).mkdir()
             (lock := tmp_path / name / "lock").touch()
             os.utime(lock, (lock.stat().st_mtime - age_s,) * 2)
-        assert deepspeed.locks() == [tmp_path / "older" / "lock", tmp_path / "old" / "lock"]
+        assert checks.deepspeed_locks() == [tmp_path / "older" / "lock", tmp_path / "old" / "lock"]
         with pytest.raises(FileExistsError, match=r"lock: 2\.5 h old, left by a build that was killed"):
-            deepspeed.check()
+            checks.check_deepspeed()
 
     def test_absence_is_said(self, monkeypatch):
-        monkeypatch.setattr(deepspeed, "find_spec", lambda name: None)
+        monkeypatch.setattr(checks, "find_spec", lambda name: None)
         with pytest.raises(ModuleNotFoundError, match="deepspeed is not installed; pip install deepspeed"):
-            deepspeed.check()
+            checks.check_deepspeed()

@@ -12,12 +12,10 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 
 import pandas as pd
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +24,8 @@ from torch.utils.flop_counter import flop_registry
 
 from madmax_lib.plan import Plan
 from madmax_lib.runs import checks, models, parallel
+from madmax_lib.runs.settings import Settings
+from madmax_lib.specs import Transformer
 
 __all__ = ["Traced", "trace"]
 
@@ -61,9 +61,9 @@ class Traced:
     seconds: float
 
 
-def trace(model: str, plan: Plan, *, global_batch: int, sequence: int | None = None, dtype: str = "fp32",
-          rank: int = 0, depth: int = 2, sizes: Mapping[str, object] | None = None) -> Traced:  # fmt: skip
-    """One step of a plan as one of its ranks sees it; arguments as in `parallel.parallelize`.
+def trace(model: str, plan: Plan, *, rank: int = 0, depth: int = 2, sizes: Mapping[str, object] | None = None,
+          **settings) -> Traced:  # fmt: skip
+    """One step of a plan as one of its ranks sees it; settings: fields of `Settings`, such as global_batch.
 
     depth: layers per pipeline chunk that are traced; every further layer adds the difference between one layer less and
     these (the number of DDP's buckets is approximate then); 0: all layers. Raises ValueError for a rank that the plan
@@ -75,58 +75,50 @@ def trace(model: str, plan: Plan, *, global_batch: int, sequence: int | None = N
         raise ValueError(f"depth={depth} must be 0 (all layers) or at least 2")
     if dist.is_initialized():
         raise RuntimeError("a process group is running; trace a job before it starts or after it has ended")
-    start, spec, sizes = time.perf_counter(), models.spec(model, **(sizes or {})), dict(sizes or {})
-    checks.check(plan, spec, global_batch=global_batch, world_size=plan.world_size, sequence=sequence)
+    start, sizes = time.perf_counter(), dict(sizes or {})
+    spec, options = models.spec(model, **sizes), Settings(**settings)
+    checks.check(plan, spec, options)
     stage = rank // (plan.world_size // plan.pp)
     layers = sum(len(part) for part in checks.chunk_layers(spec.layers, plan)[stage])
-    chunks, run = plan.pp * plan.interleave, partial(_in_thread, model, global_batch, sequence, dtype, rank)
     if not depth or layers <= depth * plan.interleave:
-        total = run(plan, sizes)
+        total = _in_thread(model, plan, options, sizes, rank)
     else:
         even = replace(plan, first_layers=0, last_layers=0, embedding_as_layer=False, head_as_layer=False)
-        less, more = (run(even, sizes | {"layers": d * chunks}) for d in (depth - 1, depth))
+        counts = [{"layers": few * plan.pp * plan.interleave} for few in (depth - 1, depth)]
+        less, more = (_in_thread(model, even, options, sizes | count, rank) for count in counts)
         further = layers / plan.interleave - depth
         total = {key: more[key] + further * (more[key] - less.get(key, 0)) for key in more}
-    return Traced(rank, layers, _table(total), _flops(total), time.perf_counter() - start)
+    rows = [(*key, round(total[*key, "count"]), total[*key, "size_bytes"])
+            for key in sorted({key[:3] for key in total if len(key) == 4})]  # fmt: skip
+    table = pd.DataFrame(rows, columns=["collective", "group", "ranks", "count", "size_bytes"])
+    flops = {way: float(total.get(("flops", way), 0.0)) for way in ("forward", "backward")}
+    return Traced(rank, layers, table, flops, time.perf_counter() - start)
 
 
-def _in_thread(*arguments) -> dict:
+def _in_thread(*arguments) -> dict[tuple, float]:
     """`_step` in a thread of its own: DTensor remembers, per thread, process groups that will be gone the next time."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_step, *arguments).result()
 
 
-def _step(model: str, global_batch: int, sequence: int | None, dtype: str, rank: int, plan: Plan, sizes: Mapping
-          ) -> dict[tuple, float]:  # fmt: skip
+def _step(model: str, plan: Plan, settings: Settings, sizes: Mapping, rank: int) -> dict[tuple, float]:
     """Counts, bytes and FLOPs of one step by key, as `_Shapes` sums them."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     try:
         with _Shapes() as shapes:
-            job = parallel.parallelize(model, plan, global_batch=global_batch, sequence=sequence, dtype=dtype,
-                                       sizes=sizes)  # fmt: skip
+            job = parallel.parallelize(model, plan, settings, sizes=sizes)
             shapes.start(job)
-            job.step(_batch(job.spec, global_batch, sequence))
+            job.step(_batch(job.spec, job.settings))
         return dict(shapes.sums)
     finally:
         dist.destroy_process_group()
 
 
-def _table(sums: Mapping[tuple, float]) -> pd.DataFrame:
-    """Collectives as in `Traced`."""
-    found = {key[:3] for key in sums if len(key) == 4}
-    rows = [(*key, round(sums[*key, "count"]), sums[*key, "size_bytes"]) for key in sorted(found)]
-    return pd.DataFrame(rows, columns=["collective", "group", "ranks", "count", "size_bytes"])
-
-
-def _flops(sums: Mapping[tuple, float]) -> dict[str, float]:
-    return {way: float(sums.get(("flops", way), 0.0)) for way in ("forward", "backward")}
-
-
-def _batch(spec, samples: int, sequence: int | None) -> dict[str, torch.Tensor]:
+def _batch(spec: Transformer, settings: Settings) -> dict[str, torch.Tensor]:
     if spec.image:
-        images = torch.empty(samples, 3, spec.image, spec.image)
-        return {"images": images, "labels": torch.zeros(samples, dtype=torch.int64)}
-    tokens = torch.zeros(samples, sequence or spec.sequence, dtype=torch.int64)
+        images = torch.empty(settings.global_batch, 3, spec.image, spec.image)
+        return {"images": images, "labels": torch.zeros(len(images), dtype=torch.int64)}
+    tokens = torch.zeros(settings.global_batch, settings.sequence, dtype=torch.int64)
     return {"tokens": tokens, "targets": tokens}
 
 
@@ -175,10 +167,6 @@ class _Shapes(TorchDispatchMode):
             size = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
             key = (_COLLECTIVES[kind], *self._group(args))
             self.sums.update({(*key, "count"): 1, (*key, "size_bytes"): size})
-        if kind == "allreduce_":  # DDP's hook asks the future for what has been reduced
-            done = torch.futures.Future()
-            done.set_result(list(result[0]))
-            return result[0], _create_work_from_future(done).boxed()
         return result
 
     def _group(self, args: tuple) -> tuple[str, int]:

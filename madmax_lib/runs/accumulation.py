@@ -18,8 +18,8 @@ __all__ = ["Accumulation"]
 class Accumulation:
     """Runs a whole model on micro-batches of `samples`. split_logits: they are split over tp ranks."""
 
-    def __init__(self, module: nn.Module, sharding: Sharding, *, samples: int, phases: Phases,
-                 autocast: AbstractContextManager, split_logits: bool):  # fmt: skip
+    def __init__(self, module: nn.Module, sharding: Sharding, samples: int, split_logits: bool, *, phases: Phases,
+                 autocast: AbstractContextManager):  # fmt: skip
         self.module, self.sharding, self.samples = module, sharding, samples
         self.phases, self.autocast, self.split_logits = phases, autocast, split_logits
 

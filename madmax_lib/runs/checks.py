@@ -1,45 +1,42 @@
 """Can this plan run this model here? Every refusal in one line, before a process starts and without torch.
 
-`chunk_layers` says which layers a pipeline chunk holds, by the same rule as the simulator.
+`chunk_layers` says which layers a pipeline chunk holds. It is the rule of `simulator.workload.chunk_layers`, written
+again because rooms of one level do not import each other; a test holds the two together.
 """
 
 from __future__ import annotations
 
+import os
+import time
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 from madmax_lib.plan import Plan
+from madmax_lib.runs.settings import Settings
 from madmax_lib.specs import Transformer
 
-__all__ = ["DTYPES", "check", "chunk_layers"]
+__all__ = ["check", "check_deepspeed", "chunk_layers", "deepspeed_locks"]
 
 _NOT_BUILT = ("kv_lora_rank", "window", "shared_experts", "dense_layers", "router_bias", "sinks", "qk_norm")
 _ZERO_PLUS = {"qwz": "8-bit gathers", "hpz": "a second shard in the node", "qgz": "4-bit gradients"}
-DTYPES = ("fp32", "bf16", "fp16")
+_OLD_S = 900.0  # a build of all of DeepSpeed's operators takes minutes
 
 
-def check(plan: Plan, spec: Transformer, *, global_batch: int, world_size: int, sequence: int | None = None,
-          engine: str = "torch", dtype: str = "fp32", compile: bool = False, loss_parallel: bool = False,
-          lora_rank: int = 0) -> None:  # fmt: skip
+def check(plan: Plan, spec: Transformer, settings: Settings, engine: str = "torch") -> None:
     """Raises ValueError, in one line, if a run of this plan cannot work or would silently give other gradients.
 
-    global_batch: samples per step over all ranks. sequence: tokens per sample, the model's own if not given. engine:
-    torch or deepspeed; the others as in `parallel.parallelize`. A plan with cp runs as Ulysses, whatever its `context`
-    says: torch has no ring attention for CPUs.
+    engine: torch or deepspeed. A plan with cp runs as Ulysses, whatever its `context` says: torch has no ring attention
+    for CPUs.
     """
-    if plan.world_size != world_size:
-        degrees = f"dp x tp x pp x cp = {plan.dp} x {plan.tp} x {plan.pp} x {plan.cp} = {plan.world_size}"
-        raise ValueError(f"{degrees}, but the run has {world_size} ranks")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
-    sequence = sequence or spec.sequence
+    sequence, global_batch = settings.sequence or spec.sequence, settings.global_batch
     if spec.positions == "learned" and not spec.image and sequence > spec.sequence:
         raise ValueError(f"sequence={sequence} exceeds the {spec.sequence} learned positions of {spec.name}")
     _check_model(plan, spec)
     if engine == "deepspeed":
-        _check_deepspeed(plan, compile or loss_parallel or lora_rank > 0)
+        _check_zero(plan, settings)
     else:
-        _check_torch(plan)
-        _check_options(plan, compile, loss_parallel, lora_rank)
+        _check_torch(plan, settings)
     _check_division(plan, spec, sequence)
     _check_batch(plan, global_batch, equal=plan.pp > 1 or engine == "deepspeed")
     if plan.pp > 1:
@@ -55,7 +52,7 @@ def _check_model(plan: Plan, spec: Transformer) -> None:
         raise ValueError("overlap-gather and cap (dropped tokens) are simulated only, they do not run here")
 
 
-def _check_torch(plan: Plan) -> None:
+def _check_torch(plan: Plan, settings: Settings) -> None:
     for field, what in _ZERO_PLUS.items():
         if getattr(plan, field):
             raise ValueError(f"{field} ({what}) is ZeRO++, which only DeepSpeed runs: add @deepspeed to the plan")
@@ -64,12 +61,20 @@ def _check_torch(plan: Plan) -> None:
     for field in ("offload", "shard"):
         if (value := getattr(plan, field)) and plan.zero < 2:
             raise ValueError(f"{field}={value!r} is FSDP2's here and needs zero of 2 or 3, but zero={plan.zero}")
+    if settings.loss_parallel and (plan.tp == 1 or plan.pp > 1):
+        raise ValueError(f"loss_parallel needs tp of at least 2 and pp=1, but tp={plan.tp} and pp={plan.pp}")
+    if settings.lora_rank and plan.tp > 1:
+        raise ValueError(f"lora_rank={settings.lora_rank} needs tp=1, but tp={plan.tp}")
+    if settings.compile and plan.tp > 1:  # seen with torch 2.13: a DTensor's backward pass is given a plain gradient
+        raise ValueError(f"compile=True fails for layers that are split over tp ranks, and tp={plan.tp}")
+    if settings.compile and plan.schedule == "zero-bubble" and plan.pp > 1:
+        raise ValueError("compile=True cannot split the backward pass, as a zero-bubble pipeline does")
 
 
-def _check_deepspeed(plan: Plan, has_options: bool) -> None:
+def _check_zero(plan: Plan, settings: Settings) -> None:
     if plan.tp * plan.pp * plan.cp * plan.ep > 1 or plan.shard:
         raise ValueError(f"{plan}@deepspeed: only dp, z, mb, zpp, recompute and offload run on DeepSpeed here")
-    if has_options:
+    if settings.compile or settings.loss_parallel or settings.lora_rank:
         raise ValueError(f"{plan}@deepspeed: compile, loss_parallel and lora_rank do not run on DeepSpeed here")
     if plan.offload not in (None, "optimizer", "all"):
         raise ValueError(f"offload={plan.offload!r} on DeepSpeed is not one of optimizer, all")
@@ -78,47 +83,31 @@ def _check_deepspeed(plan: Plan, has_options: bool) -> None:
         raise ValueError(f"offload={plan.offload!r} on DeepSpeed needs zero of at least {least}, but zero={plan.zero}")
 
 
-def _check_options(plan: Plan, compile: bool, loss_parallel: bool, lora_rank: int) -> None:
-    if loss_parallel and (plan.tp == 1 or plan.pp > 1):
-        raise ValueError(f"loss_parallel needs tp of at least 2 and pp=1, but tp={plan.tp} and pp={plan.pp}")
-    if lora_rank < 0 or (lora_rank and plan.tp > 1):
-        raise ValueError(f"lora_rank={lora_rank} must not be negative and needs tp=1, but tp={plan.tp}")
-    if compile and plan.tp > 1:  # seen with torch 2.13: a DTensor's backward pass is given a plain gradient
-        raise ValueError(
-            f"torch.compile of layers that are split over tp ranks fails; tp={plan.tp} needs compile=False"
-        )
-    if compile and plan.schedule == "zero-bubble" and plan.pp > 1:
-        raise ValueError("a zero-bubble pipeline splits the backward pass, which torch.compile cannot")
-
-
 def _check_division(plan: Plan, spec: Transformer, sequence: int) -> None:
-    heads, kv_heads = spec.heads // plan.tp, spec.kv_heads // plan.tp
-    rules = [
-        ("tp", plan.tp, spec.heads, "attention heads"),
-        ("tp", plan.tp, spec.kv_heads, "key-value heads"),
-        ("tp", plan.tp, spec.expert_ffn if spec.experts else spec.ffn, "channels of the feed-forward block"),
-        ("cp", plan.cp, heads, "attention heads of a tp rank (Ulysses)"),
-        ("cp", plan.cp, max(kv_heads, 1) if plan.cp > 1 else plan.cp, "key-value heads of a tp rank (Ulysses)"),
-        ("cp", plan.cp, sequence, "tokens"),
-        ("ep", plan.ep, spec.experts or plan.ep, "experts"),
-    ]
-    if plan.sequence_parallel and plan.tp > 1:
-        rules.append(("tp", plan.tp, sequence // plan.cp, "tokens of a cp rank (.nosp leaves them whole)"))
-    for field, degree, count, what in rules:
-        if count % degree:
-            raise ValueError(f"{field}={degree} does not divide {count} {what} of {spec.name}")
     if plan.ep > 1 and not spec.experts:
         raise ValueError(f"ep={plan.ep}, but {spec.name} has no experts")
+    rules = [
+        ("tp", spec.heads, "attention heads"),
+        ("tp", spec.kv_heads, "key-value heads"),
+        ("tp", spec.expert_ffn if spec.experts else spec.ffn, "channels of the feed-forward block"),
+        ("cp", spec.heads // plan.tp, "attention heads of a tp rank (Ulysses)"),
+        ("cp", spec.kv_heads // plan.tp, "key-value heads of a tp rank (Ulysses)"),
+        ("cp", sequence, "tokens"),
+        ("ep", spec.experts, "experts"),
+    ]
+    if plan.sequence_parallel and plan.tp > 1:
+        rules.append(("tp", sequence // plan.cp, "tokens of a cp rank (.nosp leaves them whole)"))
+    for field, count, what in rules:
+        if count % getattr(plan, field):
+            raise ValueError(f"{field}={getattr(plan, field)} does not divide {count} {what} of {spec.name}")
 
 
 def _check_batch(plan: Plan, global_batch: int, equal: bool) -> None:
-    if global_batch < 1 or global_batch % plan.dp:
+    if global_batch % plan.dp:
         raise ValueError(f"dp={plan.dp} does not divide global_batch={global_batch}")
     if equal and global_batch % (plan.dp * plan.micro_batch):
-        raise ValueError(
-            f"micro-batches must be equal here, but dp x micro_batch = {plan.dp} x {plan.micro_batch} does not divide "
-            f"global_batch={global_batch}"
-        )
+        sizes = f"dp x micro_batch = {plan.dp} x {plan.micro_batch} does not divide global_batch={global_batch}"
+        raise ValueError(f"micro-batches must be equal here, but {sizes}")
 
 
 def _check_pipeline(plan: Plan, spec: Transformer, micro_batches: int) -> None:
@@ -135,6 +124,30 @@ def _check_pipeline(plan: Plan, spec: Transformer, micro_batches: int) -> None:
     if plan.schedule == "zero-bubble" and plan.zero == 3 and plan.dp * plan.cp > 1:
         # seen with torch 2.13: parameters are resharded between the two halves of the backward pass
         raise ValueError("a zero-bubble pipeline gives wrong gradients with zero=3 and dp x cp > 1; use z2")
+
+
+def deepspeed_locks(older_than_s: float = _OLD_S) -> list[Path]:
+    """Locks of torch's extension builds that nobody has touched for so long, oldest first.
+
+    Looked for where torch builds: TORCH_EXTENSIONS_DIR, else ~/.cache/torch_extensions.
+    """
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    since = {lock: lock.stat().st_mtime for lock in folder.glob("**/lock")}
+    return sorted((lock for lock in since if time.time() - since[lock] > older_than_s), key=since.__getitem__)
+
+
+def check_deepspeed() -> None:
+    """Raises, in one line, ModuleNotFoundError if DeepSpeed is not installed, FileExistsError for a stale lock.
+
+    It compiles its operators when first used, behind a file named `lock`; a build that was killed leaves it, and every
+    later start waits for it without a word.
+    """
+    if find_spec("deepspeed") is None:
+        raise ModuleNotFoundError("deepspeed is not installed; pip install deepspeed, or leave out @deepspeed")
+    if stale := deepspeed_locks():
+        age_h = (time.time() - stale[0].stat().st_mtime) / 3600
+        raise FileExistsError(f"{stale[0]}: {age_h:.1f} h old, left by a build that was killed; DeepSpeed would wait "
+                              "for it for ever. If no build is running, delete it")  # fmt: skip
 
 
 def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:

@@ -88,16 +88,8 @@ def canonical(name: str) -> str:
     raise ValueError(f"unknown data {name!r}; nearest: {', '.join(near)}")
 
 
-def get_data(
-    name: str,
-    allow_download: bool = False,
-    *,
-    image: int = 32,
-    classes: int = 10,
-    sequence: int = 128,
-    by: str = "bytes",
-    seed: int = 0,
-) -> Data:
+def get_data(name: str, allow_download: bool = False, *, image: int = 32, classes: int = 10, sequence: int = 128,
+             by: str = "bytes", seed: int = 0) -> Data:  # fmt: skip
     """The dataset of a name, without a download unless `allow_download`.
 
     image: pixels of a side. classes: of generated images. sequence: tokens per sample. by: the tokenizer, bytes or one
@@ -107,8 +99,15 @@ def get_data(
     """
     name = canonical(name)
     kind = kind_of(name)
+
+    def generated(by: str) -> Data:
+        if kind == "images":
+            return _endless("synthetic-images", kind, SyntheticImages(image, classes, seed), classes=classes)
+        tokens = tokenizer(by, allow_download)
+        return _endless("arithmetic", kind, partial(_problems, tokens, sequence, seed), vocab=tokens.vocab)
+
     if name == default_name(kind):
-        return _generated(kind, image, classes, sequence, by, seed, allow_download)
+        return generated(by)
     try:
         if name == "digits":
             return _split_images(*digits(image))
@@ -118,25 +117,21 @@ def get_data(
     except (ModuleNotFoundError, FileNotFoundError) as reason:
         note = f"{default_name(kind)} in place of {name}: {reason}"
         warnings.warn(note, DataWarning, stacklevel=2)
-        return replace(_generated(kind, image, classes, sequence, "bytes", seed, allow_download), note=note)
+        return replace(generated("bytes"), note=note)
 
 
-def _generated(kind, image, classes, sequence, by, seed, allow_download) -> Data:
-    sizes = {"train": _GENERATED, "validation": _VALIDATION}
-    if kind == "images":
-        train = SyntheticImages(image, classes, seed)
-        read = {"train": train, "validation": lambda indices: train(np.asarray(indices) + _GENERATED)}
-        return Data("synthetic-images", kind, sizes, read, classes=classes)
-    tokens = tokenizer(by, allow_download)
+def _endless(name: str, kind: str, read: Read, **more) -> Data:
+    """Generated data: samples of validation are those after the ones to train on."""
+    parts = {"train": read, "validation": lambda indices: read(np.asarray(indices) + _GENERATED)}
+    return Data(name, kind, {"train": _GENERATED, "validation": _VALIDATION}, parts, **more)
 
-    def problems(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        many = max(sequence // _PROBLEM, 1)
-        rows = [example([tokens.chat(*arithmetic_problem(many * index + part, seed)) for part in range(many)],
-                        sequence, tokens.pad) for index in np.asarray(indices).tolist()]  # fmt: skip
-        return tuple(np.stack(part) for part in zip(*rows, strict=True))
 
-    read = {"train": problems, "validation": lambda indices: problems(np.asarray(indices) + _GENERATED)}
-    return Data("arithmetic", kind, sizes, read, vocab=tokens.vocab)
+def _problems(tokens, sequence: int, seed: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As many arithmetic problems per sample as surely fit."""
+    many = max(sequence // _PROBLEM, 1)
+    rows = [example([tokens.chat(*arithmetic_problem(many * index + part, seed)) for part in range(many)],
+                    sequence, tokens.pad) for index in np.asarray(indices).tolist()]  # fmt: skip
+    return tuple(np.stack(part) for part in zip(*rows, strict=True))
 
 
 def _split_images(images: np.ndarray, labels: np.ndarray) -> Data:

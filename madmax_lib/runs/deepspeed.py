@@ -1,62 +1,35 @@
 """How does the same step run on DeepSpeed? An adapter for plans of data parallelism: ZeRO-0..3, ZeRO++, CPU offload.
 
 `config` writes DeepSpeed's configuration of a plan [deepspeed.ai/docs/config-json], `parallelize` returns a job with
-the methods of `parallel.Job`. DeepSpeed is optional and imported only there. It compiles its operators when first used,
-behind a file named `lock`; a build that was killed leaves it, and every later start waits for it without a word.
-`locks` finds such files, `check` explains them.
+the methods of `parallel.Job`. DeepSpeed is optional; `checks.check_deepspeed` tells what keeps it from starting.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from madmax_lib.plan import Plan
-from madmax_lib.runs import checks, models
+from madmax_lib.runs import checks, losses, models
+from madmax_lib.runs.network import Network
+from madmax_lib.runs.peaks import DTYPES
+from madmax_lib.runs.phases import Phases
+from madmax_lib.runs.settings import Settings
 
-if TYPE_CHECKING:
-    from madmax_lib.runs.deepspeed_job import DeepSpeedJob
-
-__all__ = ["check", "config", "locks", "parallelize"]
-
-_OLD_S = 900.0  # a build of all operators takes minutes
-_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
+__all__ = ["DeepSpeedJob", "config", "parallelize"]
 
 
-def locks(older_than_s: float = _OLD_S) -> list[Path]:
-    """Locks of torch's extension builds that nobody has touched for so long, oldest first.
-
-    Looked for where torch builds: TORCH_EXTENSIONS_DIR, else ~/.cache/torch_extensions.
-    """
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    since = {lock: lock.stat().st_mtime for lock in folder.glob("**/lock")}
-    return sorted((lock for lock in since if time.time() - since[lock] > older_than_s), key=since.__getitem__)
-
-
-def check() -> None:
-    """Raises, in one line, what keeps DeepSpeed from starting; what it can run is in `checks.check`.
-
-    ModuleNotFoundError if it is not installed, FileExistsError for a stale lock.
-    """
-    if find_spec("deepspeed") is None:
-        raise ModuleNotFoundError("deepspeed is not installed; pip install deepspeed, or leave out @deepspeed")
-    if stale := locks():
-        age_h = (time.time() - stale[0].stat().st_mtime) / 3600
-        raise FileExistsError(f"{stale[0]}: {age_h:.1f} h old, left by a build that was killed; DeepSpeed would wait "
-                              "for it for ever. If no build is running, delete it")  # fmt: skip
-
-
-def config(plan: Plan, *, global_batch: int, dtype: str = "fp32", learning_rate: float = 1e-3,
-           weight_decay: float = 0.0, clip_norm: float = 1.0) -> dict:  # fmt: skip
+def config(plan: Plan, settings: Settings) -> dict:
     """DeepSpeed's configuration of a plan, as in its JSON file."""
-    elements = int(plan.bucket_bytes / _WIDTHS[dtype]) if math.isfinite(plan.bucket_bytes) else 2**62
-    zero: dict[str, object] = {"stage": plan.zero, "overlap_comm": True, "reduce_bucket_size": elements}
-    zero["allgather_bucket_size"] = elements
+    elements = int(plan.bucket_bytes / DTYPES[settings.dtype].itemsize) if math.isfinite(plan.bucket_bytes) else 2**62
+    zero: dict[str, object] = {"stage": plan.zero, "overlap_comm": True, "reduce_bucket_size": elements,
+                               "allgather_bucket_size": elements}  # fmt: skip
     if plan.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if plan.offload == "all":
@@ -64,27 +37,98 @@ def config(plan: Plan, *, global_batch: int, dtype: str = "fp32", learning_rate:
     zero |= {"zero_quantized_weights": True} if plan.qwz else {}
     zero |= {"zero_quantized_gradients": True} if plan.qgz else {}
     zero |= {"zero_hpz_partition_size": int(os.environ.get("LOCAL_WORLD_SIZE", plan.dp))} if plan.hpz else {}
-    adam = {"lr": learning_rate, "weight_decay": weight_decay, "betas": [0.9, 0.95], "torch_adam": True}
-    result = {
-        "train_batch_size": global_batch, "train_micro_batch_size_per_gpu": plan.micro_batch,
-        "gradient_accumulation_steps": plan.micro_batches(global_batch), "gradient_clipping": clip_norm,
-        "zero_optimization": zero, "optimizer": {"type": "AdamW", "params": adam},
+    adam = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, "betas": [0.9, 0.95],
+            "torch_adam": True}  # fmt: skip
+    half = {settings.dtype: {"enabled": True}} if settings.dtype != "fp32" else {}
+    return half | {
+        "train_batch_size": settings.global_batch, "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.micro_batches(settings.global_batch), "zero_optimization": zero,
+        "gradient_clipping": settings.clip_norm, "optimizer": {"type": "AdamW", "params": adam},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 2**31,
     }  # fmt: skip
-    return result | ({dtype: {"enabled": True}} if dtype in ("bf16", "fp16") else {})
 
 
-def parallelize(model: str, plan: Plan, *, global_batch: int, sequence: int | None = None, device: str = "cpu",
-                sizes: Mapping[str, object] | None = None, dtype: str = "fp32", seed: int = 0,
-                learning_rate: float = 1e-3, weight_decay: float = 0.0, clip_norm: float = 1.0,
-                weights: str | Path | None = None, **refused) -> DeepSpeedJob:  # fmt: skip
+def parallelize(model: str, plan: Plan, settings: Settings, *, device: str = "cpu",
+                sizes: Mapping[str, object] | None = None) -> DeepSpeedJob:  # fmt: skip
     """As `parallel.parallelize`, on DeepSpeed; collective over all ranks. Raises as the two checks do."""
-    spec = models.spec(model, **(sizes or {}))
-    checks.check(plan, spec, global_batch=global_batch, world_size=plan.world_size, sequence=sequence, dtype=dtype,
-                 engine="deepspeed", **refused)  # fmt: skip
-    check()
-    settings = config(plan, global_batch=global_batch, dtype=dtype, learning_rate=learning_rate,
-                      weight_decay=weight_decay, clip_norm=clip_norm)  # fmt: skip
-    from madmax_lib.runs.deepspeed_job import DeepSpeedJob
+    checks.check(plan, models.spec(model, **(sizes or {})), settings, "deepspeed")
+    checks.check_deepspeed()
+    network = models.build(model, seed=settings.seed, device=device, attention=plan.attention,
+                           weights=settings.weights, **(sizes or {}))  # fmt: skip
+    return DeepSpeedJob(network, plan, settings, config(plan, settings))
 
-    return DeepSpeedJob(spec, plan, device, dtype, settings, seed, weights)
+
+class DeepSpeedJob:
+    """A model under DeepSpeed on one of its ranks. config: DeepSpeed's own."""
+
+    def __init__(self, network: Network, plan: Plan, settings: Settings, config: dict):
+        import deepspeed
+
+        self.spec, self.plan, self.settings, self.steps_done = network.spec, plan, settings, 0
+        self.rank, self.device = dist.get_rank(), next(network.parameters()).device
+        self.phases = Phases(self.device)
+        for _, layer in network.units():
+            layer.checkpoint(plan.recompute)
+        self.engine, *_ = deepspeed.initialize(
+            model=network, model_parameters=list(network.parameters()), config=config, dist_init_required=False
+        )
+
+    def step(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
+        """One training step on a global batch; the keys of `parallel.Job.step`.
+
+        grad_norm is nan where DeepSpeed keeps none (zero=0).
+        """
+        with self.phases("data"):
+            mine = losses.split(batch, self.spec, self.rank, self.plan.dp, self.device)
+        # DeepSpeed takes means over ranks and micro-batches; losses are sums over the global number of targets
+        factor = self.plan.dp * self.engine.gradient_accumulation_steps() / mine.count
+        scale = float(getattr(self.engine.optimizer, "cur_scale", 1.0))
+        found = self._run(mine, factor)
+        self.steps_done += 1
+        length, overflow = self.engine.get_global_grad_norm(), bool(getattr(self.engine.optimizer, "overflow", False))
+        return losses.means(*found, mine, dist.group.WORLD) | {
+            "grad_norm": math.nan if length is None else float(length), "overflow": overflow, "loss_scale": scale,
+            "seconds": self.phases.seconds(),
+        }  # fmt: skip
+
+    def evaluate(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
+        """loss, accuracy, samples and tokens of a global batch, without a gradient."""
+        mine = losses.split(batch, self.spec, self.rank, self.plan.dp, self.device)
+        return losses.means(*self._run(mine, None), mine, dist.group.WORLD)
+
+    def save(self, directory: str | Path) -> None:
+        """Write DeepSpeed's checkpoint."""
+        self.engine.save_checkpoint(str(directory), client_state={"steps_done": self.steps_done})
+
+    def load(self, directory: str | Path) -> None:
+        """Take up DeepSpeed's checkpoint. Raises FileNotFoundError where there is none."""
+        if not (Path(directory) / "latest").exists():
+            raise FileNotFoundError(f"{directory}: no DeepSpeed checkpoint (latest is missing)")
+        _, state = self.engine.load_checkpoint(str(directory))
+        self.steps_done = state["steps_done"]
+
+    def describe(self) -> dict[str, object]:
+        """What runs, in words and numbers."""
+        return {
+            "model": self.spec.name, "plan": f"{self.plan}@deepspeed", "world_size": self.plan.world_size,
+            "dtype": self.settings.dtype, "parameters": self.spec.parameters, "data_parallel": "deepspeed",
+            "optimizer": type(self.engine.optimizer).__name__, "context": "none", "schedule": "none",
+        }  # fmt: skip
+
+    def _run(self, mine: losses.Part, factor: float | None) -> tuple[Tensor, Tensor]:
+        """(sum of losses, right targets) of this rank; trains unless factor is None."""
+        found, right, width = [], [], next(self.engine.module.parameters()).dtype
+        inputs = mine.inputs.to(width) if self.spec.image else mine.inputs
+        size = self.plan.micro_batch
+        for x, y in zip(inputs.split(size), mine.targets.split(size), strict=True):
+            with self.phases("forward"), torch.set_grad_enabled(factor is not None):
+                logits = self.engine(x)
+                loss = losses.total(logits, y)
+            if factor is not None:
+                with self.phases("backward"):
+                    self.engine.backward(loss * factor)
+                with self.phases("optimizer"):
+                    self.engine.step()
+            found.append(loss.detach())
+            right.append(losses.correct(logits, y))
+        return torch.stack(found).sum(), torch.stack(right).sum()

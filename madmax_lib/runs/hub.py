@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from operator import itemgetter
 
 import numpy as np
 
@@ -40,41 +41,25 @@ SOURCES = {
     "food-101": Source("ethz/food101", ("image", "label"), ("train", "validation"), 101, torchvision="Food101"),
     "wikitext-103": Source("Salesforce/wikitext", ("text",), ("train", "validation"), config="wikitext-103-raw-v1"),
     "metamathqa": Source("meta-math/MetaMathQA", ("query", "response"), ("train",)),
-    "glue": Source(
-        "nyu-mll/glue", ("sentence", "label"), ("train", "validation"), config="sst2", answers=("negative", "positive")
-    ),
+    "glue": Source("nyu-mll/glue", ("sentence", "label"), ("train", "validation"), config="sst2",
+                   answers=("negative", "positive")),
     "c4": Source("allenai/c4", ("text",), ("train",), files="en/c4-train.00000-of-01024.json.gz"),
-}
+}  # fmt: skip
 
 
 class Images:
-    """Images of a table with a column of pictures and one of labels, decoded when they are asked for."""
+    """Images of a table, decoded when they are asked for. pair: (picture, label) of a row."""
 
-    def __init__(self, table, columns: tuple[str, str], image: int):
-        self.table, self.columns, self.image = table, columns, image
+    def __init__(self, table, pair: Callable[[object], tuple], image: int):
+        self.table, self.pair, self.image = table, pair, image
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Images (n, 3, image, image) float32 in -1..1 and labels (n,) int64."""
-        rows = [self.table[int(index)] for index in indices]
-        picture, label = self.columns
-        images = np.stack([_pixels(row[picture], self.image) for row in rows])
-        return images, np.array([row[label] for row in rows], dtype=np.int64)
-
-
-class _Pairs:
-    """A torchvision dataset, whose rows are (picture, label), as a table of two columns."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict:
-        return dict(zip(("picture", "label"), self.rows[index], strict=True))
+        pictures, labels = zip(*(self.pair(self.table[int(index)]) for index in indices), strict=True)
+        return np.stack([_pixels(picture, self.image) for picture in pictures]), np.array(labels, dtype=np.int64)
 
 
 def read(name: str, allow_download: bool, image: int) -> tuple[list, list] | tuple[Images, Images]:
@@ -86,11 +71,10 @@ def read(name: str, allow_download: bool, image: int) -> tuple[list, list] | tup
     if find_spec("datasets"):
         parts = _from_hub(name, source, allow_download)
         if source.classes:
-            return tuple(Images(part, source.columns, image) for part in parts)
+            return tuple(Images(part, itemgetter(*source.columns), image) for part in parts)
         return tuple(_texts(part, source) for part in parts)
     if source.torchvision and find_spec("torchvision"):
-        parts = _from_torchvision(name, source, allow_download)
-        return tuple(Images(_Pairs(part), ("picture", "label"), image) for part in parts)
+        return tuple(Images(part, tuple, image) for part in _from_torchvision(name, source, allow_download))
     wanted = " or ".join(["datasets", *(["torchvision"] if source.torchvision else [])])
     raise ModuleNotFoundError(f"{name} needs the package {wanted}, which is not installed")
 
@@ -103,7 +87,7 @@ def _from_hub(name: str, source: Source, allow_download: bool) -> list:
             parts = [datasets.load_dataset(source.path, source.config, split=split, data_files=source.files)
                      for split in source.splits]  # fmt: skip
         except Exception as error:  # the package raises a dozen kinds of its own for what is not in its cache
-            raise FileNotFoundError(f"{_absent(name, allow_download)} ({_first_line(error)})") from None
+            raise _absent(name, allow_download, error) from None
     if len(parts) == 1:
         cut = parts[0].train_test_split(test_size=0.02, shuffle=False)
         parts = [cut["train"], cut["test"]]
@@ -113,12 +97,12 @@ def _from_hub(name: str, source: Source, allow_download: bool) -> list:
 def _from_torchvision(name: str, source: Source, allow_download: bool) -> list:
     from torchvision import datasets
 
-    kind: Callable = getattr(datasets, source.torchvision)
+    kind = getattr(datasets, source.torchvision)
     switches = [{"train": True}, {"train": False}] if name == "cifar-100" else [{"split": "train"}, {"split": "test"}]
     try:
         return [kind(cache_folder() / "images", download=allow_download, **switch) for switch in switches]
     except (RuntimeError, OSError) as error:
-        raise FileNotFoundError(f"{_absent(name, allow_download)} ({_first_line(error)})") from None
+        raise _absent(name, allow_download, error) from None
 
 
 def _texts(part, source: Source) -> list:
@@ -136,12 +120,9 @@ def _pixels(picture, image: int) -> np.ndarray:
     return np.asarray(small, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1
 
 
-def _absent(name: str, allow_download: bool) -> str:
-    return f"{name} could not be read" if allow_download else f"{name} is not on this machine and may not be downloaded"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _absent(name: str, allow_download: bool, error: Exception) -> FileNotFoundError:
+    what = "could not be read" if allow_download else "is not on this machine and may not be downloaded"
+    return FileNotFoundError(f"{name} {what} ({(str(error).strip().splitlines() or [type(error).__name__])[0]})")
 
 
 @contextmanager

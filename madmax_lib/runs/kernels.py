@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import torch
 
-__all__ = ["HOWS", "available", "bias_gelu", "moved_bytes"]
+__all__ = ["HOWS", "bias_gelu", "moved_bytes", "unavailable"]
 
 HOWS = ("eager", "compiled", "triton")
 
@@ -32,10 +32,9 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, how: str = "eager") -> torch.
     return _function(how)(x, bias)
 
 
-def available(how: str, device: str) -> str:
+def unavailable(how: str, device: str) -> str:
     """Why this way cannot be taken on a device (cpu or cuda), empty if it can. Raises ValueError for another `how`."""
-    if how not in HOWS:
-        raise ValueError(f"how={how!r} is not one of {', '.join(HOWS)}")
+    _check(how)
     if how != "triton":
         return ""
     if find_spec("triton") is None:
@@ -50,21 +49,24 @@ def moved_bytes(x: torch.Tensor, direction: str) -> int:
 
     The bias and its gradient are n values against rows x n and do not count.
     """
-    tensors = {"forward": 2, "backward": 3}
-    return tensors[direction] * x.numel() * x.element_size()
+    return {"forward": 2, "backward": 3}[direction] * x.numel() * x.element_size()
 
 
 @lru_cache(maxsize=len(HOWS))
 def _function(how: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    _check(how)
+    if how != "triton":
+        return torch.compile(_eager) if how == "compiled" else _eager
+    if find_spec("triton") is None:
+        raise ModuleNotFoundError("bias_gelu(how='triton') needs triton: pip install triton")
+    from madmax_lib.runs.triton_kernels import BiasGelu
+
+    return BiasGelu.apply
+
+
+def _check(how: str) -> None:
     if how not in HOWS:
         raise ValueError(f"how={how!r} is not one of {', '.join(HOWS)}")
-    if how == "triton":
-        if find_spec("triton") is None:
-            raise ModuleNotFoundError("bias_gelu(how='triton') needs triton: pip install triton")
-        from madmax_lib.runs.triton_kernels import BiasGelu
-
-        return BiasGelu.apply
-    return torch.compile(_eager) if how == "compiled" else _eager
 
 
 def _eager(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

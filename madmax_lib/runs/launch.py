@@ -10,7 +10,6 @@ on each, with one process per rank in all.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -28,8 +27,9 @@ from pathlib import Path
 
 from madmax_lib.atomic import replacing
 from madmax_lib.datasets import PROJECT
-from madmax_lib.runs.data import Data, get_data
-from madmax_lib.runs.read import Run, read_run
+from madmax_lib.runs.checks import deepspeed_locks
+from madmax_lib.runs.data import Data
+from madmax_lib.runs.read import Run, last_checkpoint, read_json, read_run, write_json
 from madmax_lib.runs.spec import RunSpec, check
 from madmax_lib.runs.summary import write_summary
 
@@ -41,7 +41,8 @@ _ALONE_S = 2.0
 _TAIL = 15  # lines of a log that an error shows
 _SIGNALLED = re.compile(r"rank\s+: (\d+) .*\n\s+exitcode\s+: -(\d+)")  # in torchrun's table of failures
 _TORCHRUN = re.compile(r"^[EWI]\d{4} \d\d:", re.MULTILINE)  # begins what torchrun itself logs
-_OURS = ("spec.json", "env.json", "steps.csv", "power.csv", "summary.json", "trace_rank*.json.gz", "logs")
+_OF_A_START = ("env.json", "power.csv", "summary.json", "logs")
+_OURS = (*_OF_A_START, "spec.json", "steps.csv", "trace_rank*.json.gz", "checkpoints")
 
 
 class RunError(RuntimeError):
@@ -59,14 +60,14 @@ class _Terminated(BaseException):
 def launch(spec: RunSpec, directory: str | Path, *, check: bool = True) -> Path:
     """Run a spec and return its directory: spec.json env.json steps.csv summary.json trace_rank{r}.json.gz logs/.
 
-    An earlier run of the same spec there is replaced. With check=False a run that fails returns its directory too, the
-    reason being in its summary.json (status and error).
+    An earlier run of the same spec there is replaced, or, if it did not complete, taken up at its last checkpoint. With
+    check=False a run that fails returns its directory too, the reason being in its summary.json (status and error).
     Raises, before a process is started and in one line, ValueError for a spec that cannot run here, FileExistsError for
-    a directory with another run, ModuleNotFoundError for a missing package; and RunError with the end of the log of the
-    rank that failed.
+    a directory with another run, FileNotFoundError for missing weights or power log, ModuleNotFoundError for a missing
+    package; and RunError with the end of the log of the rank that failed.
     """
     directory = prepare(spec, directory)
-    resolved = json.loads((directory / "spec.json").read_text())["resolved"]
+    resolved = read_json(directory / "spec.json")["resolved"]
     with _terminable(), tempfile.TemporaryDirectory() as scratch:
         status, error = _run(spec, directory, _environment(resolved["device"], Path(scratch)))
     if status == "completed":
@@ -100,12 +101,12 @@ def prepare(spec: RunSpec, directory: str | Path) -> Path:
     """
     device = check(spec, gpu_count() if spec.device != "cpu" else 0)
     data = _data(spec)
-    directory = _clean(Path(directory).expanduser().resolve(), spec)
+    directory = Path(directory).expanduser().resolve()
     resolved = {"plan": str(spec.plan), "ranks": spec.plan.world_size, "device": device, "data": data.name,
-                "tokenizer": "bytes" if data.note else spec.tokenizer, "data_note": data.note}  # fmt: skip
+                "tokenizer": "bytes" if data.note else spec.tokenizer, "data_note": data.note,
+                "starts": _starts(directory, spec)}  # fmt: skip
     (directory / "logs").mkdir(parents=True, exist_ok=True)
-    with replacing(directory / "spec.json") as temporary:
-        temporary.write_text(json.dumps({**asdict(spec), "resolved": resolved}, indent=1) + "\n")
+    write_json(directory / "spec.json", {**asdict(spec), "resolved": resolved})
     return directory
 
 
@@ -121,9 +122,7 @@ def gpu_count() -> int:
 
 def _data(spec: RunSpec) -> Data:
     """The data of a run, loaded once here so that the ranks find it; a fall-back is announced and its reason kept."""
-    shapes = spec.shapes
-    data = get_data(spec.data, spec.download, image=shapes.image or 32, classes=shapes.classes or 10,
-                    sequence=spec.sequence or shapes.sequence, by=spec.tokenizer, seed=spec.seed)  # fmt: skip
+    shapes, data = spec.shapes, spec.get_data(spec.download)
     if data.classes > shapes.classes:
         raise ValueError(f"data {data.name} has {data.classes} classes, {spec.model} tells {shapes.classes} apart")
     if data.vocab > shapes.vocab:
@@ -131,22 +130,37 @@ def _data(spec: RunSpec) -> Data:
     return data
 
 
-def _clean(directory: Path, spec: RunSpec) -> Path:
-    """The directory without an earlier run of the same spec."""
+def _starts(directory: Path, spec: RunSpec) -> list[int]:
+    """The steps that a run was and is started at, the last being the one to go on with.
+
+    Where the same spec did not complete there, that is its last checkpoint, and rows of later steps are cut off; else
+    it is 0, and what an earlier run left is removed.
+    """
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory}: a run needs a directory, this is a file")
-    known = directory / "spec.json"
-    if not known.exists():
-        return directory
+    if not (directory / "spec.json").exists():
+        return [0]
     try:
-        same = RunSpec.from_json(known.read_text()) == spec
+        same = RunSpec.from_json((directory / "spec.json").read_text()) == spec
     except ValueError:
         same = False
     if not same:
         raise FileExistsError(f"{directory}: holds another run; give a new directory")
-    for path in (path for pattern in _OURS for path in directory.glob(pattern)):
+    done, starts = _resumable(directory), []
+    if done:
+        starts = [start for start in read_json(directory / "spec.json")["resolved"]["starts"] if start < done]
+        rows = (directory / "steps.csv").read_text().splitlines(keepends=True)[: 1 + done]
+        with replacing(directory / "steps.csv") as temporary:
+            temporary.write_text("".join(rows))
+    for path in (path for pattern in (_OF_A_START if done else _OURS) for path in directory.glob(pattern)):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return directory
+    return [*starts, done]
+
+
+def _resumable(directory: Path) -> int:
+    """Steps of an uncompleted run that its last checkpoint holds, 0 for none."""
+    checkpoint, status = last_checkpoint(directory), read_json(directory / "summary.json").get("status")
+    return int(checkpoint.name) if checkpoint and status != "completed" else 0
 
 
 def _environment(device: str, scratch: Path) -> dict[str, str]:
@@ -209,11 +223,8 @@ def _end(process: subprocess.Popen) -> None:
 
 def _stalled(spec: RunSpec) -> str:
     text = f"{spec.name}: no step within timeout_s={spec.timeout_s:g} s"
-    if spec.engine == "deepspeed":
-        from madmax_lib.runs import deepspeed
-
-        if locks := deepspeed.locks():
-            text += f"; DeepSpeed waits for stale lock files, delete them: {', '.join(map(str, locks))}"
+    if spec.engine == "deepspeed" and (locks := deepspeed_locks()):
+        text += f"; DeepSpeed waits for stale lock files, delete them: {', '.join(map(str, locks))}"
     return text
 
 
@@ -221,7 +232,7 @@ def _failure(spec: RunSpec, directory: Path) -> tuple[str, str]:
     """Status and text of a run that failed: the first rank that did, with the end of its log."""
     logs = directory / "logs"
     launcher = (logs / "launcher.log").read_text(errors="replace")
-    told = [json.loads(path.read_text()) for path in logs.glob("failure_rank*.json")]
+    told = [read_json(path) for path in logs.glob("failure_rank*.json")]
     first = min(told, key=lambda failure: failure["time_s"], default=None)
     by_signal = [tuple(map(int, match)) for match in _SIGNALLED.findall(launcher)]
     by_signal = [(rank, number) for rank, number in by_signal if number != signal.SIGTERM]  # torchrun's own

@@ -69,13 +69,8 @@ def build(plan: Plan, device_type: str) -> Mesh:
         fsdp = root["dp", "cp"]._flatten("fsdp")
     dense, edp, ep = fsdp, fsdp, None
     if plan.ep > 1:
-        edp, ep = _unflatten(fsdp, "edp", "ep", plan.ep)
+        both = fsdp._unflatten(0, (fsdp.size() // plan.ep, plan.ep), ("edp", "ep"))
+        edp, ep = both["edp"], both["ep"]
     if 0 < plan.shard < fsdp.size():
         dense = fsdp._unflatten(0, (fsdp.size() // plan.shard, plan.shard), ("copies", "shard"))
     return Mesh(root, fsdp, dense, edp, ep, dist.group.WORLD)
-
-
-def _unflatten(mesh: DeviceMesh, outer: str, inner: str, ranks: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """A mesh as (outer, inner) with `ranks` inside."""
-    both = mesh._unflatten(0, (mesh.size() // ranks, ranks), (outer, inner))
-    return both[outer], both[inner]

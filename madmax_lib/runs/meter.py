@@ -13,7 +13,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from csv import DictReader
+from functools import reduce
 from math import isnan, nan
+from operator import or_
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,15 +142,17 @@ def nvml_reader(devices: int, nvml=None) -> tuple[Callable[[], Reading], str, fl
     except Exception:  # no package, no driver, no permission: each has a kind of its own, and none stops a run
         return None
 
+    def tell(name: str, *arguments) -> list[float]:
+        return [_tell(getattr(nvml, f"nvmlDeviceGet{name}"), handle, *arguments) for handle in handles]
+
     def read() -> Reading:
+        reasons = [0 if isnan(bits) else int(bits) for bits in tell("CurrentClocksThrottleReasons")]
         return Reading(
-            time.perf_counter(),
-            sum(_tell(nvml.nvmlDeviceGetPowerUsage, handle) for handle in handles) / 1e3,
-            sum(_tell(nvml.nvmlDeviceGetTotalEnergyConsumption, handle) for handle in handles) / 1e3,
-            min(_tell(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM) for handle in handles) * 1e6,
-            max(_tell(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU) for handle in handles),
-            int(np.bitwise_or.reduce([_reasons(nvml, handle) for handle in handles])),
-        )
+            time.perf_counter(), power_w=sum(tell("PowerUsage")) / 1e3,
+            energy_j=sum(tell("TotalEnergyConsumption")) / 1e3,
+            clock_hz=min(tell("ClockInfo", nvml.NVML_CLOCK_SM)) * 1e6,
+            temperature_c=max(tell("Temperature", nvml.NVML_TEMPERATURE_GPU)), throttle=reduce(or_, reasons),
+        )  # fmt: skip
 
     return read, "nvml", cap_w
 
@@ -166,11 +170,6 @@ def _tell(ask: Callable, *arguments) -> float:
         return float(ask(*arguments))
     except Exception:  # pynvml.NVMLError, which cannot be named without the package
         return nan
-
-
-def _reasons(nvml, handle) -> int:
-    reasons = _tell(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
-    return 0 if isnan(reasons) else int(reasons)
 
 
 def rapl_reader(folder: Path = _RAPL) -> tuple[Callable[[], Reading], str, float] | None:

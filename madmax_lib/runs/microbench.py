@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from madmax_lib.atomic import replacing
-from madmax_lib.runs.kernels import HOWS, available, bias_gelu, moved_bytes
-from madmax_lib.runs.peaks import Peaks, peaks
+from madmax_lib.runs.kernels import HOWS, bias_gelu, moved_bytes, unavailable
+from madmax_lib.runs.peaks import peaks
 
 __all__ = ["COLUMNS", "GEMMS", "SHAPES", "collective_table", "gelu_table", "gemm_table", "measure", "mlp_table",
            "save", "sweep"]  # fmt: skip
@@ -50,9 +51,8 @@ class Spread:
     repeats: int
 
 
-def measure(
-    run: Callable[[], object], device: str, *, repeats: int = 30, warmup: int = 5, flush: bool = True
-) -> Spread:
+def measure(run: Callable[[], object], device: str, *, repeats: int = 30, warmup: int = 5, flush: bool = True
+            ) -> Spread:  # fmt: skip
     """Times `run`, each repeat alone, with the caches overwritten before each if `flush`.
 
     Raises ValueError for fewer than one repeat.
@@ -63,89 +63,73 @@ def measure(
         run()
     buffer = torch.empty(_FLUSH_BYTES[device] // 4 if flush else 0, device=device)
     timed = _timed_cuda if device == "cuda" else _timed_cpu
-    seconds = np.array(timed(run, buffer, repeats))
-    low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75])
+    low, median, high = np.quantile(timed(run, buffer, repeats), [0.25, 0.5, 0.75])
     return Spread(float(median), float(low), float(high), repeats)
 
 
-def gelu_table(
-    device: str | None = None,
-    *,
-    shapes: Iterable[tuple[int, int]] = SHAPES,
-    dtype: torch.dtype | None = None,
-    compiled: bool = True,
-    **options,
-) -> pd.DataFrame:
+def gelu_table(device: str | None = None, *, shapes: Iterable[tuple[int, int]] = SHAPES, compiled: bool = True,
+               **options) -> pd.DataFrame:  # fmt: skip
     """bias + GELU forward and backward, by every way that works here: eager, compiled if asked for, Triton on a GPU.
 
     shapes: (rows, columns). bytes_per_s counts what a fused kernel must move, so peak_share is how close a way comes to
-    the ideal one. options: of `measure`, and threads of a CPU.
+    the ideal one. options: dtype of torch, threads of a CPU, and those of `measure`.
     """
-    place, dtype, options = _place(device, dtype, options)
-    hows = [how for how in HOWS if (compiled or how != "compiled") and not available(how, place.device)]
-    hows = [how for how in hows if how != "triton" or place.device == "cuda"]  # interpreted, it only proves correctness
-    return _table([row for shape in shapes for how in hows for row in _gelu_rows(place, shape, how, dtype, options)])
-
-
-def _gelu_rows(place: _Place, shape: tuple[int, int], how: str, dtype: torch.dtype, options: dict) -> list[dict]:
-    """Forward and backward of one shape by one way."""
-    made = {"device": place.device, "dtype": dtype}
-    x, bias = torch.randn(shape, **made, requires_grad=True), torch.randn(shape[1], **made, requires_grad=True)
-    fixed, fixed_bias, dy, y = x.detach(), bias.detach(), torch.randn(shape, **made), bias_gelu(x, bias, how)
-    runs = {
-        "forward": lambda: bias_gelu(fixed, fixed_bias, how),
-        "backward": lambda: torch.autograd.grad(y, (x, bias), dy, retain_graph=True),
-    }
-    size = (shape[0], None, shape[1])
-    return [place.row(f"bias_gelu {direction}", how, dtype, size, measure(run, place.device, **options),
-                      moved=moved_bytes(x, direction)) for direction, run in runs.items()]  # fmt: skip
+    bench = _Bench(device, **options)
+    for shape in shapes:
+        x, bias = bench.random(*shape).requires_grad_(), bench.random(shape[1]).requires_grad_()
+        fixed, fixed_bias, dy = x.detach(), bias.detach(), bench.random(*shape)
+        for how in HOWS:
+            if (how == "compiled" and not compiled) or unavailable(how, bench.device):
+                continue
+            if how == "triton" and bench.device == "cpu":
+                continue  # interpreted, it only proves correctness
+            y, size = bias_gelu(x, bias, how), (shape[0], None, shape[1])
+            bench.row("bias_gelu forward", how, size, partial(bias_gelu, fixed, fixed_bias, how),
+                      moved=moved_bytes(x, "forward"))  # fmt: skip
+            bench.row("bias_gelu backward", how, size,
+                      partial(torch.autograd.grad, y, (x, bias), dy, retain_graph=True),
+                      moved=moved_bytes(x, "backward"))  # fmt: skip
+    return bench.table()
 
 
 def mlp_table(device: str | None = None, *, tokens: int = 8192, hidden: int = 1280, ffn: int = 5120,
-              dtype: torch.dtype | None = None, compiled: bool = False, **options) -> pd.DataFrame:  # fmt: skip
+              compiled: bool = False, **options) -> pd.DataFrame:  # fmt: skip
     """A feed-forward block in its parts and whole (forward): linear up, bias + GELU, linear down, dropout, all of it.
 
-    compiled: the whole block once more with torch.compile. Sizes default to GPT-2 Large with 8 x 1,024 tokens.
+    compiled: the whole block once more with torch.compile. Sizes default to GPT-2 Large with 8 x 1,024 tokens; options
+    as in `gelu_table`.
     """
-    place, dtype, options = _place(device, dtype, options)
-    made = {"device": place.device, "dtype": dtype}
-    x, inner = torch.randn(tokens, hidden, **made), torch.randn(tokens, ffn, **made)
-    up, down, bias = torch.randn(ffn, hidden, **made), torch.randn(hidden, ffn, **made), torch.randn(ffn, **made)
-    bias_down, width, linear = torch.randn(hidden, **made), x.element_size(), torch.nn.functional.linear
+    bench, linear = _Bench(device, **options), torch.nn.functional.linear
+    x, inner, up, down = (bench.random(*size) for size in ((tokens, hidden), (tokens, ffn), (ffn, hidden),
+                                                           (hidden, ffn)))  # fmt: skip
+    bias, bias_down, width = bench.random(ffn), bench.random(hidden), x.element_size()
+    dropout = partial(torch.nn.functional.dropout, p=0.1, training=True)
 
     def block() -> torch.Tensor:
-        out = linear(bias_gelu(linear(x, up), bias), down, bias_down)
-        return torch.nn.functional.dropout(out, 0.1, training=True)
+        return dropout(linear(bias_gelu(linear(x, up), bias), down, bias_down))
 
-    product, weights = 2.0 * tokens * hidden * ffn, hidden * ffn
-    ends = (tokens * (hidden + ffn) + weights) * width
-    parts = [
-        ("linear up", "eager", lambda: linear(x, up), (tokens, hidden, ffn), product, ends),
-        ("bias_gelu forward", "eager", lambda: bias_gelu(inner, bias), (tokens, None, ffn), 0.0,
-         2 * inner.numel() * width),
-        ("linear down", "eager", lambda: linear(inner, down, bias_down), (tokens, ffn, hidden), product, ends),
-        ("dropout", "eager", lambda: torch.nn.functional.dropout(x, 0.1, training=True), (tokens, None, hidden), 0.0,
-         2 * x.numel() * width),
-        ("mlp", "eager", block, (tokens, hidden, ffn), 2 * product, 2 * (x.numel() + weights) * width),
-    ]  # fmt: skip
+    product, ends = 2.0 * tokens * hidden * ffn, (x.numel() + inner.numel() + up.numel()) * width
+    whole = {"flops": 2 * product, "moved": 2 * (x.numel() + up.numel()) * width}
+    bench.row("linear up", "eager", (tokens, hidden, ffn), lambda: linear(x, up), product, ends)
+    bench.row("bias_gelu forward", "eager", (tokens, None, ffn), lambda: bias_gelu(inner, bias),
+              moved=moved_bytes(inner, "forward"))  # fmt: skip
+    bench.row("linear down", "eager", (tokens, ffn, hidden), lambda: linear(inner, down, bias_down), product, ends)
+    bench.row("dropout", "eager", (tokens, None, hidden), lambda: dropout(x), moved=2 * x.numel() * width)
+    bench.row("mlp", "eager", (tokens, hidden, ffn), block, **whole)
     if compiled:
-        parts.append(("mlp", "compiled", torch.compile(block), *parts[-1][3:]))
-    return _table([place.row(kernel, how, dtype, shape, measure(run, place.device, **options), flops, moved)
-                   for kernel, how, run, shape, flops, moved in parts])  # fmt: skip
+        bench.row("mlp", "compiled", (tokens, hidden, ffn), torch.compile(block), **whole)
+    return bench.table()
 
 
-def gemm_table(device: str | None = None, *, shapes: Iterable[tuple[int, int, int]] | None = None,
-               dtype: torch.dtype | None = None, **options) -> pd.DataFrame:  # fmt: skip
+def gemm_table(device: str | None = None, *, shapes: Iterable[tuple[int, int, int]] | None = None, **options
+               ) -> pd.DataFrame:  # fmt: skip
     """Products of (m, k) by (k, n): FLOP/s and the share of the peak. shapes: (m, k, n)."""
-    place, dtype, options = _place(device, dtype, options)
-    rows = []
-    for m, k, n in shapes or (GEMMS if place.device == "cuda" else _CPU_GEMMS):
-        a = torch.randn(m, k, device=place.device, dtype=dtype)
-        b = torch.randn(k, n, device=place.device, dtype=dtype)
-        found = measure(lambda a=a, b=b: a @ b, place.device, **options)
+    bench = _Bench(device, **options)
+    for m, k, n in shapes or (GEMMS if bench.device == "cuda" else _CPU_GEMMS):
+        a, b = bench.random(m, k), bench.random(k, n)
         moved = (m * k + k * n + m * n) * a.element_size()
-        rows.append(place.row("gemm", "eager", dtype, (m, k, n), found, 2.0 * m * k * n, moved))
-    return _table(rows)
+        bench.row("gemm", "eager", (m, k, n), partial(torch.matmul, a, b), 2.0 * m * k * n, moved)
+    return bench.table()
 
 
 def collective_table(device: str | None = None, *, sizes: Sequence[int] = _SIZES, **options) -> pd.DataFrame:
@@ -156,35 +140,32 @@ def collective_table(device: str | None = None, *, sizes: Sequence[int] = _SIZES
     """
     if not dist.is_initialized():
         raise RuntimeError("collectives need a process group: start with torchrun")
-    place, dtype, options = _place(device, torch.float32, options)
-    ranks = dist.get_world_size()
-    rows = []
+    bench, ranks = _Bench(device, dtype=torch.float32, flush=False, **options), dist.get_world_size()
     for size in sizes:
         count = max(size // 4 // ranks, 1) * ranks
-        whole = torch.zeros(count, device=place.device)
-        part = torch.zeros(count // ranks, device=place.device)
+        whole, part = bench.random(count).zero_(), bench.random(count // ranks).zero_()
         runs = {
-            "all_reduce": (2, lambda whole=whole: dist.all_reduce(whole)),
-            "all_gather": (1, lambda whole=whole, part=part: dist.all_gather_single(whole, part)),
-            "reduce_scatter": (1, lambda whole=whole, part=part: dist.reduce_scatter_single(part, whole)),
-            "all_to_all": (1, lambda whole=whole: dist.all_to_all_single(torch.empty_like(whole), whole)),
+            "all_reduce": (2, partial(dist.all_reduce, whole)),
+            "all_gather": (1, partial(dist.all_gather_single, whole, part)),
+            "reduce_scatter": (1, partial(dist.reduce_scatter_single, part, whole)),
+            "all_to_all": (1, partial(dist.all_to_all_single, torch.empty_like(whole), whole)),
         }
         for kind, (passes, run) in runs.items():
             dist.barrier()
-            found = measure(run, place.device, flush=False, **options)
             wire = passes * (ranks - 1) / ranks * count * 4
-            rows.append(place.row(kind, dist.get_backend(), dtype, (None, None, count), found, wire=wire, ranks=ranks))
-    return _table(rows)
+            bench.row(kind, dist.get_backend(), (None, None, count), run, wire=wire, ranks=ranks)
+    return bench.table()
 
 
 def sweep(device: str | None = None, *, quick: bool = False, **options) -> pd.DataFrame:
     """GELU, MLP and GEMM tables in one. quick: small shapes, nothing compiled."""
+    gelu, mlp, gemm = {}, {"compiled": True}, {}
     if quick:
-        return pd.concat([gelu_table(device, shapes=((256, 512),), compiled=False, **options),
-                          mlp_table(device, tokens=256, hidden=128, ffn=512, **options),
-                          gemm_table(device, shapes=((128, 128, 128),), **options)], ignore_index=True)  # fmt: skip
-    return pd.concat([gelu_table(device, **options), mlp_table(device, compiled=True, **options),
-                      gemm_table(device, **options)], ignore_index=True)  # fmt: skip
+        gelu, gemm = {"shapes": ((256, 512),), "compiled": False}, {"shapes": ((128, 128, 128),)}
+        mlp = {"tokens": 256, "hidden": 128, "ffn": 512}
+    tables = [gelu_table(device, **gelu, **options), mlp_table(device, **mlp, **options),
+              gemm_table(device, **gemm, **options)]  # fmt: skip
+    return pd.concat(tables, ignore_index=True)
 
 
 def save(table: pd.DataFrame, path: str | Path) -> Path:
@@ -194,41 +175,44 @@ def save(table: pd.DataFrame, path: str | Path) -> Path:
     return Path(path)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where kernels run, and rows that say so."""
+class _Bench:
+    """Measures on one device, in one dtype: bf16 on a GPU and fp32 on a CPU by default; a row each.
 
-    device: str
-    peaks: Peaks
+    threads: of a CPU, as they are if 0. options: of `measure`.
+    """
 
-    def row(self, kernel: str, how: str, dtype: torch.dtype, shape: tuple, found: Spread, flops: float = 0.0,
-            moved: float = float("nan"), wire: float = float("nan"), ranks: int = 1) -> dict:  # fmt: skip
-        name = str(dtype).removeprefix("torch.")
-        peak_flops, peak_bytes_per_s = self.peaks.flops(name), self.peaks.memory_bytes_per_s
-        shares = [flops / found.median_s / peak_flops if flops else 0.0, moved / found.median_s / peak_bytes_per_s]
-        return {
+    def __init__(self, device: str | None, *, dtype: torch.dtype | None = None, threads: int = 0, **options):
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device not in _FLUSH_BYTES:
+            raise ValueError(f"device={device!r} is not one of {', '.join(_FLUSH_BYTES)}")
+        if threads:
+            torch.set_num_threads(threads)
+        self.dtype = dtype or (torch.bfloat16 if self.device == "cuda" else torch.float32)
+        self.peaks, self.options, self.rows = peaks(self.device), options, []
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """An operand."""
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def row(self, kernel: str, how: str, shape: tuple, run: Callable[[], object], flops: float = 0.0,
+            moved: float = float("nan"), wire: float = float("nan"), ranks: int = 1) -> None:  # fmt: skip
+        """Time a kernel and note it. shape: rows, inner, columns."""
+        found, name = measure(run, self.device, **self.options), str(self.dtype).removeprefix("torch.")
+        per_s = {"flops_per_s": flops / found.median_s, "bytes_per_s": moved / found.median_s,
+                 "wire_bytes_per_s": wire / found.median_s}  # fmt: skip
+        shares = [per_s["flops_per_s"] / self.peaks.flops(name) if flops else 0.0,
+                  per_s["bytes_per_s"] / self.peaks.memory_bytes_per_s]  # fmt: skip
+        self.rows.append({
             "kernel": kernel, "how": how, "machine": self.peaks.machine, "threads": torch.get_num_threads(),
             "ranks": ranks, "dtype": name, **dict(zip(("rows", "inner", "columns"), shape, strict=True)),
-            **vars(found), "flops": flops, "moved_bytes": moved, "wire_bytes": wire,
-            "flops_per_s": flops / found.median_s, "bytes_per_s": moved / found.median_s,
-            "wire_bytes_per_s": wire / found.median_s, "peak_share": float(np.max(shares)),
-        }  # fmt: skip
+            **vars(found), "flops": flops, "moved_bytes": moved, "wire_bytes": wire, **per_s,
+            "peak_share": float(np.max(shares)),
+        })  # fmt: skip
 
-
-def _place(device: str | None, dtype: torch.dtype | None, options: dict) -> tuple[_Place, torch.dtype, dict]:
-    """Place, dtype (bf16 on a GPU, fp32 on a CPU by default) and options of `measure`; sets the number of threads."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in _FLUSH_BYTES:
-        raise ValueError(f"device={device!r} is not one of {', '.join(_FLUSH_BYTES)}")
-    options = dict(options)
-    if threads := options.pop("threads", 0):
-        torch.set_num_threads(threads)
-    return _Place(device, peaks(device)), dtype or (torch.bfloat16 if device == "cuda" else torch.float32), options
-
-
-def _table(rows: list[dict]) -> pd.DataFrame:
-    table = pd.DataFrame(rows, columns=list(COLUMNS))
-    return table.astype({name: float for name in COLUMNS[6:] if name != "repeats"})
+    def table(self) -> pd.DataFrame:
+        """All rows."""
+        table = pd.DataFrame(self.rows, columns=list(COLUMNS))
+        return table.astype({name: float for name in COLUMNS[6:] if name != "repeats"})
 
 
 def _timed_cuda(run: Callable, buffer: torch.Tensor, repeats: int) -> list[float]:

@@ -16,7 +16,7 @@ from madmax_lib import catalog
 from madmax_lib.specs import Transformer
 
 if TYPE_CHECKING:
-    from torch import nn
+    from madmax_lib.runs.network import Network
 
 __all__ = ["MODELS", "build", "name", "spec"]
 
@@ -61,14 +61,14 @@ def spec(text: str, **sizes) -> Transformer:
     derived = {"kv_heads": ("heads",), "head_dim": ("hidden", "heads"), "v_head_dim": ("hidden", "heads", "head_dim"),
                "expert_ffn": ("ffn",)}  # fmt: skip
     # a size that follows from another one is worked out again when that one changes
-    again = {field: 0 for field, sources in derived.items() if set(sources) & set(sizes)} if sizes else {}
+    again = {field: 0 for field, sources in derived.items() if set(sources) & set(sizes)}
     if found.image:
         again["sequence"] = 0
     return replace(found, **{**again, **sizes})
 
 
-def build(text: str, *, seed: int = 0, device: str = "cpu", attention: str = "flash",
-          weights: str | Path | None = None, **sizes) -> nn.Module:  # fmt: skip
+def build(text: str, *, seed: int = 0, device: str = "cpu", attention: str = "flash", weights: str | Path = "",
+          **sizes) -> Network:  # fmt: skip
     """The whole model on one device: tokens (B, S) to logits (B, S, V), or images (B, 3, H, W) to logits (B, classes).
 
     Every parameter is drawn from a generator seeded by `seed` and the parameter's name, so that a stage or a shard of

@@ -70,12 +70,6 @@ class Optimizers:
 
         return ZeroRedundancyOptimizer(plain, torch.optim.AdamW, process_group=group, **options)
 
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """For the steps that follow."""
-        for optimizer in self.parts:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-
     def step(self) -> None:
         """Update the parameters and forget their gradients."""
         for parameter, twin in self.twins.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,10 +22,10 @@ from madmax_lib.runs import checkpoints, checks, gradients, losses, mesh, models
 from madmax_lib.runs.accumulation import Accumulation
 from madmax_lib.runs.mesh import Mesh
 from madmax_lib.runs.optimizers import Optimizers, local
+from madmax_lib.runs.peaks import DTYPES
 from madmax_lib.runs.phases import Phases
-from madmax_lib.runs.pipeline import Pipeline
+from madmax_lib.runs.settings import Settings
 from madmax_lib.runs.sharding import Sharding
-from madmax_lib.runs.stages import DTYPES, Settings
 from madmax_lib.specs import Transformer
 
 __all__ = ["Job", "parallelize"]
@@ -32,24 +33,18 @@ __all__ = ["Job", "parallelize"]
 _FIRST_SCALE = 2.0**16  # of fp16 losses
 
 
-def parallelize(model: str, plan: Plan, *, global_batch: int, sequence: int | None = None, device: str = "cpu",
-                sizes: Mapping[str, object] | None = None, **settings) -> Job:  # fmt: skip
+def parallelize(model: str, plan: Plan, settings: Settings, *, device: str = "cpu",
+                sizes: Mapping[str, object] | None = None) -> Job:  # fmt: skip
     """Lay a model over the ranks of the running process group; collective over all of them.
 
-    global_batch: samples per step over all ranks. sequence: tokens per sample, the model's own if not given. device:
-    cpu or cuda. sizes: changed sizes of the model. settings: fields of `Settings`: dtype of matrix products, fp32, bf16
-    or fp16 with a loss scale (weights and states stay fp32); seed; learning_rate; weight_decay; clip_norm, the longest
-    gradient, 0 for any; compile; loss_parallel, to leave logits split over tp; lora_rank, to train only low-rank
-    updates and the head; weights, a directory of published ones to start from.
-    Raises ValueError, in one line, for what does not fit together.
+    device: cpu or cuda. sizes: changed sizes of the model. Raises ValueError, in one line, for what does not fit
+    together.
     """
     spec = models.spec(model, **(sizes or {}))
-    options = Settings(global_batch, sequence or spec.sequence, **settings)
-    checks.check(plan, spec, global_batch=global_batch, world_size=plan.world_size, sequence=options.sequence,
-                 dtype=options.dtype, compile=options.compile, loss_parallel=options.loss_parallel,
-                 lora_rank=options.lora_rank)  # fmt: skip
+    checks.check(plan, spec, settings)
+    settings = replace(settings, sequence=spec.sequence if spec.image else settings.sequence or spec.sequence)
     place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    return Job(spec, plan, mesh.build(plan, device), place, options)
+    return Job(spec, plan, mesh.build(plan, device), place, settings)
 
 
 class Job:
@@ -57,8 +52,7 @@ class Job:
 
     def __init__(self, spec: Transformer, plan: Plan, mesh: Mesh, device: torch.device, settings: Settings):
         self.spec, self.plan, self.mesh, self.device, self.settings = spec, plan, mesh, device, settings
-        self.steps_done, self._learning_rate = 0, settings.learning_rate
-        self.phases, compute = Phases(device), DTYPES[settings.dtype]
+        self.steps_done, self.phases, compute = 0, Phases(device), DTYPES[settings.dtype]
         scaled = settings.dtype == "fp16"
         self.scale = gradients.LossScale(_FIRST_SCALE, dynamic=True) if scaled else gradients.LossScale()
         self.sharding = Sharding(plan, mesh, compute)
@@ -67,48 +61,21 @@ class Job:
         self.modules, called = [network for network, _ in built], [module for _, module in built]
         self.optimizers = Optimizers(self.modules, plan, mesh, settings.learning_rate, settings.weight_decay)
         mixed = compute != torch.float32 and not self.sharding.casts
-        autocast = torch.autocast(device.type, compute) if mixed else nullcontext()
+        passes = {"phases": self.phases, "autocast": torch.autocast(device.type, compute) if mixed else nullcontext()}
         if plan.pp > 1:
-            self._engine: Pipeline | Accumulation = Pipeline(
-                called, self.modules, plan, mesh, micro_batches=plan.micro_batches(settings.global_batch),
-                sequence=settings.sequence, dtype=compute if self.sharding.casts else torch.float32, device=device,
-                phases=self.phases, autocast=autocast,
-            )  # fmt: skip
+            from madmax_lib.runs.pipeline import Pipeline  # torch's pipelining takes half a second to import
+
+            exchanged = compute if self.sharding.casts else torch.float32
+            self._engine = Pipeline(called, self.modules, plan, mesh, settings, exchanged, device, **passes)
         else:
-            self._engine = Accumulation(called[0], self.sharding, samples=plan.micro_batch, phases=self.phases,
-                                        autocast=autocast, split_logits=settings.loss_parallel)  # fmt: skip
-
-    @property
-    def rank(self) -> int:
-        """Place in the job, 0 to world size - 1."""
-        return self.mesh.job.rank()
-
-    @property
-    def is_logger(self) -> bool:
-        """Whether this is the one rank that should write results."""
-        return self.rank == 0
-
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """Place in each dimension."""
-        return {name: self.mesh.coordinate(name) for name in ("pp", "dp", "cp", "tp", "ep")}
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-        return self._learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        self._learning_rate = value
-        self.optimizers.set_learning_rate(value)
+            self._engine = Accumulation(called[0], self.sharding, plan.micro_batch, settings.loss_parallel, **passes)
 
     def step(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
         """One training step on a global batch, the same on every rank: tokens and targets, or images and labels.
 
         Returns loss (mean over the global batch's targets), accuracy (0..1), grad_norm (before clipping), samples,
-        tokens, overflow (the gradient was not finite and the step was skipped), learning_rate, loss_scale and seconds
-        by phase on this rank. Raises ValueError if dp does not divide the batch.
+        tokens, overflow (the gradient was not finite and the step was skipped), loss_scale and seconds by phase on this
+        rank. Raises ValueError if dp does not divide the batch.
         """
         with self.phases("data"):
             mine = self._mine(batch)
@@ -120,8 +87,7 @@ class Job:
         self.scale.update(overflow)
         self.steps_done += 1
         return self._means(*found, mine) | {
-            "grad_norm": length, "overflow": overflow, "learning_rate": self._learning_rate, "loss_scale": used,
-            "seconds": self.phases.seconds(),
+            "grad_norm": length, "overflow": overflow, "loss_scale": used, "seconds": self.phases.seconds()
         }  # fmt: skip
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
@@ -156,7 +122,7 @@ class Job:
             "trained_local_parameters": sum(local(p).numel() for p in own if p.requires_grad),
             "data_parallel": self.sharding.kind, "optimizer": self.optimizers.kind,
             "context": "ulysses" if self.plan.cp > 1 else "none",
-            "schedule": type(self._engine.schedule).__name__ if isinstance(self._engine, Pipeline) else "none",
+            "schedule": type(self._engine.schedule).__name__ if self.plan.pp > 1 else "none",
         }  # fmt: skip
 
     def _mine(self, batch: Mapping[str, Tensor]) -> losses.Part:

@@ -1,7 +1,12 @@
-"""Which machine is this, and what could it do? A GPU's data-sheet rates; of a CPU what products and copies reach."""
+"""Which machine is this, and what could it do? A GPU's data-sheet rates; elsewhere what products and copies reach.
+
+The data sheet is the catalog's, by the name CUDA gives. The peak of an unknown device is the best that a matrix product
+reaches here, and of a CPU that of the rank's threads, less where the ranks outnumber the cores.
+"""
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import time
@@ -11,13 +16,16 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from madmax_lib import catalog
-from madmax_lib.runs.machine import peak_flops
+from madmax_lib.specs import Device
 
-__all__ = ["Peaks", "peaks"]
+__all__ = ["DTYPES", "Peaks", "device_name", "peak_flops", "peaks"]
 
-_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+_SIDE, _PRODUCTS = {"cpu": 512, "cuda": 8192}, 20
 _COPY_BYTES, _COPIES = 128 * 2**20, 5
 
 
@@ -32,13 +40,42 @@ class Peaks:
 
 def peaks(device: str) -> Peaks:
     """Of the current GPU ("cuda") or of this CPU with the present number of threads ("cpu")."""
-    flops = partial(_flops, device, torch.get_num_threads())
+    name, threads = device_name(device), torch.get_num_threads()
+    flops = partial(_flops, device, threads)
     if device != "cuda":
-        return Peaks(_cpu_name(), flops, _copied_bytes_per_s(torch.get_num_threads()))
-    name = torch.cuda.get_device_name()
+        return Peaks(f"CPU {name}", flops, _copied_bytes_per_s(threads))
+    known = _data_sheet(name)
+    return Peaks(name, flops, known.memory_bandwidth_bytes_per_s if known else float("nan"))
+
+
+def peak_flops(device: str, dtype: str) -> tuple[float, str]:
+    """Peak FLOP/s of one device (cpu or cuda) in fp32, bf16 or fp16, and where the number comes from; collective."""
+    if device == "cuda" and (known := _data_sheet(torch.cuda.get_device_name())):
+        peak = "tf32" if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest" else dtype
+        return known.peak(peak), f"data sheet of {known.name}, dense {peak}"
+    side = _SIDE[device]
+    rate = torch.tensor([_product_rate(device, DTYPES[dtype], side)], dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(rate, dist.ReduceOp.MAX)
+    share = _core_share() if device == "cpu" else 1.0
+    shared = f", x {share:.3g} since ranks share cores" if share < 1 else ""
+    return float(rate) * share, f"measured: best {side} x {side} matrix product in {dtype}{shared}"
+
+
+def device_name(device: str) -> str:
+    """Of the current GPU or of the processor."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _data_sheet(name: str) -> Device | None:
+    """The catalog's device of a name that CUDA gives."""
     table = catalog.table("device_names")
     known = [row.name for row in table.itertuples(index=False) if re.search(row.pattern, name, re.IGNORECASE)]
-    return Peaks(name, flops, catalog.device(known[-1]).memory_bandwidth_bytes_per_s if known else float("nan"))
+    return catalog.device(known[-1]) if known else None
 
 
 @lru_cache(maxsize=16)
@@ -51,17 +88,30 @@ def _flops(device: str, threads: int, dtype: str) -> float:
 def _copied_bytes_per_s(threads: int) -> float:
     """Best of a few copies of a tensor that no cache holds."""
     source = torch.zeros(_COPY_BYTES // 4)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(_COPIES):
-        start = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - start)
-    return 2 * _COPY_BYTES / min(seconds)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _best_s(lambda: target.copy_(source), _COPIES)
 
 
-def _cpu_name() -> str:
-    """Model of the processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"CPU {models[0] if models else platform.processor() or platform.machine()}"
+def _product_rate(device: str, dtype: torch.dtype, side: int) -> float:
+    """FLOP/s of a square matrix product."""
+    factor = torch.randn(side, side, device=device, dtype=dtype)
+    return 2 * side**3 / _best_s(lambda: factor @ factor, _PRODUCTS, on_gpu=device == "cuda")
+
+
+def _best_s(run: Callable[[], object], repeats: int, on_gpu: bool = False) -> float:
+    """Seconds of the fastest of some repeats: others may use the machine too."""
+    times_s = []
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        times_s.append(time.perf_counter() - start_s)
+    return min(times_s)
+
+
+def _core_share() -> float:
+    """Part of its cores that a rank has when all ranks of this machine compute: 1 unless they outnumber the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * torch.get_num_threads()
+    return min(1.0, cores / wanted)

@@ -1,20 +1,29 @@
-"""How long did data, forward, backward and optimizer of a step take on this rank? Labels in the trace, and seconds.
+"""Where does a step of this rank spend its time? Seconds and labels by phase, and a trace of a few steps.
 
-The labels are profiler ranges of those names. On a GPU the seconds come from pairs of events that are read once per
-step, so that nothing waits inside it; on a CPU from the clock. Passes of a pipeline add up by phase; what is left of a
-step is waiting for other stages.
+The labels are profiler ranges named data, forward, backward and optimizer. On a GPU the seconds come from pairs of
+events that are read once per step, so that nothing waits inside it; on a CPU from the clock. Passes of a pipeline add
+up by phase; what is left of a step is waiting for other stages.
+The profiler skips a step, warms up on one and records three, once. The trace is written by `on_trace_ready`: exported
+after the loop it would be empty.
 """
 
 from __future__ import annotations
 
+import gzip
+import re
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile, schedule
 
-__all__ = ["PHASES", "Phases"]
+from madmax_lib.atomic import replacing
+
+__all__ = ["PHASES", "Phases", "profiler"]
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -51,3 +60,24 @@ class Phases:
 
     def _between(self, start, end) -> float:
         return start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
+
+
+def profiler(path: Path, device: str) -> profile:
+    """Profiler of one rank that writes to `path` (.json.gz) without the machine's name; `step` it after each step."""
+    return profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])],
+        schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
+        on_trace_ready=lambda done: _write(done, path),
+        record_shapes=True,
+    )
+
+
+def _write(done: profile, path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder) / "trace.json"
+        done.export_chrome_trace(str(raw))
+        text = raw.read_text(encoding="utf-8")
+    text = re.sub(r'"host_name": "[^"]*",\s*', "", text)
+    text = re.sub(r'("traceName": )"[^"]*"', rf'\1"{path.name}"', text)
+    with replacing(path) as temporary:
+        temporary.write_bytes(gzip.compress(text.encode(), compresslevel=6, mtime=0))

@@ -17,7 +17,7 @@ from madmax_lib.runs import losses
 from madmax_lib.runs.mesh import Mesh
 from madmax_lib.runs.network import Network
 from madmax_lib.runs.phases import Phases
-from madmax_lib.specs import Transformer
+from madmax_lib.runs.settings import Settings
 
 __all__ = ["Pipeline"]
 
@@ -53,27 +53,25 @@ class _Stage(PipelineStage):
 class Pipeline:
     """Runs the stages of this rank.
 
-    called: the modules to call, networks: what is in them. sequence: tokens of a whole sample. dtype: of what stages
-    exchange.
+    called: the modules to call, networks: what is in them. dtype: of what stages exchange.
     """
 
-    def __init__(self, called: list[nn.Module], networks: list[Network], plan: Plan, mesh: Mesh, *, micro_batches: int,
-                 sequence: int, dtype: torch.dtype, device: torch.device, phases: Phases,
+    def __init__(self, called: list[nn.Module], networks: list[Network], plan: Plan, mesh: Mesh, settings: Settings,
+                 dtype: torch.dtype, device: torch.device, *, phases: Phases,
                  autocast: AbstractContextManager):  # fmt: skip
-        spec = networks[0].spec
-        samples, stages = plan.micro_batch, []
+        place, group = mesh.coordinate("pp"), mesh["pp"].get_group()
+        self.first, self.last = place == 0, place == plan.pp - 1
+        parts = []
         for chunk, (module, network) in enumerate(zip(called, networks, strict=True)):
-            index = chunk * plan.pp + mesh.coordinate("pp")
-            inputs, outputs = _shapes(spec, network, samples, sequence, plan, dtype, device)
-            stage = _Stage(module, index, plan.pp * plan.interleave, device, input_args=inputs, output_args=outputs,
-                           group=mesh["pp"].get_group())  # fmt: skip
+            inputs, outputs = _shapes(network, plan, settings.sequence, dtype, device)
+            stage = _Stage(module, chunk * plan.pp + place, plan.pp * plan.interleave, device, input_args=inputs,
+                           output_args=outputs, group=group)  # fmt: skip
             stage.phases, stage.autocast = phases, autocast
-            stages.append(stage)
-        self.first = mesh.coordinate("pp") == 0
-        self.last = mesh.coordinate("pp") == plan.pp - 1
+            parts.append(stage)
         kind = _SCHEDULES[plan.schedule, plan.interleave > 1]
         single = issubclass(kind, schedules.PipelineScheduleSingle)
-        self.schedule = kind(stages[0] if single else stages, micro_batches, loss_fn=self._loss, scale_grads=False)
+        self.schedule = kind(parts[0] if single else parts, plan.micro_batches(settings.global_batch),
+                             loss_fn=self._loss, scale_grads=False)  # fmt: skip
         self._right: list[Tensor] = []
         self._scale = 1.0
 
@@ -100,17 +98,15 @@ class Pipeline:
         return losses.total(logits, targets) * self._scale
 
 
-def _shapes(spec: Transformer, network: Network, samples: int, sequence: int, plan: Plan, dtype: torch.dtype,
-            device: torch.device) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _shapes(network: Network, plan: Plan, sequence: int, dtype: torch.dtype, device: torch.device
+            ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Empty input and output of a stage, as this rank sees them."""
-    tokens = spec.sequence if spec.image else sequence // plan.cp
+    spec, samples, tokens = network.spec, plan.micro_batch, sequence // plan.cp
     between = tokens // plan.tp if plan.tp > 1 and plan.sequence_parallel else tokens
-    hidden = torch.empty(samples, between, spec.hidden, dtype=dtype, device=device, requires_grad=True)
-    inputs = outputs = hidden
+    inputs = outputs = torch.empty(samples, between, spec.hidden, dtype=dtype, device=device, requires_grad=True)
     if network.embedding is not None:
         shape = (samples, 3, spec.image, spec.image) if spec.image else (samples, tokens)
-        kind = torch.float32 if spec.image else torch.int64
-        inputs = torch.empty(shape, dtype=kind, device=device)
+        inputs = torch.empty(shape, dtype=torch.float32 if spec.image else torch.int64, device=device)
     if network.head is not None:
         shape = (samples, spec.classes) if spec.image else (samples, tokens, spec.vocab)
         outputs = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)

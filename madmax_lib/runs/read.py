@@ -9,37 +9,22 @@ devices of the first machine.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 import pandas as pd
 
+from madmax_lib.atomic import replacing
 from madmax_lib.runs.spec import RunSpec
 
-__all__ = ["COLUMNS", "Run", "read_run", "read_runs", "read_steps", "runs_table"]
+__all__ = ["COLUMNS", "Run", "known", "last_checkpoint", "read_json", "read_run", "read_runs", "read_steps",
+           "runs_table", "write_json"]  # fmt: skip
 
-COLUMNS = (
-    "step",
-    "data_s",
-    "forward_s",
-    "backward_s",
-    "optimizer_s",
-    "total_s",
-    "samples",
-    "tokens",
-    "loss",
-    "accuracy",
-    "validation_loss",
-    "overflow",
-    "memory_allocated_bytes",
-    "memory_reserved_bytes",
-    "memory_peak_bytes",
-    "host_rss_bytes",
-    "power_w",
-    "energy_j",
-)
-
-
+COLUMNS = ("step", "data_s", "forward_s", "backward_s", "optimizer_s", "total_s", "samples", "tokens", "loss",
+           "accuracy", "validation_loss", "overflow", "memory_allocated_bytes", "memory_reserved_bytes",
+           "memory_peak_bytes", "host_rss_bytes", "power_w", "energy_j")  # fmt: skip
 _QUANTITIES = ("samples_per_s", "tokens_per_s", "mfu", "hfu", "loss_last", "host_rss_bytes", "energy_per_sample_j")
 
 
@@ -60,7 +45,8 @@ def read_run(directory: str | Path) -> Run:
     if not (directory / "spec.json").exists():
         raise FileNotFoundError(f"{directory}: no run directory, it has no spec.json")
     spec = RunSpec.from_json((directory / "spec.json").read_text())
-    return Run(directory, spec, _json(directory / "env.json"), read_steps(directory), _json(directory / "summary.json"))
+    env, summary = (read_json(directory / f"{name}.json") for name in ("env", "summary"))
+    return Run(directory, spec, env, read_steps(directory), summary)
 
 
 def read_runs(folder: str | Path) -> dict[str, Run]:
@@ -112,6 +98,12 @@ def read_steps(directory: Path) -> pd.DataFrame:
     return _typed(pd.DataFrame(rows, columns=list(COLUMNS)), path)
 
 
+def last_checkpoint(directory: Path) -> Path | None:
+    """The last complete checkpoint of a run directory; its name is the number of steps it holds."""
+    latest = directory / "checkpoints" / "latest"
+    return latest.with_name(latest.read_text()) if latest.exists() else None
+
+
 def _typed(table: pd.DataFrame, path: Path) -> pd.DataFrame:
     try:
         table = table.replace("", "nan").astype(float)
@@ -120,8 +112,27 @@ def _typed(table: pd.DataFrame, path: Path) -> pd.DataFrame:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """What a JSON file holds, nothing where there is none. Raises ValueError naming the file for other content."""
     try:
-        return json.loads(path.read_text()) if path.exists() else {}
+        content = json.loads(path.read_text()) if path.exists() else {}
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return content
+
+
+def write_json(path: Path, content: dict) -> None:
+    """As a file that `read_json` reads, with null for what is not known."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(known(content), indent=1) + "\n")
+
+
+def known(value):
+    """The same with null for NaN, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: known(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [known(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -126,4 +126,5 @@ class Sharding:
 
 def _sum_bucket(group, bucket):
     """All-reduce a bucket without dividing it. DDP refuses annotations that are text, as all are in this module."""
-    return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(lambda f: f.value()[0])
+    buffer = bucket.buffer()
+    return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda _: buffer)

@@ -1,4 +1,4 @@
-"""What is to be run? `RunSpec`: model, strategy, batch, data and seed, with a JSON form and its checks.
+"""What is to be run? `RunSpec`: model, strategy, settings and data, with a JSON form and its checks.
 
 Everything that can be refused is refused here or in `check`, in one line and before a process starts; torch is not
 imported. The strategy is the text form of a `Plan`, perhaps with an engine: `dp2.tp2.z3`, `dp2.z2@deepspeed`.
@@ -10,80 +10,57 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
-from math import isfinite
 from pathlib import Path
 
 from madmax_lib.plan import Plan
 from madmax_lib.runs import checks, data, models
+from madmax_lib.runs.settings import Settings
 from madmax_lib.specs import Transformer
 
-__all__ = ["ENGINES", "RunSpec", "check"]
+__all__ = ["RunSpec", "check"]
 
-ENGINES = ("torch", "deepspeed")
-_CHOICES = {"dtype": ("fp32", "bf16", "fp16"), "device": ("auto", "cpu", "cuda")}
-_WHOLE = {"steps": 1, "seed": 0, "global_batch": 1, "sequence": 0, "warmup": 0, "validate_every": 0, "lora_rank": 0}
-_POSITIVE = ("learning_rate", "clip_norm", "timeout_s")
+_ENGINES, _DEVICES = ("torch", "deepspeed"), ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
-class RunSpec:
-    """One training run.
+class RunSpec(Settings):
+    """One training run; further fields are those of `Settings`.
 
     model: a name of `runs.models`. strategy: text form of a Plan, perhaps with @deepspeed. ranks: processes, None for
-    as many as the strategy needs. global_batch: samples per step over all ranks. sequence: tokens per sample, 0 for the
-    model's own. dtype: fp32, or bf16 and fp16 with fp32 weights. data: a name of `runs.data`, generated data of the
-    model's kind if empty; tokenizer: bytes, or one of Hugging Face. download: missing data may be fetched.
-    warmup: steps that the summary leaves out. profile: steps 2 to 4 are traced. validate_every: steps between two
-    validation losses, 0 for none. device: auto takes CUDA where it is present. power: auto, none, or a CSV to replay.
-    sizes: fields of the model to change, such as {"layers": 2}. timeout_s: without progress for so long, it is ended.
-    wandb: steps are logged to Weights & Biases too.
+    as many as the strategy needs. data: a name of `runs.data`, generated data of the model's kind if empty; tokenizer:
+    bytes, or one of Hugging Face. download: missing data may be fetched. sizes: fields of the model to change, such as
+    {"layers": 2}. warmup: steps that the summary leaves out. profile: steps 2 to 4 are traced. validate_every: steps
+    between two validation losses, checkpoint_every: between two checkpoints, 0 for none. device: auto takes CUDA where
+    it is present. power: auto, none, or a CSV to replay. timeout_s: without progress for so long, it is ended. wandb:
+    steps are logged to Weights & Biases too.
     Raises ValueError naming field, value and rule.
     """
 
     model: str = "gpt-tiny"
     strategy: str = "dp1"
     steps: int = 6
-    seed: int = 0
     ranks: int | None = None
-    global_batch: int = 8
-    sequence: int = 0
-    dtype: str = "fp32"
     data: str = ""
     tokenizer: str = "bytes"
     download: bool = False
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    compile: bool = False
-    loss_parallel: bool = False
-    lora_rank: int = 0
     sizes: dict = field(default_factory=dict, hash=False)
     warmup: int = 2
     profile: bool = True
     validate_every: int = 0
+    checkpoint_every: int = 0
     device: str = "auto"
     power: str = "auto"
     timeout_s: float = 600.0
     wandb: bool = False
 
     def __post_init__(self):
-        for item in fields(self):
-            kind = {"str": str, "bool": bool, "dict": dict}.get(item.type)
-            if kind and not isinstance(getattr(self, item.name), kind):
-                raise ValueError(f"{item.name}={getattr(self, item.name)!r} must be of type {item.type}")
-        for name, least in _WHOLE.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if isinstance(value, (bool, str)) or value is None or not (value > 0 and isfinite(value)):
-                raise ValueError(f"{name}={value!r} must be a positive number")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine {self.engine!r} in strategy {self.strategy!r} is not one of {', '.join(ENGINES)}")
+        super().__post_init__()
+        if self.device not in _DEVICES:
+            raise ValueError(f"device={self.device!r} is not one of {', '.join(_DEVICES)}")
+        if self.engine not in _ENGINES:
+            raise ValueError(
+                f"engine {self.engine!r} in strategy {self.strategy!r} is not one of {', '.join(_ENGINES)}"
+            )
         object.__setattr__(self, "model", models.name(self.model))
         object.__setattr__(self, "data", data.canonical(self.data or data.default_name(self.kind)))
         plan = self.plan
@@ -135,6 +112,12 @@ class RunSpec:
         """Eight letters that differ from those of any other spec."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
 
+    def get_data(self, allow_download: bool = False) -> data.Data:
+        """The data of the run, in the shape that the model takes; falls back as `data.get_data` does."""
+        shapes = self.shapes
+        return data.get_data(self.data, allow_download, image=shapes.image or 32, classes=shapes.classes or 10,
+                             sequence=self.sequence or shapes.sequence, by=self.tokenizer, seed=self.seed)  # fmt: skip
+
     def to_json(self) -> str:
         """JSON text; `from_json` gives an equal spec."""
         return json.dumps(asdict(self), indent=1)
@@ -160,26 +143,25 @@ class RunSpec:
 def check(spec: RunSpec, gpus: int) -> str:
     """The device the run will use, cpu or cuda; gpus: CUDA devices of this machine.
 
-    Raises ValueError, or ModuleNotFoundError for a missing package, in one line, for what cannot work.
+    Raises ValueError, FileNotFoundError, or ModuleNotFoundError for a missing package, in one line, for what cannot
+    work.
     """
     for package, wanted in {"torch": True, "wandb": spec.wandb}.items():
         if wanted and not find_spec(package):
             raise ModuleNotFoundError(f"this run needs the package {package}, which is not installed")
-    plan, shapes = spec.plan, spec.shapes
-    choices = {name: getattr(spec, name) for name in ("engine", "dtype", "compile", "loss_parallel", "lora_rank")}
-    sizes = {"global_batch": spec.global_batch, "world_size": plan.world_size, "sequence": spec.sequence or None}
-    checks.check(plan, shapes, **sizes, **choices)
+    shapes, ranks = spec.shapes, spec.plan.world_size
+    checks.check(spec.plan, shapes, spec, spec.engine)
     if spec.engine == "deepspeed":
-        from madmax_lib.runs import deepspeed
-
-        deepspeed.check()
+        checks.check_deepspeed()
     if (kind := data.kind_of(spec.data)) != spec.kind:
         raise ValueError(f"data {spec.data} is {kind}, but {spec.model} is trained on {spec.kind}")
     if spec.sequence and spec.kind == "images":
         raise ValueError(f"sequence={spec.sequence} is for text; {spec.model} has {shapes.sequence} tokens per image")
     if spec.power not in ("auto", "none") and not Path(spec.power).is_file():
         raise FileNotFoundError(f"power={spec.power!r} is neither auto, none nor a CSV file to replay")
+    if spec.weights and not any(Path(spec.weights).glob("*.safetensors")):
+        raise FileNotFoundError(f"weights={spec.weights!r} has no .safetensors file with weights of {spec.model}")
     device = ("cuda" if gpus else "cpu") if spec.device == "auto" else spec.device
-    if device == "cuda" and plan.world_size > gpus:
-        raise ValueError(f"{spec.strategy} needs {plan.world_size} GPUs, {gpus} present; device='cpu' runs it on a CPU")
+    if device == "cuda" and ranks > gpus:
+        raise ValueError(f"{spec.strategy} needs {ranks} GPUs, {gpus} present; device='cpu' runs it on a CPU")
     return device

@@ -6,9 +6,6 @@ recompute, compile, shard by dp. So no rank ever holds more than one whole layer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 from torch import nn
 
@@ -19,30 +16,12 @@ from madmax_lib.runs.experts import Mixture
 from madmax_lib.runs.layers import Layer
 from madmax_lib.runs.mesh import Mesh
 from madmax_lib.runs.network import Network, draw
+from madmax_lib.runs.settings import Settings
 from madmax_lib.runs.sharding import Sharding
 from madmax_lib.runs.weights import Weights
 from madmax_lib.specs import Transformer
 
-__all__ = ["DTYPES", "Settings", "build"]
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a job needs to know beside model and plan; the arguments of `parallel.parallelize`."""
-
-    global_batch: int
-    sequence: int
-    dtype: str = "fp32"
-    seed: int = 0
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    compile: bool = False
-    loss_parallel: bool = False
-    lora_rank: int = 0
-    weights: str | Path | None = None
+__all__ = ["build"]
 
 
 def build(part: range, spec: Transformer, plan: Plan, mesh: Mesh, sharding: Sharding, settings: Settings,

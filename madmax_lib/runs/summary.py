@@ -7,8 +7,7 @@ MFU = model FLOPs / (wall time x peak) [PaLM, arXiv 2204.02311], HFU counts reco
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -16,9 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from madmax_lib.atomic import replacing
-from madmax_lib.runs.read import read_steps
-from madmax_lib.runs.spec import RunSpec
+from madmax_lib.runs.read import read_json, read_run, write_json
 from madmax_lib.specs import Transformer
 
 __all__ = ["PROFILED", "counted_steps", "flops_per_sample", "summarise", "write_summary"]
@@ -27,14 +24,19 @@ PROFILED = range(1, 5)  # steps under the profiler: one to warm it up, three rec
 _LEAST = 3  # a median of fewer steps says little
 
 
-def counted_steps(steps: pd.DataFrame, warmup: int, profiled: range = range(0)) -> tuple[pd.DataFrame, dict[str, int]]:
-    """The steps that count, and how many are left out for which reason: warm-up, short, overflow, profiled."""
+def counted_steps(steps: pd.DataFrame, warmup: int = 0, profiled: range = range(0), starts: Sequence[int] = (0,)
+                  ) -> tuple[pd.DataFrame, dict[str, int]]:  # fmt: skip
+    """The steps that count, and how many are left out for which reason: warm-up, short, overflow, profiled.
+
+    starts: the steps that the run was started at, each with `warmup` steps to warm up.
+    """
     largest = steps["samples"].max() if len(steps) else 0
     reason = pd.Series("", index=steps.index, dtype=object)
     reason[steps["step"].isin(profiled)] = "profiled"
     reason[steps["samples"] < largest] = "short"
     reason[steps["overflow"].astype(bool)] = "overflow"
-    reason[steps["step"] < warmup] = "warm-up"
+    for start in starts:
+        reason[steps["step"].between(start, start + warmup, inclusive="left")] = "warm-up"
     if ((reason == "") | (reason == "profiled")).sum() and (reason == "").sum() < _LEAST:
         reason[reason == "profiled"] = ""
     dropped = {name: int((reason == name).sum()) for name in ("warm-up", "short", "overflow", "profiled")}
@@ -55,49 +57,37 @@ def flops_per_sample(shapes: Transformer, sequence: int = 0, recompute: str = "n
     return {"forward": forward, "model": model, "hardware": model + again[recompute], "formula": formula}
 
 
-def summarise(
-    steps: pd.DataFrame,
-    *,
-    flops: Mapping[str, float],
-    devices: int,
-    peak_flops: float = nan,
-    warmup: int = 0,
-    profiled: range = range(0),
-    power_cap_w: float = nan,
-) -> dict:
+def summarise(steps: pd.DataFrame, *, flops: Mapping[str, float], devices: int, peak_flops: float = nan,
+              power_cap_w: float = nan, **count) -> dict:  # fmt: skip
     """Throughput, times, use of the devices, memory and energy of the steps that count.
 
     steps: the columns of steps.csv. flops: of `flops_per_sample`. peak_flops: FLOP/s of one device, NaN if unknown.
-    power_cap_w: of all devices. What cannot be told is NaN. Raises ValueError for a table without the columns needed.
+    power_cap_w: of all devices. count: arguments of `counted_steps`. What cannot be told is NaN. Raises ValueError for
+    a table without the columns needed.
     """
     needed = ("step", "samples", "tokens", "total_s", "overflow", "loss")
     if missing := [name for name in needed if name not in steps.columns]:
         raise ValueError(f"steps lack the column(s) {', '.join(missing)}")
-    counted, dropped = counted_steps(steps, warmup, profiled)
+    counted, dropped = counted_steps(steps, **count)
     wall_s, samples, tokens = (float(counted[name].sum()) for name in ("total_s", "samples", "tokens"))
     rate = samples / wall_s if wall_s else nan
     share = rate / (devices * peak_flops)
     return {
-        "steps": len(steps),
-        "steps_counted": len(counted),
-        "steps_dropped": dropped,
-        "includes_profiled": bool(counted["step"].isin(profiled).any()),
+        "steps": len(steps), "steps_counted": len(counted), "steps_dropped": dropped,
+        "includes_profiled": bool(counted["step"].isin(count.get("profiled", ())).any()),
         "step_s": _spread(counted["total_s"]),
-        "phases_s": {name: _median(counted, f"{name}_s") for name in ("data", "forward", "backward", "optimizer")},
-        "samples_per_s": rate,
-        "tokens_per_s": tokens / wall_s if wall_s else nan,
-        "mfu": share * flops["model"],
-        "hfu": share * flops["hardware"],
-        "flops_per_sample": dict(flops),
-        "peak_flops_per_device": peak_flops,
-        "devices": devices,
+        "phases_s": {name: _tell(counted, f"{name}_s", "median")
+                     for name in ("data", "forward", "backward", "optimizer")},
+        "samples_per_s": rate, "tokens_per_s": tokens / wall_s if wall_s else nan,
+        "mfu": share * flops["model"], "hfu": share * flops["hardware"], "flops_per_sample": dict(flops),
+        "peak_flops_per_device": peak_flops, "devices": devices,
         "loss_first": float(steps["loss"].iloc[0]) if len(steps) else nan,
         "loss_last": float(steps["loss"].iloc[-1]) if len(steps) else nan,
         "validation_loss_last": _last(steps, "validation_loss"),
-        "memory_peak_bytes": _largest(steps, "memory_peak_bytes"),
-        "host_rss_bytes": _largest(steps, "host_rss_bytes"),
+        "memory_peak_bytes": _tell(steps, "memory_peak_bytes", "max"),
+        "host_rss_bytes": _tell(steps, "host_rss_bytes", "max"),
         **_energy(counted, samples, tokens, power_cap_w),
-    }
+    }  # fmt: skip
 
 
 def write_summary(directory: Path, status: str, error: str = "", **more) -> dict:
@@ -105,45 +95,18 @@ def write_summary(directory: Path, status: str, error: str = "", **more) -> dict
 
     status: completed, failed, out-of-memory, stalled or interrupted; error: one line; more: further entries.
     """
-    spec = RunSpec.from_json((directory / "spec.json").read_text())
-    env_path = directory / "env.json"
-    env = json.loads(env_path.read_text()) if env_path.exists() else {}
-    plan = spec.plan
-    flops = flops_per_sample(spec.shapes, spec.sequence, plan.recompute, frozen=spec.lora_rank > 0)
-    summary = {
-        "status": status,
-        "error": error,
-        "model": spec.model,
-        "strategy": spec.strategy,
-        "plan": str(plan),
-        "data": env.get("data", spec.data),
-        "parameters": spec.shapes.parameters,
-        "device": env.get("device"),
-        "peak_source": env.get("peak_source"),
-        "power_source": env.get("power_source"),
-        **summarise(
-            read_steps(directory),
-            flops=flops,
-            devices=plan.world_size,
-            peak_flops=env.get("peak_flops") or nan,
-            warmup=spec.warmup,
-            profiled=PROFILED if spec.profile else range(0),
-            power_cap_w=env.get("power_cap_w") or nan,
-        ),
-        **more,
-    }
-    with replacing(directory / "summary.json") as temporary:
-        temporary.write_text(json.dumps(known(summary), indent=1) + "\n")
+    run, starts = read_run(directory), read_json(directory / "spec.json")["resolved"]["starts"]
+    spec, env = run.spec, run.env
+    flops = flops_per_sample(spec.shapes, spec.sequence, spec.plan.recompute, frozen=spec.lora_rank > 0)
+    found = summarise(run.steps, flops=flops, devices=spec.plan.world_size,
+                      peak_flops=env.get("peak_flops") or nan, power_cap_w=env.get("power_cap_w") or nan,
+                      warmup=spec.warmup, profiled=PROFILED if spec.profile else range(0), starts=starts)  # fmt: skip
+    about = {"status": status, "error": error, "model": spec.model, "strategy": spec.strategy, "plan": str(spec.plan),
+             "data": env.get("data", spec.data), "parameters": spec.shapes.parameters}  # fmt: skip
+    about |= {name: env.get(name) for name in ("device", "peak_source", "power_source")}
+    summary = about | found | more
+    write_json(directory / "summary.json", summary)
     return summary
-
-
-def known(value):
-    """The same with null for NaN, which JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: known(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [known(item) for item in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def _core_flops(shapes: Transformer, sequence: int) -> float:
@@ -181,12 +144,8 @@ def _spread(values: pd.Series) -> dict[str, float]:
     return {"median": float(middle), "p25": float(low), "p75": float(high), "mean": float(values.mean())}
 
 
-def _median(table: pd.DataFrame, column: str) -> float:
-    return float(table[column].median()) if column in table and len(table) else nan
-
-
-def _largest(table: pd.DataFrame, column: str) -> float:
-    return float(table[column].max()) if column in table and len(table) else nan
+def _tell(table: pd.DataFrame, column: str, how: str) -> float:
+    return float(table[column].agg(how)) if column in table and len(table) else nan
 
 
 def _last(table: pd.DataFrame, column: str) -> float:

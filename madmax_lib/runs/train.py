@@ -8,8 +8,8 @@ a step. A rank that fails leaves logs/failure_rank{r}.json; one that loses torch
 from __future__ import annotations
 
 import csv
-import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ from torch.profiler import record_function
 
 from madmax_lib.atomic import replacing
 from madmax_lib.runs import meter, parallel, read
-from madmax_lib.runs.data import Data, get_data
+from madmax_lib.runs.data import Data
 from madmax_lib.runs.machine import environment, host_rss_bytes, memory_bytes
-from madmax_lib.runs.profiler import profiler
+from madmax_lib.runs.phases import PHASES, profiler
 from madmax_lib.runs.spec import RunSpec
-from madmax_lib.runs.summary import known, write_summary
+from madmax_lib.runs.summary import write_summary
 from madmax_lib.runs.watch import guard, write_to
 
 __all__ = ["main"]
@@ -44,32 +44,32 @@ def main(directory: Path) -> None:
     try:
         _train(directory, rank)
     except BaseException as error:
-        _write_json(directory / "logs" / f"failure_rank{rank}.json", _failure(error, rank))
+        read.write_json(directory / "logs" / f"failure_rank{rank}.json", _failure(error, rank))
         raise
 
 
 def _train(directory: Path, rank: int) -> None:
-    content = json.loads((directory / "spec.json").read_text())
-    resolved = content["resolved"]
-    spec = replace(RunSpec.from_json(json.dumps(content)), data=resolved["data"], tokenizer=resolved["tokenizer"])
-    device, first, world = resolved["device"], rank == 0, int(os.environ["WORLD_SIZE"])
-    if world != spec.plan.world_size:
-        raise ValueError(f"{spec.strategy} needs {spec.plan.world_size} ranks, torchrun started {world}")
+    resolved = read.read_json(directory / "spec.json")["resolved"]
+    spec = replace(read.read_run(directory).spec, data=resolved["data"], tokenizer=resolved["tokenizer"])
+    device, first = resolved["device"], rank == 0
     _join(device, spec.timeout_s)
-    job, data = _job(spec, device), _data(spec)
+    job, data = _job(spec, device), spec.get_data()
+    if resolved["starts"][-1]:
+        job.load(read.last_checkpoint(directory))
     env = environment(device, spec.dtype) | {key: resolved[key] for key in ("data", "data_note")}
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
     with meter.meter(spec.power if first else "none", device, devices) as power:
         if first:
             told = {"power_source": power.name, "power_cap_w": power.cap_w, "job": job.describe()}
-            _write_json(directory / "env.json", env | told)
+            read.write_json(directory / "env.json", env | told)
+            before_s = read.read_steps(directory)["total_s"].sum()  # of steps that an earlier start made
         start_s = time.perf_counter()
         with _writer(spec, directory) if first else nullcontext() as write:
-            _loop(spec, job, data, device, power, directory / f"trace_rank{rank}.json.gz", write)
+            _loop(spec, job, data, device, power, directory, write)
         loop_s = time.perf_counter() - start_s
     peaks = _gather({"rank": rank, "memory_peak_bytes": memory_bytes(device)[2], "host_rss_bytes": host_rss_bytes()})
     if first:
-        _write_power(directory / "power.csv", power.rows(start_s))
+        _write_power(directory / "power.csv", power.rows(start_s - before_s))
         write_summary(directory, "completed", loop_s=loop_s, ranks=peaks)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -93,22 +93,14 @@ def _job(spec: RunSpec, device: str):
         from madmax_lib.runs import deepspeed
 
         split = deepspeed.parallelize
-    names = ("global_batch", "dtype", "seed", "learning_rate", "weight_decay", "clip_norm", "compile", "loss_parallel",
-             "lora_rank")  # fmt: skip
-    options = {name: getattr(spec, name) for name in names}
-    return split(spec.model, spec.plan, sequence=spec.sequence or None, device=device, sizes=spec.sizes, **options)
+    return split(spec.model, spec.plan, spec, device=device, sizes=spec.sizes)
 
 
-def _data(spec: RunSpec) -> Data:
-    shapes = spec.shapes
-    return get_data(spec.data, image=shapes.image or 32, classes=shapes.classes or 10,
-                    sequence=spec.sequence or shapes.sequence, by=spec.tokenizer, seed=spec.seed)  # fmt: skip
-
-
-def _loop(spec: RunSpec, job, data: Data, device: str, power: meter.Meter, trace: Path, write) -> None:
-    """All steps; `write` takes a row of each, on rank 0."""
-    with profiler(trace, device) if spec.profile else nullcontext() as recorder:
-        for step in range(spec.steps):
+def _loop(spec: RunSpec, job, data: Data, device: str, power: meter.Meter, directory: Path, write) -> None:
+    """All steps that are left; `write` takes a row of each, on rank 0. A run that was taken up is not traced again."""
+    trace = directory / f"trace_rank{os.environ['RANK']}.json.gz"
+    with profiler(trace, device) if spec.profile and not job.steps_done else nullcontext() as recorder:
+        for step in range(job.steps_done, spec.steps):
             start_s = time.perf_counter()
             with record_function("data"):
                 batch = _tensors(data.batch(step, spec.global_batch, spec.seed))
@@ -117,19 +109,36 @@ def _loop(spec: RunSpec, job, data: Data, device: str, power: meter.Meter, trace
             if device == "cuda":
                 torch.cuda.synchronize()
             end_s = time.perf_counter()
-            validation = spec.validate_every and (step + 1) % spec.validate_every == 0
-            held_out = job.evaluate(_validation(data, spec)) if validation else {}
+            held_out = job.evaluate(_validation(data, spec)) if _due(step, spec.validate_every) else {}
             if recorder:
                 recorder.step()
             if write:
                 told["seconds"]["data"] += drawn_s
                 times = {"step": step, "total_s": end_s - start_s, "validation_loss": held_out.get("loss")}
                 write(times | _told(told, spec) | _used(device, *power.window(start_s, end_s)))
+            if _due(step, spec.checkpoint_every):
+                _keep(job, directory / "checkpoints", remove=bool(write))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and (step + 1) % every == 0
+
+
+def _keep(job, folder: Path, remove: bool) -> None:
+    """Save a checkpoint of all ranks; one of them puts it in place of the last."""
+    name = str(job.steps_done)
+    job.save(folder / name)  # returns on the first rank when all have written
+    if remove:
+        with replacing(folder / "latest") as temporary:
+            temporary.write_text(name)
+        for old in folder.iterdir():
+            if old.is_dir() and old.name != name:
+                shutil.rmtree(old)
 
 
 def _told(told: dict, spec: RunSpec) -> dict:
     """Columns of steps.csv that `Job.step` tells."""
-    phases = {f"{name}_s": told["seconds"][name] for name in ("data", "forward", "backward", "optimizer")}
+    phases = {f"{name}_s": told["seconds"][name] for name in PHASES}
     tokens = told["samples"] * (spec.sequence or spec.shapes.sequence)
     same = {name: told[name] for name in ("samples", "loss", "accuracy")}
     return {**phases, **same, "tokens": tokens, "overflow": int(told["overflow"])}
@@ -159,12 +168,13 @@ def _writer(spec: RunSpec, directory: Path) -> Iterator:
         import wandb
 
         log = wandb.init(project="madmax-workbench", name=spec.name, dir=str(directory), config=asdict(spec))
-    with (directory / "steps.csv").open("w", newline="", buffering=1) as file:
+    with (directory / "steps.csv").open("a", newline="", buffering=1) as file:
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(read.COLUMNS)
+        if not file.tell():
+            table.writerow(read.COLUMNS)
 
         def write(row: dict) -> None:
-            values = [known(row[name]) for name in read.COLUMNS]
+            values = [read.known(row[name]) for name in read.COLUMNS]
             table.writerow(["" if value is None else value for value in values])
             if log:
                 log.log({key: value for key, value in zip(read.COLUMNS, values, strict=True) if value is not None})
@@ -188,11 +198,6 @@ def _failure(error: BaseException, rank: int) -> dict:
     wanting = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in text for sign in _OUT_OF_MEMORY)
     status = "out-of-memory" if wanting else "failed"
     return {"rank": rank, "status": status, "error": f"{type(error).__name__}: {text}", "time_s": time.time()}
-
-
-def _write_json(path: Path, content: dict) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(known(content), indent=1) + "\n")
 
 
 def _write_power(path: Path, rows: list[tuple]) -> None:

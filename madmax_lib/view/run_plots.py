@@ -1,6 +1,6 @@
 """How do training runs look, one alone and strategies side by side? Pictures of what `runs.read` reads.
 
-Everything here is measured: bars are filled. A run is named by its strategy.
+What is measured is filled; hatched is the memory that `simulator.memory` predicts. A run is named by its strategy.
 """
 
 from __future__ import annotations
@@ -8,27 +8,36 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 
 from madmax_lib.accounting import breakdown
 from madmax_lib.runs.read import Run, runs_table
+from madmax_lib.simulator.memory import memory, peak_bytes
 from madmax_lib.traces.cache import content_sha256
 from madmax_lib.traces.kineto import read_trace
-from madmax_lib.units import format_s
-from madmax_lib.view.drawing import COLORS, keep_data, kind_legend, new_axes
+from madmax_lib.units import bytes_unit, format_bytes, format_s
+from madmax_lib.view.drawing import COLORS, fill_of, keep_data, kind_legend, new_axes
 
-__all__ = ["plot_losses", "plot_phases", "plot_run", "plot_shares", "plot_speed", "trace_breakdowns"]
+__all__ = ["memory_table", "plot_losses", "plot_memory", "plot_phases", "plot_run", "plot_shares", "plot_speed",
+           "trace_breakdowns"]  # fmt: skip
 
 _PHASES = {"data": "#529d3f", "forward": "#7aa6d6", "backward": "#3b75af", "optimizer": "#8d6bb8", "other": "#d9d9d9"}
-_SHARES = ("compute", "exposed_comm", "idle")
+_SHARES = {"compute": "compute", "exposed_comm": "comm", "idle": "idle"}  # column: kind
 _FEW_STEPS = 20  # up to which there is room for the loss of each
-_FEW_PERCENT = 0.09  # parts below are drawn without a number
+_FEW_PERCENT = 9  # parts below are drawn without a number
 
 
 def plot_run(run: Run, ax: Axes | None = None) -> Axes:
-    """Time of each step of a run by phase, and its loss as text above."""
+    """Time of each step of a run by phase, and its loss as text above.
+
+    Raises ValueError for a run that made no step, with its status and the error it ended with.
+    """
+    if not len(run.steps):
+        told = run.summary
+        raise ValueError(f"{run.spec.name} made no step: {told.get('status', 'unfinished')} {told.get('error', '')}")
     ax = ax or new_axes(height=2.8)
     parts = _parts(run.steps)
-    _stack(ax, parts * 1e3, horizontal=False)
+    _stack(ax, parts * 1e3, _PHASES, horizontal=False)
     top_ms = float(parts.sum(axis=1).max() * 1e3)
     if len(parts) <= _FEW_STEPS:
         above = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "fontsize": 7}
@@ -94,7 +103,7 @@ def plot_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     ax = ax or new_axes(height=1.4 + 0.26 * len(table))
     counted = {name: run.steps[run.steps["step"] >= run.spec.warmup] for name, run in runs.items()}
     parts = pd.DataFrame([_parts(counted[name]).median() for name in table["run"]])
-    _stack(ax, parts * 1e3, horizontal=True)
+    _stack(ax, parts * 1e3, _PHASES)
     _strategy_axis(ax, table)
     ax.set(xlabel="median time on rank 0 [ms]")
     share = (parts["backward"] / parts.sum(axis=1)).median()
@@ -130,22 +139,66 @@ def trace_breakdowns(runs: dict[str, Run]) -> pd.DataFrame:
 def plot_shares(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Shares of a traced step by strategy, of `trace_breakdowns`: compute, exposed communication, idle and other."""
     ax = ax or new_axes(height=1.4 + 0.26 * len(table))
-    shown = {"compute": table["compute"], "comm": table["exposed_comm"], "idle": table["idle"]}
-    left = np.zeros(len(table))
-    for kind, share in shown.items():
-        ax.barh(range(len(table)), share * 100, left=left, height=0.75, color=COLORS[kind])
-        for place, (start, width) in enumerate(zip(left, share * 100, strict=True)):
-            if width / 100 > _FEW_PERCENT:
-                ax.text(start + width / 2, place, f"{width:.0f} %", ha="center", va="center", fontsize=7)
-        left = left + share.to_numpy() * 100
+    for bars in _stack(ax, table[list(_SHARES)] * 100, {name: COLORS[kind] for name, kind in _SHARES.items()}):
+        texts = [f"{bar.get_width():.0f} %" if bar.get_width() > _FEW_PERCENT else "" for bar in bars]
+        ax.bar_label(bars, texts, label_type="center", fontsize=7)
     _strategy_axis(ax, table)
     ax.set(xlabel="share of the traced steps [%]", xlim=(0, 100))
     split = table[table["ranks"] > 1]
     most = split.loc[split["exposed_comm"].idxmax()] if len(split) else None
     ax.set_title("One process does not communicate" if most is None else
                  f"{most['strategy']} exposes most communication: {most['exposed_comm']:.0%} of a step")  # fmt: skip
-    kind_legend(ax, list(shown), {"comm": "exposed communication"})
+    kind_legend(ax, list(_SHARES.values()), {"comm": "exposed communication"})
     return keep_data(ax, table)
+
+
+def memory_table(runs: dict[str, Run]) -> pd.DataFrame:
+    """Memory of the fullest rank's device by run, beside its plan and status.
+
+    predicted_bytes: allocated at the peak, of `mm.memory` in the habits of this project's runs: gradients are views
+    into DDP's buckets, low-rank training has gradients of its updates alone. measured_bytes:
+    torch.cuda.max_memory_allocated, NaN on a CPU, where nothing counts allocations (host_rss_bytes holds Python and
+    torch too). A run out of memory has its plan and prediction here, and what its first steps took.
+    """
+    told = runs_table(runs)[["run", "strategy", "dimensions", "status"]]
+    rows = []
+    for run in (runs[name] for name in told["run"]):
+        peaks = [rank["memory_peak_bytes"] for rank in run.summary.get("ranks", ())]
+        peaks = [size for size in (*peaks, run.summary.get("memory_peak_bytes")) if size is not None]
+        rows.append({"plan": str(run.spec.plan), "predicted_bytes": _predicted(run),
+                     "measured_bytes": float(max(peaks, default=np.nan))})  # fmt: skip
+    return told.join(pd.DataFrame(rows))
+
+
+def plot_memory(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
+    """Memory of `memory_table` by strategy: predicted hatched, measured filled below it where the runs had GPUs."""
+    table = memory_table(runs)
+    ax = ax or new_axes(height=1.2 + 0.26 * len(table))
+    unit, factor = bytes_unit(table[["predicted_bytes", "measured_bytes"]].max(axis=None))
+    measured, places = table["measured_bytes"].notna().any(), np.arange(len(table))
+    height = 0.36 if measured else 0.72
+    ax.barh(places - (height / 2 if measured else 0), table["predicted_bytes"] / factor, height=height,
+            label="predicted", **fill_of("other", "simulated"))  # fmt: skip
+    if measured:
+        ax.barh(places + height / 2, table["measured_bytes"] / factor, height=height, label="measured",
+                **fill_of("other", None))  # fmt: skip
+        ax.legend()
+    _strategy_axis(ax, table)
+    least, most = (format_bytes(size) for size in table["predicted_bytes"].agg(["min", "max"]))
+    known = "" if measured else "; a CPU measures none"
+    ax.set(xlabel=f"memory of a rank at its peak [{unit}]{known}")
+    ax.set_title(f"{runs[table['run'].iloc[0]].spec.model} needs {least} to {most} per rank, as predicted")
+    return keep_data(ax, table, _origin(runs))
+
+
+def _predicted(run: Run) -> float:
+    """Bytes allocated at the peak of the fullest rank."""
+    spec, job = run.spec, run.env.get("job", {})
+    trainable = job.get("trained_local_parameters", 1) / job.get("local_parameters", 1)
+    stack = "deepspeed" if spec.engine == "deepspeed" else "torch"
+    table = memory(spec.shapes, spec.plan, sequence=spec.sequence or None, dtype=spec.dtype, stack=stack,
+                   global_batch=spec.global_batch, trainable=trainable)  # fmt: skip
+    return peak_bytes(table[(table["component"] != "buckets") | (stack != "torch")], allocated=True)
 
 
 def _parts(steps: pd.DataFrame) -> pd.DataFrame:
@@ -154,15 +207,15 @@ def _parts(steps: pd.DataFrame) -> pd.DataFrame:
     return parts.assign(other=(steps["total_s"] - parts.sum(axis=1)).clip(lower=0)).reset_index(drop=True)
 
 
-def _stack(ax: Axes, parts: pd.DataFrame, *, horizontal: bool) -> None:
-    begin = np.zeros(len(parts))
-    for name, color in _PHASES.items():
-        size = parts[name].to_numpy()
-        if horizontal:
-            ax.barh(range(len(parts)), size, left=begin, height=0.75, color=color, label=name)
-        else:
-            ax.bar(range(len(parts)), size, bottom=begin, width=0.8, color=color, label=name)
+def _stack(ax: Axes, parts: pd.DataFrame, colors: dict[str, str], *, horizontal: bool = True) -> list[BarContainer]:
+    """Columns of a table as bars upon each other, a row each."""
+    begin, places, drawn = np.zeros(len(parts)), range(len(parts)), []
+    for name, color in colors.items():
+        size, look = parts[name].to_numpy(), {"color": color, "label": name}
+        drawn.append(ax.barh(places, size, left=begin, height=0.75, **look) if horizontal else
+                     ax.bar(places, size, bottom=begin, **look))  # fmt: skip
         begin = begin + size
+    return drawn
 
 
 def _strategy_axis(ax: Axes, table: pd.DataFrame) -> None:
