@@ -15,7 +15,7 @@ from pathlib import Path
 from madmax_lib import plan_flags
 from madmax_lib.specs import DLRM, Cluster, Model
 
-__all__ = ["Plan"]
+__all__ = ["DEFAULTS", "Plan"]
 
 _DEGREES = {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch",
             "v": "interleave", "hs": "shard", "pf": "prefetch", "first": "first_layers", "last": "last_layers",
@@ -187,7 +187,7 @@ class Plan:
         return cls(**plan_flags.torchtitan(source, world_size, layers))
 
     def __str__(self) -> str:
-        default = {f.name: f.default for f in fields(self)} | {"sequence_parallel": self.tp > 1}
+        default = DEFAULTS | {"sequence_parallel": self.tp > 1}
         parts = [f"dp{self.dp}"]
         for short, name in _DEGREES.items():
             if name != "dp" and getattr(self, name) != default[name]:
@@ -241,3 +241,6 @@ class Plan:
             raise ValueError(
                 f"pp x interleave = {self.pp} x {self.interleave} exceeds {model.layers} layers of {model.name}"
             )
+
+
+DEFAULTS = {field.name: field.default for field in fields(Plan)}  # of every choice that a plan does not name

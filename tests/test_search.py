@@ -13,8 +13,9 @@ from test_space import plans
 
 import madmax_lib as mm
 from madmax_lib.datasets import PROJECT
-from madmax_lib.planner import search as search_module
+from madmax_lib.planner import shards as shards_module
 from madmax_lib.planner.codesign import RESOURCES, codesign, scaled, training
+from madmax_lib.planner.evaluate import OBJECTIVES
 from madmax_lib.planner.search import search
 from madmax_lib.planner.shards import _on_workers
 from madmax_lib.planner.shortlist import shortlist
@@ -75,12 +76,21 @@ def test_no_plan_is_better_in_time_and_memory_than_the_front(brute, found):
         assert beaten.any() or cost[1] > usable_bytes(NODE.device)
 
 
-@pytest.mark.parametrize(("objective", "column"), search_module.OBJECTIVES.items())
+@pytest.mark.parametrize(("objective", "column"), OBJECTIVES.items())
 def test_objectives(objective, column):
     found = search(MODEL, NODE, 16, objective, top=5, space=SPACE, progress=False)
     everything = search(MODEL, NODE, 16, top=10**6, space=SPACE, progress=False).table
     assert len(found.table) == 5 and found.table[column].is_monotonic_increasing
     assert found.table[column].iloc[0] == pytest.approx(everything[column].min(), rel=1e-12)
+
+
+def test_equal_memory_goes_to_the_faster_plan():
+    space = replace(SPACE, zero=(1,), pp=(1,), tp=(1,), overlap_gather=(False, True))  # the slower gather comes first
+    everything = search(MODEL, NODE, 16, top=10**6, space=space, progress=False).table
+    for top in (1, 3):
+        found = search(MODEL, NODE, 16, "memory", top=top, space=space, progress=False).table
+        ordered = everything.sort_values(["memory_bytes", "step_s"])[:top]
+        np.testing.assert_array_equal(found[["memory_bytes", "step_s"]], ordered[["memory_bytes", "step_s"]])
 
 
 def test_simulate_agrees_with_the_winner():
@@ -98,8 +108,14 @@ def test_shards_together_are_the_whole(found):
     np.testing.assert_array_equal(best["step_s"], found.table["step_s"])
 
 
+def test_a_shard_may_hold_no_plan_that_fits():
+    large = replace(NODE, nodes=2)
+    parts = [search(GPT, large, 16, space=Space.quick(), shard=i, shards=8, progress=False) for i in range(8)]
+    assert not any(part.feasible for part in parts) and all(part.table.empty for part in parts)
+
+
 def test_a_stopped_search_goes_on(tmp_path, monkeypatch, found):
-    real, calls = search_module.search_layouts, []
+    real, calls = shards_module.evaluate, []
 
     def stops(problem, at):
         calls.append(at)
@@ -107,7 +123,7 @@ def test_a_stopped_search_goes_on(tmp_path, monkeypatch, found):
             raise KeyboardInterrupt
         return real(problem, at)
 
-    monkeypatch.setattr(search_module, "search_layouts", stops)
+    monkeypatch.setattr(shards_module, "evaluate", stops)
     half = search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)
     assert not half.complete and half.evaluated < found.evaluated and len(half.table) == 20
     whole = search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)
@@ -171,6 +187,7 @@ def test_parts_that_cannot_be_read_are_made_again(tmp_path, found):
         ({"model": GPT}, "no plan of gpt3-175b fits: the least needs .* GB per device, a100-80 has 8"),
         ({"model": mm.model("dlrm-a")}, "recommendation models are split by dp only"),
         ({"space": Space(micro_batch=(5,))}, "names no micro-batch, schedule or ZeRO stage that divides"),
+        ({"shard": 3, "shards": 3}, "shard=3 is not one of 0 to 2"),
         ({"top": 0}, "top=0 and global_batch=16 must be at least 1"),
     ],
 )
@@ -210,17 +227,11 @@ def test_plans_close_to_the_best_are_worth_measuring(found):
     assert 1 < len(table) < len(found.table) and not table.duplicated(["tp", "cp", "pp", "zero", "recompute"]).any()
     assert table["ratio"].iloc[0] == 1 and table["worth_measuring"].iloc[0]
     width = np.log(table["ratio_high"] / table["ratio"])
-    assert np.ptp(width) < 1e-12 and 0.02 < width[0] < np.log(found_width(found))
+    assert np.ptp(width) < 1e-12 and 0.05 < width[0] < 0.25  # 13 % for dense models
     far = table.assign(step_s=table["step_s"].iloc[0] * np.exp(np.arange(len(table)) * 1.01 * width[0]))
     assert shortlist(far, MODEL)["worth_measuring"].sum() == 1
     with pytest.raises(ValueError, match="parameters without residuals"):
         shortlist(found.table, MODEL, Parameters())
-
-
-def found_width(found):
-    """High over predicted of the winner alone: comparing is surer than timing."""
-    row = mm.estimate(MODEL, NODE, found.best, global_batch=16).iloc[0]
-    return row["high_s"] / row["step_s"] * 1.5
 
 
 def test_training_time_and_cost(found):

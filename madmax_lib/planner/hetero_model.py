@@ -14,14 +14,13 @@ from types import SimpleNamespace
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.plan import Plan
+from madmax_lib.plan import DEFAULTS
 from madmax_lib.planner.hetero_prices import BYTES_PER_GBPS_MS, Price, Prices
 from madmax_lib.profiles import Node
-from madmax_lib.simulator.estimate import machine_fields, matrix_fields, model_fields, plan_fields
+from madmax_lib.simulator.estimate import work_of
 from madmax_lib.simulator.memory import PHASES, stage_bytes, usable_bytes
 from madmax_lib.simulator.parameters import Parameters, shipped
 from madmax_lib.simulator.step_time import achieved_rates, pieces
-from madmax_lib.simulator.work import Work
 from madmax_lib.specs import Cluster, Link, Model, Transformer
 
 __all__ = ["RECOMPUTE", "clusters_of", "nodes_of", "simulated_prices"]
@@ -70,7 +69,7 @@ def nodes_of(clusters: Sequence[Cluster], parameters: Parameters | None = None) 
     """The nodes of some clusters, with the memory a process can have and the bandwidth that collectives achieve."""
     nodes = []
     for cluster in clusters:
-        work = _work(catalog.model("gpt2"), cluster, _plans(), None, "bf16")
+        work = work_of(catalog.model("gpt2"), cluster, _plans(), 1, None, "bf16")
         rates, unit = achieved_rates(work, parameters or shipped()), _MS * BYTES_PER_GBPS_MS
         intra, inter = (float(np.ravel(rates[name])[0]) / unit for name in ("link", "nic"))
         memory_gb = usable_bytes(cluster.device) / 2**30
@@ -102,19 +101,12 @@ def _ends(model: Transformer, first: float, middle: float, last: float) -> np.nd
 
 def _plans(**columns) -> SimpleNamespace:
     """Plans as arrays, Megatron's: sequence parallel with tp, at least two replicas and three stages in memory."""
-    fields = {name: field.default for name, field in Plan.__dataclass_fields__.items()}
-    return SimpleNamespace(**fields | columns | {"sequence_parallel": np.asarray(columns.get("tp", 1)) > 1})
-
-
-def _work(model: Transformer, cluster: Cluster, plan: SimpleNamespace, sequence: int | None, dtype: str) -> Work:
-    fields, classes = machine_fields(cluster, dtype)
-    fields |= model_fields(model, sequence) | matrix_fields(cluster.device, dtype) | plan_fields(plan, 1)
-    return Work(fields, classes | {"mixture": "none"})
+    return SimpleNamespace(**DEFAULTS | columns | {"sequence_parallel": np.asarray(columns.get("tp", 1)) > 1})
 
 
 def _pieces(model, cluster, plan, sequence, dtype, parameters) -> tuple[dict[str, np.ndarray], float]:
     """Seconds of a layer, the head and the optimizer by plan, and the bytes per weight of gradient traffic."""
-    work = _work(model, cluster, plan, sequence, dtype)
+    work = work_of(model, cluster, plan, 1, sequence, dtype)
     found = pieces(work, parameters)
     names = ("layer_s", "head_s", "optimizer_s")
     return {name: np.broadcast_to(found[name], work.shape) for name in names}, float(work.gradient_wire_bytes[0])

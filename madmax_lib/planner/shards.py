@@ -16,6 +16,7 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from madmax_lib.atomic import replacing
+from madmax_lib.planner.evaluate import Found, Problem, evaluate, merged
 from madmax_lib.planner.space import Layout
 
 __all__ = ["run_parts"]
@@ -25,13 +26,12 @@ _RETRIES = 3  # of a part whose worker died
 _COUNTS = ("evaluated", "feasible", "least_bytes")
 
 
-def run_parts(problem, at: Sequence[Layout], client=None, directory=None, progress: bool = True):
+def run_parts(problem: Problem, at: Sequence[Layout], client=None, directory: str | Path | None = None,
+              progress: bool = True) -> tuple[Found, bool]:  # fmt: skip
     """(what was found, whether all parts were done). directory: finished parts are kept there and read again.
 
     Raises ValueError if the directory holds parts of another search.
     """
-    from madmax_lib.planner.search import Found, merged, search_layouts
-
     parts = [at[i::_PARTS] for i in range(min(_PARTS, len(at)))]
     folder = _folder(directory, problem, at)
     found, todo = Found(pd.DataFrame(), pd.DataFrame()), []
@@ -42,7 +42,7 @@ def run_parts(problem, at: Sequence[Layout], client=None, directory=None, progre
     bar = tqdm(total=len(parts), initial=len(parts) - len(todo), desc="searching", unit="part", leave=False, delay=1,
                disable=not progress)  # fmt: skip
     try:
-        for number, result in run(search_layouts, problem, todo, client):
+        for number, result in run(evaluate, problem, todo, client):
             _save(folder, number, result)
             found = merged(problem, found + result)
             bar.update()
@@ -70,7 +70,7 @@ def _on_workers(work, problem, todo, client) -> Iterator[tuple]:
         client.cancel(list(futures))
 
 
-def _folder(directory, problem, at: Sequence[Layout]) -> Path | None:
+def _folder(directory: str | Path | None, problem: Problem, at: Sequence[Layout]) -> Path | None:
     """The directory, with what is searched written down, or checked if it was there."""
     if directory is None:
         return None
@@ -85,7 +85,7 @@ def _folder(directory, problem, at: Sequence[Layout]) -> Path | None:
     return folder
 
 
-def _save(folder: Path | None, number: int, found) -> None:
+def _save(folder: Path | None, number: int, found: Found) -> None:
     if folder is None:
         return
     table = pd.concat([found.table.assign(kept_as="table"), found.front.assign(kept_as="front")], ignore_index=True)
@@ -94,10 +94,8 @@ def _save(folder: Path | None, number: int, found) -> None:
         table.to_parquet(temporary)
 
 
-def _load(folder: Path | None, number: int):
+def _load(folder: Path | None, number: int) -> Found | None:
     """What was kept of a part; None if nothing, or nothing readable."""
-    from madmax_lib.planner.search import Found
-
     path = folder / f"part-{number:02d}.parquet" if folder else None
     if path is None or not path.exists():
         return None

@@ -16,14 +16,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from madmax_lib.plan import Plan
+from madmax_lib.plan import DEFAULTS, Plan
 from madmax_lib.specs import Cluster, Transformer
 
 __all__ = ["Layout", "Space", "layouts", "namespace", "passes", "plan_of", "shards"]
 
 _PASS = ("micro_batch", "schedule", "interleave", "recompute", "sequence_parallel", "context", "attention")
 _SHARD = ("zero", "shard", "overlap_gather", "reduce_fp32", "qwz", "hpz", "qgz", "prefetch")
-_DEFAULTS = {name: field.default for name, field in Plan.__dataclass_fields__.items()}
 
 
 @dataclass(frozen=True)
@@ -172,13 +171,13 @@ def _full_shards(space: Space, at: Layout, cluster: Cluster) -> list[tuple]:
 
 def namespace(at: Layout, columns: dict[str, np.ndarray]) -> SimpleNamespace:
     """A product of plans as an object with all fields of Plan, for formulas that broadcast."""
-    return SimpleNamespace(**(_DEFAULTS | vars(at) | columns))
+    return SimpleNamespace(**(DEFAULTS | vars(at) | columns))
 
 
 def plan_of(row: dict) -> Plan:
     """The Plan of a row of a search table."""
     values = {name: row[name] for name in Plan.__dataclass_fields__ if name in row}
-    kinds = {name: type(default) for name, default in _DEFAULTS.items() if default is not None}
+    kinds = {name: type(default) for name, default in DEFAULTS.items() if default is not None}
     return Plan(**{name: kinds.get(name, bool)(value) for name, value in values.items()})
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.plan import Plan
+from madmax_lib.plan import DEFAULTS, Plan
 from madmax_lib.simulator.offload import best_offload
 from madmax_lib.simulator.parameters import Parameters, shipped
 from madmax_lib.simulator.placement import Policy, normalised
@@ -216,10 +216,9 @@ def _bits(device: Device, dtype: str) -> int:
 
 def _columns(table: pd.DataFrame) -> SimpleNamespace:
     """A table of plans as arrays by field of Plan; what is missing has its default."""
-    fields = Plan.__dataclass_fields__
-    if unknown := [name for name in table.columns if name not in fields]:
-        raise ValueError(f"column {unknown[0]!r} is not a field of Plan: {', '.join(fields)}")
-    values = {name: table[name].to_numpy() if name in table else field.default for name, field in fields.items()}
+    if unknown := [name for name in table.columns if name not in DEFAULTS]:
+        raise ValueError(f"column {unknown[0]!r} is not a field of Plan: {', '.join(DEFAULTS)}")
+    values = {name: table[name].to_numpy() if name in table else default for name, default in DEFAULTS.items()}
     values["sequence_parallel"] = values["sequence_parallel"] if "sequence_parallel" in table else values["tp"] > 1
     return SimpleNamespace(**{name: np.broadcast_to(value, len(table)) for name, value in values.items()})
 

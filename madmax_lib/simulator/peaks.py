@@ -10,14 +10,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from madmax_lib.plan import Plan
+from madmax_lib.plan import DEFAULTS, Plan
 from madmax_lib.simulator.memory import PHASES, default_stack, moment_peak, stage_bytes
 from madmax_lib.simulator.workload import chunk_layers
 from madmax_lib.specs import Transformer
 
 __all__ = ["plans_peak_bytes"]
-
-_DEFAULTS = {name: field.default for name, field in Plan.__dataclass_fields__.items()}
 
 
 def plans_peak_bytes(
@@ -42,7 +40,7 @@ def plans_peak_bytes(
     result = np.empty((len(rows["micro_batch"]), len(zero)))
     for stack in dict.fromkeys(stacks.values()):
         at = np.flatnonzero([stacks[z] == stack for z in zero])
-        plans = _DEFAULTS | degrees | rows | {name: choice[:, at] for name, choice in columns.items()}
+        plans = DEFAULTS | degrees | rows | {name: choice[:, at] for name, choice in columns.items()}
         parts = stage_bytes(model, SimpleNamespace(**plans), stage, layers, mixtures, stack=stack, sequence=sequence,
                             dtype=dtype, micro_batches=batches)  # fmt: skip
         sums = dict.fromkeys(PHASES.values(), 0.0)
