@@ -11,7 +11,7 @@ import madmax_lib as mm
 from madmax_lib.planner.space import plan_of
 from madmax_lib.simulator.memory import memory, peak_bytes
 
-CALCULON = {"plans": 7_126_368, "with logging": 12.6 * 3600, "without": 2.4 * 3600}  # CPU s, measured from its release
+CALCULON = {"plans": 7_126_368, "with logging": 12.6 * 3600, "without": 2.4 * 3600}  # CPU s reported for its release
 
 
 def main() -> None:

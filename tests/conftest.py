@@ -55,6 +55,11 @@ def closed_figures():
         pyplot.close("all")
 
 
+def core_flops(block) -> float:
+    """Forward FLOPs of a block's attention scores."""
+    return sum(op.flops for op in block.ops if op.core)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_process_group_is_left():
     """A job of one process opens a group of its own; the next file starts without it."""

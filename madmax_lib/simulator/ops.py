@@ -85,11 +85,6 @@ class Block:
         return sum(op.flops for op in self.ops)
 
     @property
-    def core_flops(self) -> float:
-        """Those of attention scores."""
-        return sum(op.flops for op in self.ops if op.core)
-
-    @property
     def traffic_bytes(self) -> float:
         """Memory traffic of the forward pass."""
         return sum(op.traffic_bytes for op in self.ops)

@@ -1,9 +1,9 @@
 """What does a step draw? Power between idle and the device's limit by how busy it is; energy follows.
 
 P = idle + (TDP - idle) x utilisation, by phase: matrix products and memory-bound work at the limit, communication and
-waiting near idle. The shares are round numbers read off published idle powers (A100 SXM 50 to 60 of 400 W, H100 SXM 70
-to 120 of 700 W) and the 40 to 60 % of TDP that NCCL phases show; expect a quarter of error either way. Hosts are taken
-alike: their processors idle at a share of their limit while the devices work, and reach it under CPU Adam.
+waiting near idle. The shares are assumptions, round and from memory (devices idle at 15 % of their limit, communicate
+at half of it), not fitted to any measurement; expect a quarter of error either way. Hosts are taken alike: their
+processors idle at a share of their limit while the devices work, and reach it under CPU Adam.
 """
 
 from __future__ import annotations

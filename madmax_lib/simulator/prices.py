@@ -63,9 +63,8 @@ class Fitted(DataSheet):
     """The seconds of the closed form. work: this step, alone; blocks: of all stages, as `plan` lays them out."""
 
     def __init__(self, work: Work, blocks: list[Block], plan: Plan, cluster: Cluster, parameters: Parameters):
-        self.cluster, self.parameters, self.work = cluster, parameters, work
-        self.traffic_scale = {"forward": 1.0, "backward": 1.0}
-        self.rates = achieved_rates(work, parameters)
+        super().__init__(plan, cluster, parameters)
+        self.work, self.rates = work, achieved_rates(work, parameters)
         self.groups = groups(plan, cluster, _only(self.rates["link"]), _only(self.rates["nic"]))
         constants = parameters.constants
         self.host_s, self.tp_hidden = constants["step_s"], 1 - constants["tp_exposed"] if work.overlap_tp[0] else 0.0

@@ -38,9 +38,8 @@ def tensor_s(w: Work, p: Parameters, tokens, rates):
 
 def ring_s(w: Work, p: Parameters, tokens, rates):
     """Ring of context parallelism in 16 bit: (keys and values, their gradients, which come home: one hop more)."""
-    hop = np.where(
-        w.cp * w.tp <= w.domain, rates["link"], np.minimum(rates["nic"], rates["link"])
-    )  # leaves by one port
+    one_port = np.minimum(rates["nic"], rates["link"])
+    hop = np.where(w.cp * w.tp <= w.domain, rates["link"], one_port)
     time = _latency_s(w.cp, p) + 4 * tokens * w.kv_width / w.tp * (w.cp - 1) / hop
     time = np.where((w.cp > 1) & (w.ulysses == 0), time, 0.0)
     return time, time * w.cp / np.maximum(w.cp - 1, 1)

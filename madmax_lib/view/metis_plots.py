@@ -194,7 +194,3 @@ def _text(plan: dict) -> str:
     degrees = ", ".join(f"{gpus}: dp {dp} tp {tp}" for gpus, (dp, tp) in stages)
     types = " then ".join(plan["node_sequence"])
     return f"{types}; {degrees}; layers {plan['layer_partition']}; {plan['batches']} batches"
-
-
-def _hatched(color: str, label: str) -> Patch:
-    return Patch(facecolor=color, hatch=HATCH, edgecolor="white", label=label)
