@@ -13,6 +13,7 @@ from madmax_lib.view.runner import known_parameters, notebooks, run_notebook
 
 NOTEBOOKS = notebooks()
 REPOSITORY = re.search(r'^Repository = "https://github.com/(.+)"', (PROJECT / "pyproject.toml").read_text(), re.M)[1]
+INSTALL = nbformat.read(NOTEBOOKS["00_tour"], as_version=4).cells[1].source  # the same in every notebook
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -52,7 +53,8 @@ def test_has_the_shape_of_a_typed_documented_function(name):
     code = [cell for cell in cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in code), "make strip"
     assert not re.search(r"^\s*(def|class|for|while) ", "\n".join(cell.source for cell in code), re.M)
-    assert max(len(cell.source.splitlines()) for cell in code[2:]) <= 8
+    assert code[0].source == INSTALL and "mm.setup()" in code[1].source
+    assert max(len(cell.source.splitlines()) for cell in code[3:]) <= 8
     parameters = known_parameters(NOTEBOOKS[name])
     assert list(parameters)[0] == "quick" and parameters["quick"]["default"] == "True"
     assert all(about["inferred_type_name"] != "None" and about["help"] for about in parameters.values())

@@ -88,7 +88,7 @@ def needs(path: Path) -> Needs:
     """What a notebook needs, read from its cells."""
     cells = nbformat.read(path, as_version=4).cells
     code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
-    tree = ast.parse(re.sub(r"^[%!].*$", "", code, flags=re.MULTILINE))
+    tree = ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", code, flags=re.MULTILINE))
     imported = {name for node in ast.walk(tree) for name in _imports(node)}
     packages = {package for room, package in _OF_ROOM.items() for name in imported
                 if name == room or name.startswith(f"{room}.")}  # fmt: skip
