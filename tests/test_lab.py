@@ -143,6 +143,7 @@ def test_explorers_answer_to_wheel_brush_slider_filter_and_click(lab, browser):
         step.scroll_into_view_if_needed()
         check_canvas(page, step)
         check_slider(page, step)
+        redrawn(page, step, lambda: page.keyboard.press("Control+b"))  # no file browser in the picture
         page.screenshot(path=SHOTS / "step_explorer.png")
         check_space(page)
         assert page.locator('.jp-OutputArea-output[data-mime-type*="error"]').count() == 0
