@@ -304,7 +304,8 @@ def test_merged_is_one_process_per_rank(tmp_path):
     assert {e["name"] for e in x} == set(timeline.spans["name"].unique()) | {"ProfilerStep#0"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in rows if e["name"] == "thread_name"}
     assert {(e["pid"], e["tid"]) for e in x} == set(threads)
-    assert threads[2, 20] == "stream 20"
+    assert threads[2, 300_020] == "stream 20"
+    assert len({tid for _, tid in threads} | set(names)) == len(threads) + len(names)  # no two alike, nor like a pid
 
 
 def test_ranks_without_spans_get_a_file_too(tmp_path):

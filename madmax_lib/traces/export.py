@@ -25,7 +25,8 @@ __all__ = ["export_trace"]
 
 _US = 1000
 _LINES = 20_000  # events per write
-_HOST_LANE = 1_000_000  # tid of host threads where they share a pid with streams
+_ALONE = (0, 0)  # first tid of streams and of host threads where each have a pid of their own, as in Kineto's files
+_LANES = 100_000  # tids of a rank in a merged file: Perfetto mixes up threads that share one, or have that of a pid
 
 
 def export_trace(timeline: Timeline, directory: str | Path, *, merged: bool = False) -> list[Path]:
@@ -88,13 +89,14 @@ def _base_ns(timeline: Timeline, tables: dict[int, pd.DataFrame]) -> int:
 def _rank_text(timeline: Timeline, rank: int, table: pd.DataFrame, base_ns: int) -> Iterator[str]:
     backend = "nccl" if (table["stream"] >= 0).any() else "gloo"
     names = {0: f"rank {rank} {timeline.meta.device or 'device'}", 1: f"rank {rank} host"}
-    parts = [_names(table, names, 0), _spans(table, base_ns, (0, 1, 0)), _flows(table, base_ns)]
+    parts = [_names(table, names, _ALONE), _spans(table, base_ns, (0, 1), _ALONE), _flows(table, base_ns)]
     return _document(timeline, base_ns, {"backend": backend, "rank": rank}, parts)
 
 
 def _merged_text(timeline: Timeline, tables: dict[int, pd.DataFrame], base_ns: int) -> Iterator[str]:
-    parts = [_names(table, {rank: f"rank {rank}"}, _HOST_LANE) for rank, table in tables.items()]
-    parts += [_spans(table, base_ns, (rank, rank, _HOST_LANE)) for rank, table in tables.items()]
+    first = {rank: ((rank + 1) * _LANES, (rank + 1) * _LANES + _LANES // 2) for rank in tables}
+    parts = [_names(table, {rank: f"rank {rank}"}, first[rank]) for rank, table in tables.items()]
+    parts += [_spans(table, base_ns, (rank, rank), first[rank]) for rank, table in tables.items()]
     return _document(timeline, base_ns, {}, parts)
 
 
@@ -121,13 +123,13 @@ def _document(timeline: Timeline, base_ns: int, info: dict, parts: list[Iterator
     yield (separator if lines else "") + ",\n".join(lines) + "\n]}\n"
 
 
-def _names(table: pd.DataFrame, names: dict[int, str], host_lane: int) -> Iterator[str]:
+def _names(table: pd.DataFrame, names: dict[int, str], first: tuple[int, int]) -> Iterator[str]:
     """Names and order of processes and threads. names: by pid, of the device and, unless they share it, the host."""
     for pid, name in names.items():
         yield _meta(pid, 0, "process_name", name)
         yield _meta(pid, 0, "process_sort_index", pid)
     for stream in sorted(set(table["stream"].tolist()), key=lambda s: (s < 0, abs(s))):
-        pid, tid = (min(names), stream) if stream >= 0 else (max(names), host_lane - stream)
+        pid, tid = _thread(stream, (min(names), max(names)), first)
         yield _meta(pid, tid, "thread_name", f"stream {stream}" if stream >= 0 else f"host thread {-stream}")
         yield _meta(pid, tid, "thread_sort_index", tid)
 
@@ -137,8 +139,13 @@ def _meta(pid: int, tid: int, name: str, value: str | int) -> str:
     return json.dumps({"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args})
 
 
-def _spans(table: pd.DataFrame, base_ns: int, place: tuple[int, int, int]) -> Iterator[str]:
-    """One event per row; what rows have in common is made once. place: pid of device and of host, tid of host rows."""
+def _thread(stream: int, pids: tuple[int, int], first: tuple[int, int]) -> tuple[int, int]:
+    """pid and tid of a stream, or of a host thread, which is a negative one. pids: of the device and the host."""
+    return (pids[0], first[0] + stream) if stream >= 0 else (pids[1], first[1] - stream)
+
+
+def _spans(table: pd.DataFrame, base_ns: int, pids: tuple[int, int], first: tuple[int, int]) -> Iterator[str]:
+    """One event per row; what rows have in common is made once."""
     common: dict[tuple, tuple[str, str]] = {}
     columns = ("cat", "label", "name", "kind", "stream", "group")
     keys = zip(*(table[column].tolist() for column in columns), strict=True)
@@ -147,7 +154,7 @@ def _spans(table: pd.DataFrame, base_ns: int, place: tuple[int, int, int]) -> It
     numbers = (table[column].tolist() for column in ("correlation", "op", "size_bytes"))
     for key, ts, length, correlation, op, size in zip(keys, start, dur, *numbers, strict=True):
         if key not in common:
-            common[key] = _common(*key, place)
+            common[key] = _common(*key, _thread(key[4], pids, first))
         head, tail = common[key]
         args = "" if correlation == -1 else f'"correlation": {correlation}, '
         args += "" if op == -1 else f'"External id": {op}, '
@@ -155,11 +162,10 @@ def _spans(table: pd.DataFrame, base_ns: int, place: tuple[int, int, int]) -> It
         yield f'{head}, "ts": {ts}, "dur": {length}, "args": {{{args}{tail}}}}}'
 
 
-def _common(cat, label, name, kind, stream, group, place) -> tuple[str, str]:
+def _common(cat, label, name, kind, stream, group, thread) -> tuple[str, str]:
     """Text before the times, and the last of the args: kind always, stream only of what HTA shall count as a kernel."""
-    pid, tid = (place[0], stream) if stream >= 0 else (place[1], place[2] - stream)
     phase = "i" if kind == "memory" else "X"
-    head = f'{{"ph": "{phase}", "cat": "{cat}", "name": {_text(label)}, "pid": {pid}, "tid": {tid}'
+    head = f'{{"ph": "{phase}", "cat": "{cat}", "name": {_text(label)}, "pid": {thread[0]}, "tid": {thread[1]}'
     args = [f'"kind": "{kind}"']
     if label != name:
         args.append(f'"op name": {_text(original_name(label))}')
