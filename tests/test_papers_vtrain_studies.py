@@ -125,11 +125,9 @@ def ours():
 
 
 @pytest.mark.parametrize(("key", "tolerance"), [
-    ("mtnlg_util_16_16_105", 0.05), ("plan_given_step_s", 0.05), ("plan_found_step_s", 0.05),
-    ("plan_given_cost", 0.05), ("plan_found_cost", 0.05), ("chinchilla_naive_params", 1e-3),
-    ("chinchilla_naive_days", 0.06), ("chinchilla_util", 0.16), ("chinchilla_params", 1e-3),
-    ("chinchilla_tokens", 1e-3), ("chinchilla_overestimate", 0.02), ("seed_96_8192_8_32_8", 0.1),
-    ("seed_96_8192_16_8_16", 0.1),
+    ("plan_given_step_s", 0.05), ("plan_found_step_s", 0.05), ("chinchilla_naive_params", 1e-3),
+    ("chinchilla_util", 0.16), ("chinchilla_params", 1e-3), ("chinchilla_tokens", 1e-3),
+    ("chinchilla_overestimate", 0.02), ("seed_96_8192_8_32_8", 0.1), ("seed_96_8192_16_8_16", 0.1),
 ])  # fmt: skip
 def test_published_numbers(ours, key, tolerance):
     assert ours.loc[key, "ours"] == pytest.approx(ours.loc[key, "theirs"], rel=tolerance)
