@@ -1,12 +1,16 @@
-# make run: every notebook headless    make test: the test suite    make lab: JupyterLab on the notebooks
+# make lab: JupyterLab on the notebooks    make run: every notebook headless    make site: pages of them in build/site
+# make test: the test suite
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/installed
 
-.PHONY: run test lab lint strip clean
+.PHONY: run site test lab lint strip clean
 
 run: $(SETUP)
 	$(BIN)/python -m madmax_lib run
+
+site: $(SETUP)
+	$(BIN)/python -m madmax_lib site
 
 test: $(SETUP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -1,4 +1,4 @@
-"""python -m madmax_lib run | report | doctor: the workbench without opening a notebook."""
+"""python -m madmax_lib run | site | report | doctor: the workbench without opening a notebook."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import argparse
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from madmax_lib import __version__
+
+if TYPE_CHECKING:
+    from madmax_lib.view.runner import Result
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,6 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE", help="set a parameter")
     run.add_argument("-o", "--output", type=Path, help="folder for executed notebooks and HTML (default: build)")
     run.set_defaults(command=_run)
+    site = commands.add_parser("site", help="run all notebooks, write their pages and an index of them")
+    site.add_argument("-o", "--output", type=Path, help="folder for the pages (default: build/site)")
+    site.set_defaults(command=_site)
     report = commands.add_parser("report", help="one HTML page about a directory of traces")
     report.add_argument("traces", type=Path, help="trace file or directory of traces, one per rank")
     report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
@@ -41,10 +48,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from tqdm.auto import tqdm
-
     from madmax_lib.datasets import PROJECT
-    from madmax_lib.view.runner import notebooks, parse_parameters, run_notebook
+    from madmax_lib.view.runner import notebooks, parse_parameters
 
     known = notebooks()
     chosen = list(known) if options.notebook is None else [Path(options.notebook).stem]
@@ -52,23 +57,51 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError(f"no notebook {unknown[0]!r}; there are {', '.join(known)}")
     if options.parameter and len(chosen) > 1:
         raise ValueError("-p needs the name of one notebook")
-    build = (options.output or PROJECT / "build").resolve()
     parameters = parse_parameters(known[chosen[0]], options.parameter) if options.parameter else {"quick": True}
+    build = _folder(options.output or PROJECT / "build")
     default = not options.parameter and not options.output  # only a default run redraws the committed figures
     figures = PROJECT / "figures" if default else build / "figures"
-    bar = tqdm(chosen, desc="notebooks", unit="nb", disable=len(chosen) == 1)
-    results = []
-    for name in bar:
-        bar.set_postfix_str(name)
-        one = len(chosen) == 1
-        results.append(run_notebook(known[name], parameters, build=build, figures=figures, progress=one))
-    width = max(len(name) for name in chosen)
+    results = _execute([known[name] for name in chosen], parameters, build, figures)
+    print(f"executed notebooks and HTML in {build}, figures in {figures}")
+    return 1 if any(result.error for result in results) else 0
+
+
+def _site(options: argparse.Namespace) -> int:
+    from madmax_lib.datasets import PROJECT
+    from madmax_lib.view.runner import notebooks
+    from madmax_lib.view.site import write_site
+
+    known, build = notebooks(), PROJECT / "build"
+    folder = _folder(options.output or build / "site")
+    results = _execute(list(known.values()), {"quick": True}, build, build / "figures")
+    print(write_site(results, folder))
+    return 1 if any(result.error for result in results) else 0
+
+
+def _folder(path: Path) -> Path:
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{path}: is a file, give the name of a folder")
+    path.mkdir(parents=True, exist_ok=True)  # what cannot be written to is said before anything runs
+    return path.resolve()
+
+
+def _execute(paths: list[Path], parameters: dict, build: Path, figures: Path) -> list[Result]:
+    """Run notebooks one after another and print how each went."""
+    from tqdm.auto import tqdm
+
+    from madmax_lib.view.runner import run_notebook
+
+    one, results = len(paths) == 1, []
+    bar = tqdm(paths, desc="notebooks", unit="nb", disable=one)
+    for path in bar:
+        bar.set_postfix_str(path.stem)
+        results.append(run_notebook(path, parameters, build=build, figures=figures, progress=one))
+    width = max(len(path.stem) for path in paths)
     print(f"{'notebook':<{width}}  seconds  figures  status")
     for result in results:
         status = f"failed: {result.error}" if result.error else "ok"
         print(f"{result.name:<{width}}  {result.seconds:7.1f}  {len(result.figures):7d}  {status}")
-    print(f"executed notebooks and HTML in {build}, figures in {figures}")
-    return 1 if any(result.error for result in results) else 0
+    return results
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ import pytest
 
 from madmax_lib.__main__ import main
 from madmax_lib.datasets import PROJECT, dataset
-from madmax_lib.view.runner import run_notebook
+from madmax_lib.view.runner import Result, run_notebook
 
 
 def test_unknown_parameter_lists_the_known_ones(capsys):
@@ -29,6 +29,8 @@ def test_wrong_type_is_refused(capsys, pair):
         (["run", "-p", "quick=True"], "-p needs the name of one notebook"),
         (["run", "20_overlap", "-p", "quick"], "'quick' is not of the form name=value"),
         (["run", "20_overlap", "-p", "step=1", "-p", "step=2"], "parameter step is given twice"),
+        (["run", "20_overlap", "-o", str(PROJECT / "Makefile")], "Makefile: is a file, give the name of a folder"),
+        (["site", "-o", str(PROJECT / "Makefile")], "Makefile: is a file, give the name of a folder"),
         (["report", "/no/such/run"], "/no/such/run: no such file or directory"),
         (
             ["report", str(PROJECT / "traces")],
@@ -59,6 +61,24 @@ def test_a_failing_cell_leaves_the_executed_notebook(tmp_path, capsys):
     notebook = nbformat.read(tmp_path / "20_overlap.ipynb", as_version=4)
     assert any(output.output_type == "error" for cell in notebook.cells for output in cell.get("outputs", []))
     assert (tmp_path / "20_overlap.html").exists()
+
+
+@pytest.mark.parametrize(("error", "status"), [("", 0), ("KeyError: 'a'", 1)])
+def test_site_runs_every_notebook_and_leaves_the_committed_figures(tmp_path, monkeypatch, capsys, error, status):
+    folders = set()
+
+    def executed(path, parameters, *, build, figures, progress):
+        folders.add(figures)
+        nbformat.write(nbformat.v4.new_notebook(), tmp_path / path.name)
+        return Result(path.stem, tmp_path / path.name, 1.0, error=error)
+
+    two = {name: PROJECT / "notebooks" / f"{name}.ipynb" for name in ("00_tour", "20_overlap")}
+    monkeypatch.setattr("madmax_lib.view.runner.notebooks", lambda: two)
+    monkeypatch.setattr("madmax_lib.view.runner.run_notebook", executed)
+    assert main(["site", "-o", str(tmp_path / "site")]) == status
+    pages = {page.stem for page in (tmp_path / "site").iterdir()}
+    assert pages == {"index", *two} and folders == {PROJECT / "build" / "figures"}
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "site" / "index.html")
 
 
 def test_a_dead_kernel_is_a_failed_notebook(tmp_path):

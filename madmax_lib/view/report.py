@@ -19,11 +19,20 @@ from madmax_lib.timeline import Timeline
 from madmax_lib.traces.advise import advise
 from madmax_lib.traces.collectives import waiting
 from madmax_lib.units import format_s
+from madmax_lib.view.page import page
 from madmax_lib.view.plots import plot_advice, plot_breakdown, plot_exposed, plot_overlap, plot_timeline, plot_waiting
 
 __all__ = ["write_report"]
 
 _MOST_RANKS_DRAWN = 16
+_BODY = Template("""
+<h1>$title</h1>
+<p class="about">$about</p>
+<p class="message">$message</p>
+$sections
+<p class="about">MAD-Max Workbench $version. Compute, communication and idle time are unions over all streams of a rank;
+communication is exposed while no compute runs on the same rank.</p>
+""")
 
 
 def write_report(timeline: Timeline, path: str | Path, title: str) -> Path:
@@ -33,7 +42,7 @@ def write_report(timeline: Timeline, path: str | Path, title: str) -> Path:
     with plt.style.context(style):
         table = breakdown(timeline)
         sections = _sections(timeline, table)
-    page = Template(Path(__file__).with_name("report.html").read_text()).substitute(
+    body = _BODY.substitute(
         title=html.escape(title),
         about=html.escape(_about(timeline)),
         message=html.escape(_message(table)),
@@ -41,7 +50,7 @@ def write_report(timeline: Timeline, path: str | Path, title: str) -> Path:
         version=__version__,
     )
     with replacing(path) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+        temporary.write_text(page(f"Trace report: {title}", body), encoding="utf-8")
     return path
 
 

@@ -128,11 +128,10 @@ def _listing(path: Path, known: dict[str, dict]) -> str:
 
 
 def _write_html(output: Path) -> None:
-    from nbconvert import HTMLExporter
+    from madmax_lib.view.site import notebook_page
 
-    html, _ = HTMLExporter().from_filename(str(output))
     with replacing(output.with_suffix(".html")) as temporary:
-        temporary.write_text(html, encoding="utf-8")
+        temporary.write_text(notebook_page(output), encoding="utf-8")
 
 
 @contextmanager

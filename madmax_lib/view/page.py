@@ -1,0 +1,17 @@
+"""What do all pages of the workbench look like? One frame and one style: no network, no scripts."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+from string import Template
+
+__all__ = ["page"]
+
+_HERE = Path(__file__).parent
+
+
+def page(title: str, body: str, style: str = "") -> str:
+    """A whole HTML document. title is text, body HTML; style: CSS beside that of all pages."""
+    style = (_HERE / "page.css").read_text() + style
+    return Template((_HERE / "page.html").read_text()).substitute(title=html.escape(title), style=style, body=body)
