@@ -23,6 +23,11 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     total_s: first start to last end of device work. compute_s, comm_s, memory_s: union of those spans.
     non_compute_s: busy but not computing. exposed_comm_s: communication that no compute hides. idle_s: total - busy.
     overlap: share of communication under compute, 0..1, NaN without communication.
+
+    >>> spans = pd.DataFrame({"kind": ["compute", "comm"], "start_ns": [0, 4 * 10**9], "dur_ns": 6 * 10**9})
+    >>> spans = spans.assign(rank=0, stream=0, step=0, name="", group="", correlation=-1, op=-1, size_bytes=None)
+    >>> breakdown(Timeline(spans))[["total_s", "compute_s", "comm_s", "exposed_comm_s", "overlap"]].round(2).values
+    array([[10.  ,  6.  ,  6.  ,  4.  ,  0.33]])
     """
     spans = timeline.spans
     kind, rank = spans["kind"].cat.codes.to_numpy(), spans["rank"].to_numpy()

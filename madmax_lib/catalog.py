@@ -103,6 +103,9 @@ def model(name: str | Path) -> Model:
     """A model by name or alias, or from a Hugging Face `config.json`.
 
     Raises ValueError for an unknown name or architecture and FileNotFoundError for a configuration that is not there.
+
+    >>> f"{model('gpt2-large').parameters:,}"
+    '774,030,080'
     """
     if str(name).endswith(".json"):
         return _from_hugging_face(Path(name))

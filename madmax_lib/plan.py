@@ -67,6 +67,13 @@ class Plan:
     last pipeline stage (0: as the others); embedding_as_layer, head_as_layer: they count as a layer when stages are
     made equal [Megatron-LM]. capacity: tokens an expert takes over its even share (0: all that come).
     Raises ValueError naming the field, its value and the rule.
+
+    >>> plan = Plan(dp=2, tp=8, pp=8, recompute="full")
+    >>> str(plan), plan.world_size, plan.sequence_parallel
+    ('dp2.tp8.pp8.full', 128, True)
+    >>> Plan(dp=4, ep=3)
+    Traceback (most recent call last):
+    ValueError: ep=3 does not divide dp x cp = 4 x 1
     """
 
     dp: int = 1

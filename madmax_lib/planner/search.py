@@ -73,6 +73,12 @@ def search(
     this part only, for job arrays; it may hold no plan that fits. Interrupting returns the best so far with
     complete=False.
     Raises ValueError naming the rule that leaves no plan, or the least memory that one would need.
+
+    >>> from madmax_lib.catalog import cluster, model
+    >>> two = cluster("kaggle-2xt4")
+    >>> found = search(model("gpt2"), two, global_batch=8, top=3, dtype="fp16", space=Space.quick(), progress=False)
+    >>> found.best.world_size, len(found.table), found.table["step_s"].is_monotonic_increasing
+    (2, 3, True)
     """
     if isinstance(model, DLRM):
         raise ValueError(f"{model.name}: recommendation models are split by dp only, no search is needed")

@@ -22,7 +22,11 @@ def all_reduce_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s=0.0):
 
 
 def all_gather_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s=0.0):
-    """Ring all-gather: (p-1) latency + (p-1)/p size / bandwidth."""
+    """Ring all-gather: (p-1) latency + (p-1)/p size / bandwidth.
+
+    >>> all_gather_s(1e9, [1, 2, 8], 100e9).tolist()
+    [0.0, 0.005, 0.00875]
+    """
     ranks = np.asarray(ranks)
     return (ranks - 1) * latency_s + (ranks - 1) / ranks * size_bytes / bandwidth_bytes_per_s
 
@@ -33,7 +37,11 @@ def reduce_scatter_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s=0.0):
 
 
 def all_to_all_s(size_bytes, ranks, ranks_in_node, intra_bytes_per_s, inter_bytes_per_s, latency_s=0.0):
-    """Direct all-to-all: each rank sends size/p to every other one, over both levels at once; the slower one counts."""
+    """Direct all-to-all: each rank sends size/p to every other one, over both levels at once; the slower one counts.
+
+    >>> all_to_all_s(1e9, [8, 16], 8, 350e9, 25e9).tolist()  # a second node: half of the bytes take the slow level
+    [0.0025, 0.02]
+    """
     ranks, inside = np.asarray(ranks), np.minimum(ranks_in_node, ranks)
     near_s = size_bytes * (inside - 1) / ranks / intra_bytes_per_s
     far_s = size_bytes * (ranks - inside) / ranks / inter_bytes_per_s
@@ -50,6 +58,9 @@ def shared_bandwidth(ranks, stride, domain, link_bytes_per_s, nic_bytes_per_s):
 
     Inside the domain the link; across domains the k ranks of a domain drive their k network ports with as many rings,
     up to the link.
+
+    >>> shared_bandwidth([8, 16, 2], [1, 1, 8], 8, 300e9, 25e9).tolist()  # a node; two nodes; one device of each
+    [300000000000.0, 200000000000.0, 25000000000.0]
     """
     ranks, stride, domain = np.asarray(ranks, float), np.asarray(stride, float), np.asarray(domain, float)
     in_domain = np.minimum(np.maximum(np.floor(domain / stride), 1), ranks)

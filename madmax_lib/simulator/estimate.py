@@ -52,6 +52,12 @@ def estimate(
     With offload in a plan or table there are two columns more: offload_s, a part too, and offload_share, of what may
     leave the device, found as in `offload.best_offload` if policy names none; such rows are worked out one by one, and
     are NaN where no share fits. Raises ValueError for such a Plan, an unknown column, dtype, or a recommendation model.
+
+    >>> from madmax_lib.catalog import cluster, model
+    >>> table = pd.DataFrame({"dp": [8, 4, 3], "tp": [1, 2, 1]})  # three devices of eight are no layout
+    >>> steps = estimate(model("gpt2-large"), cluster("dgx-a100", nodes=1), table, global_batch=64)
+    >>> (steps["low_s"] < steps["high_s"]).tolist(), steps["step_s"].isna().tolist()
+    ([True, True, False], [False, False, True])
     """
     if isinstance(model, DLRM):
         raise ValueError(f"{model.name}: recommendation models have no closed form; use simulate")

@@ -61,6 +61,11 @@ def fits(model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, seque
     sequence: tokens per sample, the model's own if None. stack: whose software, as in `memory` (without offload).
     policy: how states leave the device; the least share that the device needs is found if it names none.
     Raises ValueError for a plan that cannot be laid over model and cluster, or an offload to what the cluster lacks.
+
+    >>> from madmax_lib.catalog import cluster, model
+    >>> [fits(model("llama2-7b"), cluster("dgx-a100", nodes=1), Plan(dp=8, zero=zero), global_batch=8).fits
+    ...  for zero in (0, 3)]
+    [False, True]
     """
     plan.check(model, cluster)
     plan.micro_batches(global_batch)

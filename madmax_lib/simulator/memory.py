@@ -96,6 +96,11 @@ def memory(
     if None. fused_loss: cross entropy without fp32 logits. trainable: share of the parameters with gradients. phase:
     when the bytes are there, see `peak_bytes`. Offload is not counted, all lies on the device: see `fits` for it.
     Raises ValueError for an unknown optimizer, stack or dtype, for gpipe without global_batch, a DLRM with tp or pp.
+
+    >>> gpt = catalog.model("gpt2-large")
+    >>> parts = memory(gpt, Plan(dp=4, zero=3)).set_index("component")["size_bytes"]  # FSDP: 4 + 4 + 8 bytes
+    >>> (parts[["weights", "gradients", "optimizer"]] / gpt.parameters).tolist()  # of which each rank holds a quarter
+    [1.0, 1.0, 2.0]
     """
     options = {"dtype": dtype, "optimizer": optimizer, "stack": stack or default_stack(plan), "trainable": trainable}
     if isinstance(model, DLRM):
@@ -126,6 +131,10 @@ def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:
 
     A stage holds what is there always, and either its pass, with the loss or a layer's backward on top, or the
     optimizer's temporaries. allocated: without context and fragmentation, as torch.cuda.max_memory_allocated counts.
+
+    >>> gpt = catalog.model("gpt2-large")
+    >>> [round(peak_bytes(memory(gpt, Plan(dp=4, zero=zero))) / 1e9, 1) for zero in range(4)]
+    [21.6, 9.1, 7.9, 7.2]
     """
     if allocated:
         table = table[~table["component"].isin(["context", "fragmentation"])]

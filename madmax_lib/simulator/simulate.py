@@ -51,6 +51,11 @@ def simulate(
     devices. Streams: 0 compute, 1 tensor, 2 data, 3 pipeline, 4 context, 5 expert parallel, 6 copies of HSDP's shards;
     with offload 7 and 8 copies to and from the device, threads -1 the host's computation and -2 its drives.
     Raises ValueError, in the field's words, for a plan that cannot be laid over model and cluster.
+
+    >>> from madmax_lib.catalog import cluster, model
+    >>> step = simulate(model("gpt2"), cluster("dgx-a100", nodes=16), Plan(dp=64, pp=2), global_batch=128)
+    >>> {rank: len(devices) for rank, devices in step.meta.represents.items()}
+    {0: 64, 64: 64}
     """
     step, program = lay_out(model, cluster, plan, global_batch=global_batch, sequence=sequence, dtype=dtype,
                             parameters=parameters, imbalance=imbalance, collectives=collectives,
