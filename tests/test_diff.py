@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import madmax_lib as mm
 from madmax_lib.accounting import breakdown
+from madmax_lib.datasets import PROJECT
 from madmax_lib.specs import Cluster, Device, Link, Transformer
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, compare_ops, op_classes, op_names
@@ -268,6 +269,12 @@ def test_a_measured_step_beside_a_simulated_one(gpt):
         busy = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS) & (timeline.spans["step"] >= 0)]
         cells = len(busy[["rank", "step"]].drop_duplicates())
         assert ops[f"total_{side}_s"].sum() == pytest.approx(busy["dur_ns"].sum() * 1e-9 / cells, rel=1e-12)
+
+
+def test_rates_of_one_model_predict_the_step_of_another():
+    """What the notebook says: under DDP the prediction holds, with the rates as they were measured."""
+    told = pd.read_csv(PROJECT / "figures" / "diff" / "simulated_kinds.csv").set_index("quantity")["ratio"]
+    assert told["total_s"] == pytest.approx(1, abs=0.1) and told["compute_s"] == pytest.approx(1, abs=0.1)
 
 
 def test_an_all_to_all_is_matched_with_the_kernel_that_carries_it():

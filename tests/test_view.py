@@ -1,15 +1,20 @@
 import json
+import sys
 
+import numpy as np
 import pandas as pd
 import pytest
 from conftest import make_timeline
 from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgb
 
 from madmax_lib.accounting import breakdown, exposed_by_collective
+from madmax_lib.datasets import PROJECT
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.collectives import waiting
 from madmax_lib.view.drawing import COLORS, figure_data
 from madmax_lib.view.notebook import optional_dataset, save_figure, setup
+from madmax_lib.view.place import Place, place
 from madmax_lib.view.plots import (
     plot_breakdown,
     plot_exposed,
@@ -44,6 +49,15 @@ def figures(tmp_path, monkeypatch):
     plt.close("all")
 
 
+@pytest.fixture
+def nowhere(tmp_path, monkeypatch):
+    """A working folder in no known place."""
+    for variable in ("CI", "COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE", "MADMAX_FIGURES"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def test_timeline_draws_every_block_in_its_colour(step):
     ax = plot_timeline(step)
     assert [t.get_text() for t in ax.get_yticklabels()] == [f"rank {r} · stream {s}" for r in (0, 1) for s in (7, 20)]
@@ -52,6 +66,11 @@ def test_timeline_draws_every_block_in_its_colour(step):
     thin = data[(data["kind"] == "compute") & (data["start_s"] > 14e-3)]
     assert (thin["dur_s"] > 1e-6).all()  # widened until it can be seen
     assert len(COLORS) == len(set(COLORS.values()))
+
+
+def test_colours_of_kinds_differ_in_lightness_alone():
+    lightness = sorted(np.dot(to_rgb(color), (0.2126, 0.7152, 0.0722)) for color in COLORS.values())
+    assert min(np.diff(lightness)) > 0.04  # in grey, or for eyes that mix up colours
 
 
 def test_timeline_refuses_an_unknown_step_and_nothing_to_draw(step):
@@ -77,11 +96,12 @@ def test_simulated_is_hatched(step):
 
 
 def test_exposed_and_waiting(step):
-    exposed = figure_data(plot_exposed(exposed_by_collective(step)))
-    assert exposed["collective"].tolist() == ["all_reduce"]
+    ax = plot_exposed(exposed_by_collective(step))
+    assert figure_data(ax)["collective"].tolist() == ["all_reduce"]
+    assert ax.get_title(loc="left") == "Most exposed: all-reduce, 3 ms, 60% of its time"
     ax = plot_waiting(waiting(step))
     assert [text.get_text() for text in ax.texts if text.get_text()] == ["2"]
-    assert ax.get_title(loc="left") == "Waiting [ms]: 100% for rank 1"
+    assert ax.get_title(loc="left") == "Rank 1 causes 100% of the waiting [ms]"
 
 
 def test_nothing_to_show_is_said(step):
@@ -154,13 +174,42 @@ def test_a_figure_without_data_is_refused():
         save_figure(plt.subplots()[1], "overlap/none")
 
 
+@pytest.mark.parametrize(
+    ("told", "name", "in_checkout"),
+    [
+        ({}, "local", True),
+        ({"CI": "true"}, "ci", True),
+        ({"COLAB_RELEASE_TAG": "release"}, "colab", False),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch", "CI": "true"}, "kaggle", False),
+    ],
+)
+def test_output_goes_where_users_of_a_place_look(told, name, in_checkout, nowhere, monkeypatch):
+    """Even where the workbench is a clone: on Colab and Kaggle nobody looks into its build folder."""
+    for variable, value in told.items():
+        monkeypatch.setenv(variable, value)
+    output = PROJECT / "build" if in_checkout else nowhere
+    assert setup() == place() == Place(name, output, output / "figures")
+    monkeypatch.setenv("MADMAX_FIGURES", str(nowhere / "asked"))
+    assert place() == Place(name, output, nowhere / "asked")
+
+
+def test_colab_is_known_by_its_module_and_an_installation_has_no_build_folder(nowhere, monkeypatch):
+    monkeypatch.setattr("madmax_lib.view.place.PROJECT", nowhere / "site-packages")
+    assert place() == Place("local", nowhere, nowhere / "figures")
+    monkeypatch.setitem(sys.modules, "google.colab", sys)
+    assert place().name == "colab"
+
+
 def test_absent_input_skips_the_figure_by_name(monkeypatch, capsys):
     def absent(name, *, download):
         raise FileNotFoundError("dataset x is not on this machine")
 
     monkeypatch.setattr("madmax_lib.view.notebook.dataset", absent)
     assert optional_dataset("x", "optional/x") is None
-    assert capsys.readouterr().out == "skipped figure optional/x: dataset x is not on this machine\n"
+    said = "skipped figure optional/x: dataset x is not on this machine"
+    assert capsys.readouterr().out == f"{said}; quick=False downloads it\n"
+    optional_dataset("x", "optional/x", download=True)
+    assert capsys.readouterr().out == f"{said}\n"
 
 
 def test_report_is_one_self_contained_page(step, tmp_path):

@@ -76,7 +76,7 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
                    label=_name(name), zorder=2, rasterized=many, **style)  # fmt: skip
     _log_axis(ax, "x", points["size_bytes"].min(), points["size_bytes"].max(), format_bytes)
     _log_axis(ax, "y", ends[0].min(), ends[1].max(), "{:g}".format)
-    ax.set(xlabel="message", ylabel="bus bandwidth [GB/s]")
+    ax.set(xlabel="message size", ylabel="bus bandwidth [GB/s]")
     ax.grid(axis="y")
     best = points.loc[points["bus_bytes_per_s"].idxmax()]
     rate = f"{best['bus_bytes_per_s'] / 1e9:.3g} GB/s"

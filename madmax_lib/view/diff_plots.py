@@ -92,7 +92,7 @@ def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) ->
     ax.axvline(0, color="black", linewidth=0.8)
     ax.set_yticks(range(len(top)), [_short(name) for name in top["name"]])
     label_a, label_b = table.attrs["labels"]
-    ax.set(ylim=(len(top) - 0.4, -0.6), xlim=(-1.8 * width_ms, 1.8 * width_ms))
+    ax.set(ylim=(len(top) - 0.4, -0.6), xlim=(-2.1 * width_ms, 2.1 * width_ms))
     ax.set(xlabel=f"time per step and rank: {label_b} minus {label_a} [ms]", title=_ops_message(table))
     kind_legend(ax, [kind for kind in LABELS if (top["kind"] == kind).any()])
     return keep_data(ax, top, table)

@@ -25,8 +25,8 @@ __all__ = [
     "visible_blocks",
 ]  # fmt: skip
 
-COLORS = {"compute": "#3b75af", "comm": "#e1812c", "hidden": "#f4c79a", "memcpy": "#529d3f", "other": "#8d6bb8",
-          "idle": "#d9d9d9"}  # fmt: skip
+COLORS = {"compute": "#3b75af", "comm": "#e1812c", "hidden": "#f4c79a", "memcpy": "#8cc269", "other": "#56378c",
+          "idle": "#d9d9d9"}  # fmt: skip  # also told apart by lightness alone, in print without colour
 LABELS = {"compute": "compute", "comm": "communication", "memcpy": "copies", "other": "other", "idle": "idle"}
 _SMALLEST = 1 / 3000  # of the time axis: gaps below are not drawn, so that pictures of any trace stay small
 

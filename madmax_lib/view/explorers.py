@@ -113,7 +113,8 @@ class StepExplorer:
                                     layout="constrained")  # fmt: skip
         plot_glance(self.cost, axes[:2])
         plot_timeline(self.view.timelines[0], axes[2])
-        axes[2].set_title(f"A step of {self._drawn} micro-batches, one rank per stage")
+        whole = self.plan.micro_batches(self._batch["global_batch"])
+        axes[2].set_title(f"{self._drawn} of {whole} micro-batches, simulated, one rank per stage")
         return figure
 
     @cached_property

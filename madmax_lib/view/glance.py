@@ -94,10 +94,11 @@ def glance_html(cost: Glance) -> str:
 
 def plot_glance(cost: Glance, axes: tuple[Axes, Axes]) -> None:
     """The two bars into two axes: parts of the step in percent, memory in GB."""
-    (_, step_s, _), (low, mfu, high) = cost.step_s, cost.mfu
+    (low_s, step_s, high_s), (low, mfu, high) = cost.step_s, cost.mfu
     _bar(axes[0], {name: 100 * value / step_s for name, value in cost.time_s.items()})
     axes[0].set(xlim=(0, 100), xlabel="share of the step [%]")
-    axes[0].set_title(f"{format_s(step_s)} per step, MFU {mfu:.0%} ({low:.0%} to {high:.0%})")
+    reach = f"{format_s(low_s)} to {format_s(high_s)}"
+    axes[0].set_title(f"{format_s(step_s)} per step ({reach}), MFU {mfu:.0%} ({low:.0%} to {high:.0%})")
     _bar(axes[1], {name: value / 1e9 for name, value in cost.memory_bytes.items()})
     axes[1].axvline(cost.room_bytes / 1e9, color="#4a4a4a", ls="--", lw=0.8)
     axes[1].set(xlim=(0, 1.05e-9 * max(cost.room_bytes, cost.peak_bytes)))

@@ -40,7 +40,7 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.annotate(f"shorter than the median launch call, {call_us:.3g} µs", (0.98, 0.03),
                 xycoords="axes fraction", ha="right", fontsize=7)  # fmt: skip
     ax.set(xscale="log", yscale="log", xlim=(_SMALLEST_S * 1e6 / 2, None), ylim=(_SMALLEST_S * 1e6 / 2, None))
-    ax.set(xlabel="launch delay [µs] (0 at the left edge)", ylabel="kernel [µs]")
+    ax.set(xlabel="launch delay [µs] (0 at the left edge)", ylabel="kernel duration [µs]")
     short = (table["gpu_s"] < table["cpu_s"]).mean()
     ax.set_title(f"{short:.0%} of the kernels are shorter than their launch")
     return keep_data(ax, data, table)
@@ -117,7 +117,7 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
             ax.text(reach * 0.99, place, "warm-up" if warmup else "cut", ha="right", va="center", fontsize=7)
     every = -(-len(mean) // 24)
     ax.set_yticks(places[::every], [f"step {step}" for step in mean.index[::every]])
-    ax.set(xlabel="time [ms] (black: the step on the host)", xlim=(0, reach), ylim=(len(mean) - 0.4, -0.6))
+    ax.set(xlabel="time [ms]; black line: duration on the host", xlim=(0, reach), ylim=(len(mean) - 0.4, -0.6))
     ax.set_title(_steps_message(table))
     shown = [kind for kind, column in parts.items() if mean[column].sum() > 0]
     kind_legend(ax, shown, {"comm": "exposed communication", "memcpy": "copies and other"})

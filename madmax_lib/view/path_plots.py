@@ -15,7 +15,7 @@ from madmax_lib.view.drawing import COLORS, fill_of, keep_data, new_axes, row_la
 
 __all__ = ["plot_path", "plot_path_share", "plot_what_if"]
 
-_COLORS = COLORS | {"host": "#937860", "launch delay": "#c44e52", "wait": COLORS["idle"]}
+_COLORS = COLORS | {"host": "#6b4a32", "launch delay": "#8c1c2b", "wait": COLORS["idle"]}
 _NAMES = {"comm": "communication", "memcpy": "copies"}
 
 
@@ -97,7 +97,8 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
             ax.barh(place, row.step_s * 1e3, height=0.85, alpha=1 if without else 0.55, **_paint(kind, source))
             gain = f"-{row.saved_s / now_s:.0%}" if row.saved_s > 0.005 * now_s else "no gain"
             label = f"{format_s(row.step_s)} ({gain})"
-            ax.annotate(label, (row.step_s * 1e3, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
+            ax.annotate(label, (row.step_s * 1e3, place), (4, 0), textcoords="offset points", va="center", fontsize=7,
+                        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
             shown = _NAMES.get(name, name)
             places.append((place, name, f"no {shown}" if without else f"{shown} {row.factor:g}x faster"))
     ax.axvline(now_s * 1e3, color="black", linewidth=0.8, linestyle=":")
@@ -115,6 +116,6 @@ def _paint(kind: str, source: str | None) -> dict:
 
 def _kinds_legend(ax: Axes, kinds) -> None:
     handles = [Patch(color=_COLORS[kind], label=_NAMES.get(kind, kind)) for kind in PATH_KINDS if kind in set(kinds)]
-    handles.append(Patch(color="black", alpha=0.15, label="faded: not on the path"))
+    handles.append(Patch(color=COLORS["compute"], alpha=0.25, label="faded: not on the path"))
     ax.legend(handles=handles, ncols=len(handles), loc="upper right",
               bbox_to_anchor=(1.0, -0.75 / ax.figure.get_figheight()))  # fmt: skip

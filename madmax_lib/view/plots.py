@@ -57,7 +57,8 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, *, step: int | Non
         row = spans[(spans["rank"] == rank) & (spans["stream"] == stream)]
         for kind in BUSY_KINDS:
             of_kind = row[row["kind"] == kind]
-            blocks = visible_blocks(pack(of_kind["start_ns"] - zero_ns, of_kind["dur_ns"]), reach_ns)
+            wider = 1 if kind in ("compute", "comm") else 3  # copies are few and short, and would not show
+            blocks = visible_blocks(pack(of_kind["start_ns"] - zero_ns, of_kind["dur_ns"]), wider * reach_ns)
             bars = np.stack([blocks[:, 0], blocks[:, 1] - blocks[:, 0]], axis=1) / NS_PER_S
             ax.broken_barh(bars * 1e3, (place - 0.4, 0.8), **fill_of(kind, timeline.meta.source))
             drawn += [(rank, stream, kind, start_s, dur_s) for start_s, dur_s in bars]
@@ -66,7 +67,7 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, *, step: int | Non
     numbered = set(spans["step"]) - {-1, 0}
     which = f"Step {min(numbered)}" if numbered else "One step"
     ranks = spans["rank"].nunique()
-    ax.set_title(f"{which}: {format_s(reach_ns / NS_PER_S)} on {ranks} rank{'s' if ranks > 1 else ''}")
+    ax.set_title(f"{which} takes {format_s(reach_ns / NS_PER_S)} on {ranks} rank{'s' if ranks > 1 else ''}")
     kind_legend(ax, [kind for kind in BUSY_KINDS if (spans["kind"] == kind).any()])
     return keep_data(ax, pd.DataFrame(drawn, columns=["rank", "stream", "kind", "start_s", "dur_s"]), timeline)
 
@@ -81,7 +82,8 @@ def plot_breakdown(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax.barh(range(len(table)), value_s * 1e3, left=left, height=0.75, **fill_of(kind, source))
         for place, (start, width, total) in enumerate(zip(left, value_s * 1e3, table["total_s"] * 1e3, strict=True)):
             if total and width / total > 0.08:
-                ax.text(start + width / 2, place, f"{width / total:.0%}", ha="center", va="center", fontsize=7)
+                ink = {"color": "white" if kind == "compute" else "black", "fontsize": 7}
+                ax.text(start + width / 2, place, f"{width / total:.0%}", ha="center", va="center", **ink)
         left = left + value_s.to_numpy() * 1e3
     rank_axis(ax, table["rank"])
     ax.set(xlabel="time [ms]", title=_breakdown_message(table))
@@ -119,9 +121,11 @@ def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.barh(range(len(mean)), exposed_ms, height=0.7, **fill_of("comm", source))
     ax.barh(range(len(mean)), hidden_ms, left=exposed_ms, height=0.7, **fill_of("hidden", source))
     ax.set_yticks(range(len(mean)), [name.replace("_", "-") for name in mean.index])
-    ax.set(ylim=(len(mean) - 0.4, -0.6), xlabel=f"time per rank, mean of {ranks} [ms]")
+    ax.set(ylim=(len(mean) - 0.4, -0.6), xlabel=f"time per rank, mean of {ranks} rank{'s' if ranks > 1 else ''} [ms]")
     if mean["exposed_s"].sum() > 0:
-        ax.set_title(f"{mean.index[0].replace('_', '-')} is the most exposed")
+        first = mean.iloc[0]
+        told = f"{format_s(first['exposed_s'])}, {first['exposed_s'] / first['comm_s']:.0%} of its time"
+        ax.set_title(f"Most exposed: {first.name.replace('_', '-')}, {told}")
     else:
         ax.set_title("No communication is exposed" if len(mean) else "No communication")
     kind_legend(ax, ["comm", "hidden"], {"hidden": "hidden under compute", "comm": "exposed"})
@@ -143,7 +147,8 @@ def plot_waiting(table: pd.DataFrame, ax: Axes | None = None, *, ranks: list[int
     ax.set_yticklabels([f"rank {rank}" for rank in ranks], rotation=0)
     last = grid.sum()
     share = last.max() / max(last.sum(), 1e-12)
-    ax.set(xlabel="rank that arrives last", ylabel="", title=f"Waiting [ms]: {share:.0%} for rank {last.idxmax()}")
+    ax.set(xlabel="rank that arrives last", ylabel="rank that waits")
+    ax.set_title(f"Rank {last.idxmax()} causes {share:.0%} of the waiting [ms]")
     return keep_data(ax, table)
 
 
@@ -160,7 +165,8 @@ def plot_advice(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 10)
         ax.annotate(f"{share:.1%}", (gain_s * 1e3, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
     ax.set_yticks(range(len(shown)), [f"{row.cause}: {row.where}"[:60] for row in shown.itertuples()])
     ax.set(ylim=(len(shown) - 0.4, -0.6), xlim=(0, shown["gain_s"].max() * 1e3 * 1.12))
-    ax.set(xlabel="gain per step, at most [ms]", title=f"{shown['cause'].iloc[0].capitalize()} costs most")
+    ax.set(xlabel="gain per step, at most [ms]; as text: share of the step")
+    ax.set_title(f"{shown['cause'].iloc[0].capitalize()} costs most")
     return keep_data(ax, shown, table)
 
 

@@ -21,7 +21,8 @@ from madmax_lib.view.drawing import COLORS, fill_of, keep_data, kind_legend, new
 __all__ = ["memory_table", "plot_losses", "plot_memory", "plot_phases", "plot_run", "plot_shares", "plot_speed",
            "trace_breakdowns"]  # fmt: skip
 
-_PHASES = {"data": "#529d3f", "forward": "#7aa6d6", "backward": "#3b75af", "optimizer": "#8d6bb8", "other": "#d9d9d9"}
+_PHASES = {"data": "#303030", "forward": "#9dbada", "backward": COLORS["compute"], "optimizer": COLORS["other"],
+           "other": COLORS["idle"]}  # fmt: skip
 _SHARES = {"compute": "compute", "exposed_comm": "comm", "idle": "idle"}  # column: kind
 _FEW_STEPS = 20  # up to which there is room for the loss of each
 _FEW_PERCENT = 9  # parts below are drawn without a number
@@ -139,9 +140,10 @@ def trace_breakdowns(runs: dict[str, Run]) -> pd.DataFrame:
 def plot_shares(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Shares of a traced step by strategy, of `trace_breakdowns`: compute, exposed communication, idle and other."""
     ax = ax or new_axes(height=1.4 + 0.26 * len(table))
-    for bars in _stack(ax, table[list(_SHARES)] * 100, {name: COLORS[kind] for name, kind in _SHARES.items()}):
-        texts = [f"{bar.get_width():.0f} %" if bar.get_width() > _FEW_PERCENT else "" for bar in bars]
-        ax.bar_label(bars, texts, label_type="center", fontsize=7)
+    stack = _stack(ax, table[list(_SHARES)] * 100, {name: COLORS[kind] for name, kind in _SHARES.items()})
+    for name, bars in zip(_SHARES, stack, strict=True):
+        texts = [f"{bar.get_width():.0f}%" if bar.get_width() > _FEW_PERCENT else "" for bar in bars]
+        ax.bar_label(bars, texts, label_type="center", fontsize=7, color="white" if name == "compute" else "black")
     _strategy_axis(ax, table)
     ax.set(xlabel="share of the traced steps [%]", xlim=(0, 100))
     split = table[table["ranks"] > 1]

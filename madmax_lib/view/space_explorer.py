@@ -87,7 +87,7 @@ class SpaceExplorer:
         step_s = self.result.pareto["step_s"]
         axes[0].set_ylim(0.9 * step_s.min(), 1.1 * step_s.max())
         plot_timeline(self.step.view.timelines[0], axes[1])
-        axes[1].set_title(f"{self.step.parameters['plan']}, one rank per stage")
+        axes[1].set_title(f"{self.step.parameters['plan']}, simulated, one rank per stage")
         return figure
 
     @cached_property

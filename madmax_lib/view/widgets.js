@@ -162,7 +162,8 @@ function render({ model, el }) {
     ctx.fillStyle = color;
     for (let k = Math.ceil((view[0] * about.tick_s) / step); k * step <= view[1] * about.tick_s; k++) {
       const x = x_of((k * step) / about.tick_s);
-      ctx.fillRect(x, y + 1, 1, 4); x < wide - 50 && ctx.fillText(time(k * step, step), x + 3, y + 11);
+      const text = time(k * step, step), room = x < wide - 50; // at the right end it stands left of its tick
+      ctx.fillRect(x, y + 1, 1, 4); ctx.fillText(text, room ? x + 3 : x - 3 - ctx.measureText(text).width, y + 11);
     }
   }
 

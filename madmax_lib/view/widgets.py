@@ -106,7 +106,8 @@ class TimelineView:
                                     squeeze=False, height_ratios=rows, layout="constrained")  # fmt: skip
         for ax, timeline, title in zip(axes[:, 0], self.timelines, self.titles, strict=True):
             plot_timeline(timeline, ax)
-            ax.set_title(f"{title}: {ax.get_title(loc='left') or ax.get_title()}")
+            told = ax.get_title(loc="left") or ax.get_title()
+            ax.set_title(f"{title}: {told[0].lower()}{told[1:]}")
         for ax in axes[:-1, 0]:
             ax.set_xlabel("")
             ax.get_legend().remove()
@@ -253,4 +254,4 @@ def breakdown_html(table: pd.DataFrame) -> str:
                         zip(table[name], table["total_s"], strict=True)]  # fmt: skip
     shown["window"] = table["total_s"].map(format_s)
     shown["overlap"] = ["" if math.isnan(value) else f"{value:.0%}" for value in table["overlap"]]
-    return shown.to_html(index=False, border=0)
+    return shown.to_html(index=False, border=0, justify="left", col_space=100)
