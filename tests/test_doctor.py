@@ -60,6 +60,13 @@ def test_every_notebook_and_package_has_a_line(capsys, monkeypatch):
     assert all(f"\n  {name} " in text for name in doctor.PACKAGES)
 
 
+def test_the_place_is_named(monkeypatch, tmp_path):
+    monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    monkeypatch.setenv("MADMAX_FIGURES", str(tmp_path))
+    assert f"place: kaggle, figures go to {tmp_path}" in doctor.report().splitlines()
+
+
 def test_an_absent_package_says_what_it_is_for(monkeypatch):
     monkeypatch.setattr(doctor, "version", lambda name: None)
     assert "torch is not installed: training runs [run]" in doctor.report()

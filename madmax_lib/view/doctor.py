@@ -19,6 +19,7 @@ import nbformat
 
 from madmax_lib import __version__
 from madmax_lib.datasets import cache_folder, dataset, local_data, names, places
+from madmax_lib.view.place import place
 from madmax_lib.view.runner import notebooks
 
 __all__ = ["PACKAGES", "Needs", "devices", "missing", "needs", "report", "version"]
@@ -47,7 +48,9 @@ class Needs:
 
 def report() -> str:
     """All of it as text, one fact per line."""
-    lines = [f"madmax-workbench {__version__}, Python {platform.python_version()}, {platform.machine()}", "packages"]
+    here = place()
+    lines = [f"madmax-workbench {__version__}, Python {platform.python_version()}, {platform.machine()}"]
+    lines += [f"place: {here.name}, figures go to {here.figures}", "packages"]
     lines += [f"  {name} {version(name) or 'is not installed: ' + use}" for name, use in PACKAGES.items()]
     lines += ["devices", *(f"  {line}" for line in devices())]
     lines += ["datasets are looked for in"]

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,33 +21,22 @@ from matplotlib.axes import Axes
 
 from madmax_lib.datasets import PROJECT, dataset
 from madmax_lib.view.drawing import figure_data
+from madmax_lib.view.place import Place, place
 
-__all__ = ["Place", "optional_dataset", "save_figure", "setup"]
+__all__ = ["optional_dataset", "save_figure", "setup"]
 
 _SIMULATED = ("model", "cluster", "nodes", "plan", "global_batch")
 _VERSIONS = ("numpy", "pandas", "matplotlib", "torch", "holistictraceanalysis")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a notebook runs (local, ci, colab or kaggle) and the folder its figures go to."""
-
-    name: str
-    figures: Path
-
-
 def setup(seed: int = 0) -> Place:
-    """Theme, seeds and output folder; the first call of every notebook.
-
-    Figures go to MADMAX_FIGURES if set (`make run` sets it to the committed `figures/`), else to `build/figures/` of
-    the checkout, or to `figures/` of the working folder where there is no checkout.
-    """
+    """Theme, seeds and output folder (see `place`); the first call of every notebook."""
     plt.style.use(Path(__file__).with_name("paper.mplstyle"))
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - also what other libraries draw from
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
-    return _place()
+    return place()
 
 
 def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
@@ -63,7 +51,7 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     data = figure_data(ax) if data is None else data
     if data is None:
         raise ValueError(f"figure {name}: pass the table it shows as data=")
-    svg = _place().figures / f"{name}.svg"
+    svg = place().figures / f"{name}.svg"
     svg.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=svg.parent) as folder:
         new = Path(folder) / svg.name
@@ -86,19 +74,8 @@ def optional_dataset(name: str, figure: str, *, download: bool = False) -> Path 
     try:
         return dataset(name, download=download)
     except FileNotFoundError as reason:
-        print(f"skipped figure {figure}: {reason}")
+        print(f"skipped figure {figure}: {reason}" + ("" if download else "; quick=False downloads it"))
         return None
-
-
-def _place() -> Place:
-    if "google.colab" in sys.modules:
-        name = "colab"
-    elif "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
-        name = "kaggle"
-    else:
-        name = "ci" if os.environ.get("CI") else "local"
-    default = PROJECT / "build" / "figures" if (PROJECT / "notebooks").is_dir() else Path.cwd() / "figures"
-    return Place(name, Path(os.environ.get("MADMAX_FIGURES", default)))
 
 
 def _origin(data: pd.DataFrame) -> dict:

@@ -1,0 +1,40 @@
+"""Where does a notebook run, and where does its output go?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from madmax_lib.datasets import PROJECT
+
+__all__ = ["Place", "place"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a notebook runs (local, ci, colab or kaggle), and the folders of its output and of its figures."""
+
+    name: str
+    output: Path
+    figures: Path
+
+
+def place() -> Place:
+    """The place of this process.
+
+    Output goes to `build/` of the checkout. On Colab and Kaggle the checkout is a clone that nobody looks into: there,
+    and without a checkout, it goes to the working folder. Figures go to MADMAX_FIGURES if set (`make run` sets it to
+    the committed `figures/`), else to `figures/` of the output.
+    """
+    # a command in a cell of Colab is a process without google.colab: it has the variable
+    if "google.colab" in sys.modules or "COLAB_RELEASE_TAG" in os.environ:
+        name = "colab"
+    elif "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
+        name = "kaggle"
+    else:
+        name = "ci" if os.environ.get("CI") else "local"
+    own = name in ("local", "ci") and (PROJECT / "notebooks").is_dir()
+    output = PROJECT / "build" if own else Path.cwd()
+    return Place(name, output, Path(os.environ.get("MADMAX_FIGURES", output / "figures")))
