@@ -100,6 +100,8 @@ def prepare(spec: RunSpec, directory: str | Path) -> Path:
     Raises as `launch` does before it starts a process.
     """
     device = check(spec, gpu_count() if spec.device != "cpu" else 0)
+    if (device, spec.dtype) == ("cuda", "bf16"):
+        _check_bf16()
     data = _data(spec)
     directory = Path(directory).expanduser().resolve()
     resolved = {"plan": str(spec.plan), "ranks": spec.plan.world_size, "device": device, "data": data.name,
@@ -118,6 +120,14 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def _check_bf16() -> None:
+    """Raises ValueError on a GPU without bf16 arithmetic (before compute capability 8.0): torch would emulate it."""
+    import torch
+
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(f"dtype='bf16', but {torch.cuda.get_device_name()} does not compute in it; give dtype='fp16'")
 
 
 def _data(spec: RunSpec) -> Data:

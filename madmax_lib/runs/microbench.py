@@ -176,7 +176,7 @@ def save(table: pd.DataFrame, path: str | Path) -> Path:
 
 
 class _Bench:
-    """Measures on one device, in one dtype: bf16 on a GPU and fp32 on a CPU by default; a row each.
+    """Measures on one device, in one dtype: by default bf16 on a GPU, fp16 on one without, fp32 on a CPU; a row each.
 
     threads: of a CPU, as they are if 0. options: of `measure`.
     """
@@ -187,7 +187,7 @@ class _Bench:
             raise ValueError(f"device={device!r} is not one of {', '.join(_FLUSH_BYTES)}")
         if threads:
             torch.set_num_threads(threads)
-        self.dtype = dtype or (torch.bfloat16 if self.device == "cuda" else torch.float32)
+        self.dtype = dtype or _default_dtype(self.device)
         self.peaks, self.options, self.rows = peaks(self.device), options, []
 
     def random(self, *shape: int) -> torch.Tensor:
@@ -213,6 +213,12 @@ class _Bench:
         """All rows."""
         table = pd.DataFrame(self.rows, columns=list(COLUMNS))
         return table.astype({name: float for name in COLUMNS[6:] if name != "repeats"})
+
+
+def _default_dtype(device: str) -> torch.dtype:
+    if device == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 
 
 def _timed_cuda(run: Callable, buffer: torch.Tensor, repeats: int) -> list[float]:
