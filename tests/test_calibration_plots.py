@@ -7,7 +7,7 @@ from madmax_lib.calibration.identify import constants_of, correlations
 from madmax_lib.simulator.parameters import bounds, shipped
 from madmax_lib.view.calibration_plots import plot_constants, plot_correlations, plot_residuals, plot_spread
 from madmax_lib.view.drawing import figure_data
-from madmax_lib.view.validation_plots import plot_vision
+from madmax_lib.view.validation_plots import plot_errors, plot_vision
 
 RESIDUALS = pd.DataFrame({
     "source": ["a", "a", "b", "b"], "model": "m", "gpu": ["h100", "a100", "h100", "a100"], "family": "hopper",
@@ -39,6 +39,16 @@ def test_correlations():
     pairs = matrix.where(np.triu(np.ones(matrix.shape, bool), 1)).abs().stack()
     names = set(pairs[pairs >= 0.6].index.get_level_values(0)) | set(pairs[pairs >= 0.6].index.get_level_values(1))
     assert set(shown["constant"]) == names
+
+
+def test_errors():
+    table = pd.DataFrame({"rows": [1, 5], "mape": [0.2, 0.1]}, index=["b300", "a100"])
+    alone = plot_errors(table)
+    assert alone.get_title() == "Predicted worst: b300, 20% off"
+    assert [label.get_text() for label in alone.get_yticklabels()] == ["b300 (1 run)", "a100 (5 runs)"]
+    beside = plot_errors(table, baseline=pd.Series({"a100": 0.3, "b300": 0.1}))
+    assert beside.get_title() == "Off by 10% to 20%; nearer than one rate in 1 of 2"
+    assert figure_data(beside)["baseline"].tolist() == [0.1, 0.3]
 
 
 def test_vision():

@@ -63,9 +63,8 @@ def test_uniform():
 def test_pictures_keep_their_tables(runs):
     choice = pd.DataFrame({"node_order": ["A100 first"], "optimizer_ms": [1.0], "cost_ms": [2.0]})
     shares = pd.DataFrame({"case": ["a", "b"], "defect": ["E1", "E1"], "share": [0.1, 0.2]})
-    ours = pd.DataFrame({"layers": [10], "search_s": [0.1]})
     logs = pd.DataFrame({"run": ["DP", "DP"], "elapsed_s": [1.0, 2.0], "loss": [3.0, 2.0]})
-    times, training = plot.plot_search_time(study.search_times(), ours), plot.plot_training(study.data_and_tensor())
+    times, training = plot.plot_search_time(study.search_times()), plot.plot_training(study.data_and_tensor())
     for ax in (plot.plot_orders(runs), plot.plot_profile_choice(choice), plot.plot_defects(shares), times, training):
         assert len(figure_data(ax)) and figure_data(ax).attrs["provenance"]["files"]
     assert "our_search_ms" not in figure_data(plot.plot_orders(runs))

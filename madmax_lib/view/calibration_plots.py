@@ -14,7 +14,8 @@ __all__ = ["plot_constants", "plot_correlations", "plot_residuals", "plot_spread
 
 _STATE_COLORS = dict(zip(STATES, ("#3b75af", "#8d6bb8", "#e1812c", "#9a9a9a", "#c44e52"), strict=True))
 _INSIDE = 1.645  # standard deviations of a 90 % interval
-_FAMILY_COLORS = {"ampere": "#3b75af", "hopper": "#e1812c", "blackwell": "#529d3f"}
+_STATE_MARKS = dict(zip(STATES, "osDx^", strict=True))
+_FAMILIES = {"ampere": ("#3b75af", "o"), "hopper": ("#e1812c", "s"), "blackwell": ("#529d3f", "^")}
 _WITHIN = 10  # per cent, shaded
 _PLURAL = {"gpu": "GPUs"}
 
@@ -33,14 +34,16 @@ def plot_constants(table: pd.DataFrame, sigma: pd.Series, ax: Axes | None = None
     ax.hlines(places, np.clip(at["start"] - reach, 0, 1), np.clip(at["start"] + reach, 0, 1), color="#dedede", lw=6)
     ax.plot(at["start"], places, "|", color="#7a7a7a", ms=7)
     ax.hlines(places, at["interval_low"], at["interval_high"], color=colors, lw=1.6)
-    ax.scatter(at["fitted"], places, color=colors, s=14, zorder=3)
+    for state, mark in _STATE_MARKS.items():
+        rows = np.flatnonzero(shown["state"] == state)
+        ax.plot(np.asarray(at["fitted"])[rows], rows, mark, color=_STATE_COLORS[state], ms=4.5, zorder=3)
     for place, value in zip(places, shown["fitted"], strict=True):
         ax.annotate(f"{value:.3g}", (1.02, place), va="center", fontsize=6.5)
     ax.set_yticks(places, shown.index, fontsize=6.5)
     ax.set(ylim=(len(shown) - 0.4, -0.6), xlim=(-0.02, 1.1), xticks=[0, 0.5, 1])
     ax.set_xticklabels(["lower bound", "scale of the fit", "upper bound"])
     counts = shown["state"].value_counts()
-    handles = [Line2D([], [], marker="o", color=color, ms=4, label=f"{state} ({counts.get(state, 0)})")
+    handles = [Line2D([], [], marker=_STATE_MARKS[state], color=color, ms=4, label=f"{state} ({counts.get(state, 0)})")
                for state, color in _STATE_COLORS.items()]  # fmt: skip
     handles.append(Line2D([], [], color="#dedede", lw=6, label="prior, 90 %"))
     ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.4, -0.02), ncols=3)
@@ -51,17 +54,17 @@ def plot_constants(table: pd.DataFrame, sigma: pd.Series, ax: Axes | None = None
 
 
 def plot_residuals(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """How much slower than predicted each row was, against the predicted seconds, coloured by family of GPUs.
+    """How much slower than predicted each row was, against the predicted seconds, a colour and mark per family of GPUs.
 
     table: predicted_s, log_error (measured over predicted), family, and source, model, gpu for the data.
     """
     ax = ax or new_axes(height=3.6)
     percent = np.expm1(table["log_error"].astype(float)) * 100
     for family, rows in table.groupby("family"):
-        color = _FAMILY_COLORS.get(family, COLORS["other"])
+        color, mark = _FAMILIES.get(family, (COLORS["other"], "D"))
         part = percent[rows.index]
         name = f"{family}: {len(rows)} rows, median {part.median():+.1f} %, half within {part.abs().median():.1f} %"
-        ax.plot(rows["predicted_s"], part, "o", ms=3, mfc="none", mew=0.8, color=color, label=name)
+        ax.plot(rows["predicted_s"], part, mark, ms=3, mfc="none", mew=0.8, color=color, label=name)
     ax.axhspan(-_WITHIN, _WITHIN, color="#efefef", zorder=0)
     ax.axhline(0, color="#4a4a4a", lw=0.8)
     ax.set(xscale="log", xlabel="predicted [s per step]", ylabel="measured over predicted [%]")

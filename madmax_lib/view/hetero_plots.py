@@ -43,7 +43,7 @@ def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
 
 
 def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
-    """Memory of the fullest GPU of each stage and type beside what it has [GB of 1024 MB]."""
+    """Memory of the fullest GPU of each stage and type beside what it has."""
     table, types = planned.memory, planned.problem.fleet(planned.plan.node_sequence).types
     ax = ax or new_axes(height=1.2 + 0.3 * len(table), width=6.0)
     for place, row in enumerate(table.itertuples()):
@@ -53,10 +53,11 @@ def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
         ax.annotate(f"{row.used_mb / row.capacity_mb:.0%}", (row.capacity_mb / 1024, place), (3, 0),
                     textcoords="offset points", va="center", fontsize=7)  # fmt: skip
     ax.set_yticks(range(len(table)), [f"stage {row.stage} · {row.device}" for row in table.itertuples()])
-    ax.set(ylim=(len(table) - 0.4, -0.6), xlabel="memory of one GPU [GB]: needed (hatched) of what it has (outline)")
+    ax.set(ylim=(len(table) - 0.4, -0.6), xlabel="memory of one GPU [GiB]: needed (hatched) of what it has (outline)")
     ax.set_xlim(0, table["capacity_mb"].max() / 1024 * 1.12)
     fullest = table.loc[(table["used_mb"] / table["capacity_mb"]).idxmax()]
-    ax.set_title(f"Stage {fullest['stage']} is the fullest, on {fullest['device']}")
+    share = fullest["used_mb"] / fullest["capacity_mb"]
+    ax.set_title(f"Stage {fullest['stage']} on {fullest['device']} is the fullest: {share:.0%}")
     return keep_data(ax, _with_origin(table, planned))
 
 

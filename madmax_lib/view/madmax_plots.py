@@ -203,12 +203,13 @@ def plot_context(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         line, fill = ("o-", color) if fits else ("o:", "white")
         ax.plot(part["context"], part["gain"], line, color=color, mfc=fill, ms=5)
         end = part.iloc[-1]
-        needs = "" if fits else f",\nneeds {end['memory_needed_gb']:.0f} of {end['memory_gb']:.0f} GB"
-        note(ax, end["context"], end["gain"], f"{strategy_label(strategy)}{needs}", dx=8, color=color)
+        needs = "" if fits else f", needs {end['memory_needed_gb']:.0f} of {end['memory_gb']:.0f} GB"
+        text = f"{strategy_label(strategy)}{needs}"
+        note(ax, end["context"], end["gain"], text, dx=8, color=color)
         for row in part.dropna(subset="published_gain").itertuples():
             paper_marks(ax, [row.context], [row.published_gain])
-            note(ax, row.context, row.gain, f"{row.gain:.3f} ({row.gain / row.published_gain - 1:+.2%})", dx=0, dy=11,
-                  fontsize=6.5, ha="center", color="#444444")  # fmt: skip
+            note(ax, row.context, row.gain, f"{row.gain:.3f} ({row.gain / row.published_gain - 1:+.2%})", dx=4, dy=10,
+                  fontsize=6.5, ha="left", color="#444444")  # fmt: skip
     ax.axhline(1, color=STRATEGY_COLORS["fsdp"], lw=1)
     note(ax, table["context"].min(), 1.0, "FSDP", dx=8, dy=7, color=STRATEGY_COLORS["fsdp"])
     lengths = sorted(table["context"].unique())
@@ -216,7 +217,7 @@ def plot_context(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
     ax.minorticks_off()
     ax.set(
-        xlabel="context length [tokens]", ylabel="throughput over FSDP [x]", xlim=(lengths[0] * 0.8, lengths[-1] * 1.7)
+        xlabel="context length [tokens]", ylabel="throughput over FSDP [x]", xlim=(lengths[0] * 0.8, lengths[-1] * 2.0)
     )
     ax.set_ylim(0.86, shown["gain"].max() * 1.06)
     ax.grid(True, axis="y")

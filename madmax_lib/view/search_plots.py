@@ -11,7 +11,7 @@ from madmax_lib.view.drawing import COLORS, fill_of, keep_data, new_axes
 __all__ = ["plot_front", "plot_parallel", "plot_shortlist", "plot_value"]
 
 _AXES = ("tp", "pp", "dp", "cp", "zero", "micro_batch", "interleave")
-_SHADES = ("none", "selective", "full")
+_RECOMPUTE = {"none": (COLORS["compute"], "-"), "selective": (COLORS["memcpy"], "--"), "full": (COLORS["comm"], ":")}
 _NAMES = {"compute": "FLOP/s", "memory_bandwidth": "memory bandwidth", "memory": "memory size",
           "intra": "bandwidth in node", "inter": "bandwidth across nodes"}  # fmt: skip
 
@@ -37,15 +37,15 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
 
 
 def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """The choices of the best plans as lines from axis to axis, the best one thick; colours are kinds of recompute."""
+    """The choices of the best plans as lines from axis to axis, the best thick; colour and dashes: recompute."""
     ax = ax or new_axes(height=4.0, width=8.0)
     shown = table[[*_AXES, "recompute", "step_s"]].reset_index(drop=True)
     scales = {name: sorted(shown[name].unique()) for name in _AXES}
-    colors = dict(zip(_SHADES, (COLORS["compute"], COLORS["memcpy"], COLORS["comm"]), strict=True))
     for place, row in list(shown.iterrows())[::-1]:
         at = [scales[name].index(row[name]) / max(len(scales[name]) - 1, 1) for name in _AXES]
         shift = 0.03 * (place / max(len(shown) - 1, 1) - 0.5)
-        ax.plot(range(len(_AXES)), np.array(at) + shift, color=colors[row["recompute"]], lw=3 if place == 0 else 0.9,
+        color, dashes = _RECOMPUTE[row["recompute"]]
+        ax.plot(range(len(_AXES)), np.array(at) + shift, color=color, ls=dashes, lw=3 if place == 0 else 0.9,
                 alpha=1 if place == 0 else 0.6)  # fmt: skip
     for i, name in enumerate(_AXES):
         for k, value in enumerate(scales[name]):
@@ -54,18 +54,19 @@ def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
                         bbox={"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.8})  # fmt: skip
     ax.set_xticks(range(len(_AXES)), [name.replace("_", "-") for name in _AXES])
     ax.set(yticks=[], xlim=(-0.2, len(_AXES) - 0.5), ylim=(-0.15, 1.15))
-    for kind in sorted(shown["recompute"].unique(), key=_SHADES.index):
-        ax.plot([], [], color=colors[kind], label=f"recompute {kind}")
+    for kind, (color, dashes) in _RECOMPUTE.items():
+        if kind in set(shown["recompute"]):
+            ax.plot([], [], color=color, ls=dashes, label=f"recompute {kind}")
     ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False)
     within = shown["step_s"].max() / shown["step_s"].min() - 1
-    ax.set_title(f"The best {len(shown)} plans are within {within:.1%}", loc="left")
+    ax.set_title(f"The best {len(shown)} plans are within {within:.1%} of each other", loc="left")
     return keep_data(ax, shown, table)
 
 
 def plot_shortlist(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """How each way to split the model compares with the best; bars are the spread of published runs of one model.
 
-    table: the output of `rank.shortlist`.
+    table: the output of `shortlist.shortlist`.
     """
     ax = ax or new_axes(height=1.2 + 0.28 * len(table))
     for place, row in enumerate(table.itertuples()):
@@ -75,7 +76,7 @@ def plot_shortlist(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.axvline(1.0, color="#4a4a4a", lw=0.8)
     ax.set_yticks(range(len(table)), list(table["plan"]), fontsize=7)
     ax.set(ylim=(len(table) - 0.4, -0.6), xlabel="step over that of the first plan, 90 % interval")
-    ax.set_title(f"{int(table['worth_measuring'].sum())} of {len(table)} ways cannot be told from the best")
+    ax.set_title(f"{int(table['worth_measuring'].sum())} of {len(table)} layouts cannot be told from the best")
     return keep_data(ax, table.reset_index(drop=True), table)
 
 
@@ -88,8 +89,8 @@ def plot_value(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax.annotate(row["plan"], (100 * (row["speedup"] - 1), place), (4, 0), textcoords="offset points", va="center",
                     fontsize=7)  # fmt: skip
     ax.set_yticks(range(len(shown)), [f"2x {_NAMES[name]}" for name in shown["resource"]])
-    ax.set(ylim=(len(shown) - 0.4, -0.6), xlabel="faster step with the then best plan [%]")
+    ax.set(ylim=(len(shown) - 0.4, -0.6), xlabel="faster step, with the plan that is then best [%]")
     ax.set_xlim(0, 180 * max(shown["speedup"].max() - 1, 0.01))
     if len(shown):
-        ax.set_title(f"More {_NAMES[shown['resource'].iloc[0]]} is worth most")
+        ax.set_title(f"Worth most: {_NAMES[shown['resource'].iloc[0]]}")
     return keep_data(ax, shown, table)

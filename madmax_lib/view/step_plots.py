@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from madmax_lib.simulator.memory import PHASES
 from madmax_lib.view.drawing import fill_of, keep_data, new_axes
 
-__all__ = ["plot_components", "plot_parts", "plot_steps"]
+__all__ = ["COMPONENTS", "OTHER", "plot_components", "plot_parts", "plot_steps"]
 
 _PARTS = {
     "matrix products": (["gemm_s", "head_s"], "compute"), "attention": (["attention_s"], "compute"),
@@ -19,8 +20,13 @@ _PARTS = {
     "messages of the pipeline": (["pp_s"], "comm"), "pipeline bubble": (["bubble_s"], "idle"),
     "launches and host": (["launch_s", "overhead_s"], "idle"),
 }  # fmt: skip
-_SHADES = ("#3b75af", "#7ba3cf", "#b9cfe6", "#e1812c", "#f0b27a", "#f8d9bd", "#529d3f", "#93c486", "#8d6bb8", "#bfabdb",
-           "#d9d9d9")  # fmt: skip
+COMPONENTS = {  # of memory, the same colour everywhere; neighbours differ in lightness
+    "weights": "#3b75af", "gathered weights": "#7ba3cf", "gradients": "#b9cfe6", "gradients on their way": "#9fc0c8",
+    "optimizer": "#17615c", "optimizer temporaries": "#4fa8a1", "buckets": "#c7b3e0", "activations": "#e1812c",
+    "checkpoints on their way": "#f0b27a", "logits": "#f8d9bd", "block at work": "#b5433f", "context": "#d9d9d9",
+    "fragmentation": "#a6a6a6", "chunk tails": "#dcc27a", "staging": "#9a7d1f",
+}  # fmt: skip
+OTHER = "#6b6b6b"
 
 
 def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
@@ -33,7 +39,9 @@ def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
         ax.annotate(f"{seconds / row['step_s']:.1%}", (seconds, place), (3, 0), textcoords="offset points", va="center",
                     fontsize=7)  # fmt: skip
     ax.set_yticks(range(len(shown)), list(shown))
-    ax.set(ylim=(len(shown) - 0.4, -0.6), xlabel="exposed time in a step [s]")
+    ax.set(
+        ylim=(len(shown) - 0.4, -0.6), xlabel="simulated time that nothing hides [s]; beside it the share of the step"
+    )
     comm = sum(seconds for seconds, kind in parts.values() if kind == "comm") / row["step_s"]
     wait = sum(seconds for seconds, kind in parts.values() if kind == "idle") / row["step_s"]
     ax.set_title(f"{1 - comm - wait:.0%} of the step computes, {comm:.0%} is communication, {wait:.0%} waits")
@@ -66,19 +74,22 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 def plot_components(table: pd.DataFrame, room_bytes: float, ax: Axes | None = None) -> Axes:
     """Bytes of each pipeline stage by component, and the memory of a device. table: of `mm.memory`."""
     stages = table["stage"].unique()
-    ax = ax or new_axes(height=1.6 + 0.3 * min(len(stages), 12))
+    ax = ax or new_axes(height=max(1.6 + 0.3 * min(len(stages), 12), 2.4))  # the legend needs some room
     shown = stages if len(stages) <= 12 else stages[:: -(-len(stages) // 12)]
     sizes = table.pivot_table(index="stage", columns="component", values="size_bytes", sort=False)
     sizes = sizes[[name for name in PHASES if name in sizes and sizes[name].max() > 0]] / 1e9
     left = pd.Series(0.0, index=shown)
-    for name, color in zip(sizes.columns, _SHADES, strict=False):
-        ax.barh(range(len(shown)), sizes.loc[shown, name], left=left, height=0.7, color=color)
+    colors = [COMPONENTS.get(name, OTHER) for name in sizes.columns]
+    for name, color in zip(sizes.columns, colors, strict=True):
+        ax.barh(range(len(shown)), sizes.loc[shown, name], left=left, height=0.7, color=color, hatch="////",
+                edgecolor="white", linewidth=0)  # fmt: skip
         left += sizes.loc[shown, name]
     ax.axvline(room_bytes / 1e9, color="#4a4a4a", lw=0.9, ls="--")
     ax.set_yticks(range(len(shown)), [f"stage {stage}" for stage in shown])
-    ax.set(ylim=(len(shown) - 0.4, -0.6), xlabel="simulated memory [GB], all moments of a step; dashed: the device has")
-    handles = [Patch(color=color, label=name) for name, color in zip(sizes.columns, _SHADES, strict=False)]
+    ax.set(ylim=(len(shown) - 0.4, -0.6), xlabel="simulated memory [GB], all moments of a step")
+    handles = [Patch(color=color, label=name) for name, color in zip(sizes.columns, colors, strict=True)]
+    handles.append(Line2D([], [], color="#4a4a4a", lw=0.9, ls="--", label=f"room: {room_bytes / 1e9:.0f} GB"))
     ax.legend(handles=handles, ncols=1, loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=7, frameon=False)
     largest = sizes.max().idxmax()
-    ax.set_title(f"{largest.capitalize()} are the largest part: {sizes[largest].max():.1f} GB")
+    ax.set_title(f"Largest component: {largest}, {sizes[largest].max():.1f} GB on a device")
     return keep_data(ax, table)

@@ -7,9 +7,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.transforms import ScaledTranslation
 
 from madmax_lib.view.drawing import COLORS, fill_of, keep_data, new_axes
 from madmax_lib.view.madmax_style import GREY, PAPER, legend, note, paper_marks
+from madmax_lib.view.step_plots import COMPONENTS, OTHER
 
 __all__ = ["plot_gelu", "plot_loss", "plot_memory_parts", "plot_memory_rows", "plot_mfu", "plot_mlp", "plot_overlap",
            "plot_phases", "plot_scaling", "plot_steps"]  # fmt: skip
@@ -17,10 +19,9 @@ __all__ = ["plot_gelu", "plot_loss", "plot_memory_parts", "plot_memory_rows", "p
 _GIB = 2**30
 _BIN = 16  # logged steps per point of a curve
 _STRATEGIES = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zeropp": "ZeRO++"}
-_LINES = {"zero2": COLORS["compute"], "zero3": COLORS["comm"], "zeropp": COLORS["memcpy"]}
-_PARTS = {"weights": "#3b75af", "gradients": "#e1812c", "optimizer": "#529d3f", "buckets": "#c44e52",
-          "optimizer temporaries": "#8d6bb8", "activations": "#c9a227", "other": "#9a9a9a",
-          "context and fragmentation": "#d9d9d9"}  # fmt: skip
+_LINES = {"zero2": (COLORS["compute"], "o"), "zero3": (COLORS["comm"], "s"), "zeropp": (COLORS["memcpy"], "^")}
+_PARTS = {name: COMPONENTS[name] for name in ("weights", "gradients", "optimizer", "buckets", "optimizer temporaries",
+          "activations")} | {"other": OTHER, "context and fragmentation": COMPONENTS["context"]}  # fmt: skip
 _PHASES = {"forward": "#9dbede", "backward": COLORS["compute"], "update": COLORS["memcpy"],
            "all_gather": COLORS["comm"]}  # fmt: skip
 
@@ -140,7 +141,7 @@ def plot_steps(log: pd.DataFrame, ax: Axes | None = None, *, last: int, simulate
     ax.axhline(simulated_s, color=PAPER, lw=1, ls="--", label=f"simulated: {simulated_s:.3f} s")
     ax.set(xlim=(0, log["step"].max() * 1.12), ylim=(0, 3.0), xlabel="step", ylabel="time [s]")
     ax.legend(loc="upper center", ncols=3)
-    ax.set_title(f"Fitted on steps 2 to {last}, the step is {simulated_s / rest - 1:+.1%} off on the others")
+    ax.set_title(f"Fitted on steps 2 to {last}, the simulated step is {simulated_s / rest - 1:+.1%} off on the others")
     return keep_data(ax, regular.reset_index(drop=True), log)
 
 
@@ -205,17 +206,24 @@ def plot_scaling(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Predicted throughput against the number of GPUs: one host solid, nodes dashed, linear growth grey."""
     ax = ax or new_axes(height=3.4, width=6.0)
     for (place, strategy), part in table.groupby(["place", "strategy"], sort=False):
-        line = "o-" if place == "one host" else "s--"
-        ax.plot(part["gpus"], part["samples_per_s"], line, color=_LINES[strategy], mfc="white", ms=5)
+        color, mark = _LINES[strategy]
+        dashes = "-" if place == "one host" else "--"
+        ax.plot(part["gpus"], part["samples_per_s"], color=color, marker=mark, ls=dashes, mfc="white", ms=5)
     counts = np.array(sorted(table["gpus"].unique()))
     first = table[table["strategy"] == "zero2"].iloc[0]
     ax.plot(counts, counts * first["samples_per_s"] / first["gpus"], color=GREY, lw=1)
     note(
         ax, counts[-1], counts[-1] * first["samples_per_s"] / first["gpus"], "linear from ZeRO-2", color="#777777", dx=8
     )
-    ax.set(xlabel="GPUs", ylabel="throughput [samples/s]", xticks=counts, xlim=(counts[0] * 0.8, counts[-1] * 1.35))
+    ax.set(
+        xlabel="GPUs",
+        ylabel="simulated throughput [samples/s]",
+        xticks=counts,
+        xlim=(counts[0] * 0.8, counts[-1] * 1.35),
+    )
     ax.grid(True, axis="both")
-    handles = [Line2D([], [], color=color, label=_STRATEGIES[name]) for name, color in _LINES.items()]
+    handles = [Line2D([], [], color=color, marker=mark, mfc="white", ms=5, label=_STRATEGIES[name])
+               for name, (color, mark) in _LINES.items()]  # fmt: skip
     handles += [Line2D([], [], color=PAPER, ls=ls, label=text) for ls, text in
                 (("-", "one host"), ("--", "nodes of two, 10 Gb/s"))]  # fmt: skip
     legend(ax, handles, loc="upper left")
@@ -245,5 +253,6 @@ def _row_names(table: pd.DataFrame) -> list[str]:
 
 def _below(ax: Axes, handles: list, columns: int = 5) -> None:
     """A legend under the axes."""
-    height = ax.figure.get_figheight()
-    ax.legend(handles=handles, ncols=min(columns, len(handles)), loc="upper left", bbox_to_anchor=(0, -0.5 / height))
+    below = ax.transAxes + ScaledTranslation(0, -0.4, ax.figure.dpi_scale_trans)  # inches, whatever the axes' height
+    ax.legend(handles=handles, ncols=min(columns, len(handles)), loc="upper left", bbox_to_anchor=(0, 0),
+              bbox_transform=below)  # fmt: skip

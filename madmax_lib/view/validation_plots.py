@@ -21,11 +21,11 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     shown = table.dropna(subset=["measured_s", "predicted_s"]).reset_index(drop=True)
     ax = ax or new_axes(height=5.0, width=5.6)
     measured, predicted = shown["measured_s"].to_numpy(float), shown["predicted_s"].to_numpy(float)
-    for kind, rows in (("compute", shown["experts"] == 0), ("comm", shown["experts"] > 0)):
+    for kind, mark, rows in (("compute", "o", shown["experts"] == 0), ("comm", "s", shown["experts"] > 0)):
         if rows.any() and "low_s" in shown:
             ax.vlines(measured[rows], shown.loc[rows, "low_s"], shown.loc[rows, "high_s"], color=COLORS[kind], lw=0.6,
                       alpha=0.5)  # fmt: skip
-        ax.plot(measured[rows], predicted[rows], "o", ms=3, mfc="none", mew=0.8, color=COLORS[kind],
+        ax.plot(measured[rows], predicted[rows], mark, ms=3, mfc="none", mew=0.8, color=COLORS[kind],
                 label={"compute": "dense models", "comm": "mixtures of experts"}[kind])  # fmt: skip
     ends = np.array([measured.min(initial=1.0) / 1.5, measured.max(initial=1.0) * 1.5])
     ax.plot(ends, ends, color="#4a4a4a", lw=0.8)
@@ -40,22 +40,23 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_errors(table: pd.DataFrame, ax: Axes | None = None, *, baseline: pd.Series | None = None) -> Axes:
-    """Mean absolute error of each row of `errors`, largest first; baseline: another error of the same rows as marks."""
+    """Mean absolute error of each row of `errors`, largest first; baseline: the error of a simpler model as marks."""
     shown = table.sort_values("mape", ascending=False)
     ax = ax or new_axes(height=1.0 + 0.26 * len(shown))
     for place, row in enumerate(shown.itertuples()):
         ax.barh(place, row.mape * 100, height=0.7, **fill_of("compute", "simulated"))
-        ax.annotate(f"{row.mape:.1%} of {row.rows}", (row.mape * 100, place), (3, 0), textcoords="offset points",
-                    va="center", fontsize=7)  # fmt: skip
+        ax.annotate(f"{row.mape:.1%}", (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=7)
     if baseline is not None:
         ax.plot(baseline.reindex(shown.index) * 100, range(len(shown)), "|", color="#c44e52", ms=9, mew=1.5,
                 label="one rate per GPU and precision")  # fmt: skip
-        ax.legend(loc="center right")
+        ax.legend(loc="upper right", bbox_to_anchor=(1, -0.5 / ax.figure.get_figheight()))
     names = [" · ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in shown.index]
-    ax.set_yticks(range(len(shown)), [name if len(name) < 58 else f"…{name[-57:]}" for name in names])
+    labels = [name if len(name) < 58 else f"…{name[-57:]}" for name in names]
+    ax.set_yticks(
+        range(len(shown)), [f"{name} ({_runs(rows)})" for name, rows in zip(labels, shown["rows"], strict=True)]
+    )
     ax.set(ylim=(len(shown) - 0.4, -0.6), xlabel="mean absolute error of the predicted time [%]")
-    worst = f"{names[0][-40:]} is predicted worst" if names else "No rows"
-    ax.set_title(worst)
+    ax.set_title(_verdict(shown, names, baseline))
     data = shown.reset_index()
     if baseline is not None:
         data = data.assign(baseline=baseline.reindex(shown.index).to_numpy())
@@ -82,3 +83,17 @@ def plot_vision(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.legend(loc="lower right")
     ax.set_title(f"Vision transformers: off by {errors['ours']:.0%}, the paper's own model by {errors['paper']:.0%}")
     return keep_data(ax, table.reset_index(drop=True), table)
+
+
+def _verdict(shown: pd.DataFrame, names: list[str], baseline: pd.Series | None) -> str:
+    if not names:
+        return "No rows"
+    if baseline is None:
+        return f"Predicted worst: {names[0]}, {shown['mape'].iloc[0]:.0%} off"
+    better = int((shown["mape"] < baseline.reindex(shown.index)).sum())
+    reach = f"{shown['mape'].min():.0%} to {shown['mape'].max():.0%}"
+    return f"Off by {reach}; nearer than one rate in {better} of {len(shown)}"
+
+
+def _runs(count: int) -> str:
+    return "1 run" if count == 1 else f"{count} runs"

@@ -18,6 +18,7 @@ __all__ = ["optional_local", "plot_compute_optimal", "plot_costs", "plot_layouts
            "plot_rules", "plot_scheduling", "plot_seed", "plot_space"]  # fmt: skip
 
 _TP_COLORS = {4: "#529d3f", 8: COLORS["compute"], 16: COLORS["comm"], 32: "#8d6bb8"}
+_TP_MARKS = {4: "o", 8: "s", 16: "^", 32: "D"}
 _DARK = "#4a4a4a"
 
 
@@ -36,9 +37,10 @@ def plot_pairs(pairs: pd.DataFrame, ax: Axes | None = None) -> Axes:
     pairs: of `vtrain.data_parallel_pairs`.
     """
     ax = ax or new_axes(height=4.2, width=5.0)
-    for beyond, color, text in ((False, COLORS["compute"], "inside the tables"), (True, COLORS["comm"], "beyond them")):
+    kinds = ((False, "o", COLORS["compute"], "inside the tables"), (True, "s", COLORS["comm"], "beyond them"))
+    for beyond, mark, color, text in kinds:
         part = pairs[pairs["beyond"] == beyond]
-        ax.plot(part["table_ms"], part["given_ms"], "o", ms=4, mfc="none", mec=color, label=f"{text} ({len(part)})")
+        ax.plot(part["table_ms"], part["given_ms"], mark, ms=4, mfc="none", mec=color, label=f"{text} ({len(part)})")
     ends = np.array([pairs["table_ms"].min(), pairs["table_ms"].max()])
     ax.plot(ends, ends, color=_DARK, lw=0.8, zorder=0)
     ax.set(xlabel="difference of two gradient all-reduces [ms]", ylabel='difference of two "measured" steps [ms]')
@@ -49,18 +51,18 @@ def plot_pairs(pairs: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_measured(table: pd.DataFrame, published: float, ax: Axes | None = None) -> Axes:
-    """Ours against measured steps, both logarithmic, a colour per model; published: vTrain's own mean error.
+    """Ours against measured steps, both logarithmic, a colour and mark per model; published: vTrain's own mean error.
 
     table: model, measured_s, predicted_s.
     """
     ax = ax or new_axes(height=4.4, width=5.2)
     colors = [COLORS["compute"], COLORS["comm"], "#529d3f", "#8d6bb8"]
     models = sorted(table["model"].unique(), key=lambda name: float(name.split()[1][:-1]))
-    for name, color in zip(models, colors, strict=False):
+    for name, color, mark in zip(models, colors, "os^D", strict=False):
         part = table[table["model"] == name]
         error = (part["predicted_s"] / part["measured_s"] - 1).abs().mean()
-        ax.plot(part["measured_s"], part["predicted_s"], "o", ms=4, mfc="none", mec=color,
-                label=f"{name}: {error:.1%} of {len(part)}")  # fmt: skip
+        ax.plot(part["measured_s"], part["predicted_s"], mark, ms=4, mfc="none", mec=color,
+                label=f"{name}: {error:.1%} off, {len(part)} runs")  # fmt: skip
     ends = np.array([table["measured_s"].min() / 1.2, table["measured_s"].max() * 1.2])
     ax.plot(ends, ends, color=_DARK, lw=0.8)
     ax.fill_between(ends, ends * (1 - published), ends * (1 + published), color="#e8e8e8", zorder=0,
@@ -75,14 +77,14 @@ def plot_measured(table: pd.DataFrame, published: float, ax: Axes | None = None)
 
 
 def plot_space(space: pd.DataFrame, quoted: float, ax: Axes | None = None) -> Axes:
-    """Utilisation over the number of GPUs, a colour per tp, larger marks for more stages.
+    """Utilisation over the number of GPUs, a colour and mark per tp, larger marks for more stages.
 
     space: of `vtrain_studies.design_space`. quoted: the published utilisation of (16, 16, 105).
     """
     ax = ax or new_axes(height=3.8)
     for tp, part in space.groupby("tp"):
         ax.scatter(part["gpus"], 100 * part["utilisation"], s=4 + 0.6 * part["pp"], facecolors="none",
-                   edgecolors=_TP_COLORS[tp], linewidths=0.8, label=f"tp {tp}")  # fmt: skip
+                   marker=_TP_MARKS[tp], edgecolors=_TP_COLORS[tp], linewidths=0.8, label=f"tp {tp}")  # fmt: skip
     for plan, dx, dy in (((8, 8, 35), -130, -70), ((8, 12, 21), 12, 26), ((16, 16, 105), -80, -16)):
         row = _row(space, plan)
         ax.plot(row["gpus"], 100 * row["utilisation"], "o", ms=4, color=PAPER)
@@ -104,7 +106,8 @@ def plot_costs(space: pd.DataFrame, plans: pd.DataFrame, ax: Axes | None = None)
     ax = ax or new_axes(height=3.8)
     near = space[space["days"].between(30, 60) & (space["memory_bytes"] < 80e9)]
     for tp, part in near.groupby("tp"):
-        ax.plot(part["days"], part["cost_usd"] / 1e6, "o", ms=4, mfc="none", mec=_TP_COLORS[tp], label=f"tp {tp}")
+        style = {"mfc": "none", "mec": _TP_COLORS[tp], "label": f"tp {tp}"}
+        ax.plot(part["days"], part["cost_usd"] / 1e6, _TP_MARKS[tp], ms=4, **style)
     told = plans.set_index("key")
     for name, plan in (("given", (8, 8, 35)), ("found", (8, 12, 21))):
         days, cost = (told.loc[f"plan_{name}_{what}", ["ours", "theirs"]] for what in ("days", "cost"))
@@ -176,12 +179,12 @@ def plot_layouts(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.legend(handles=ax.get_legend_handles_labels()[0][-1:], loc="upper left")
     ax.set(
         xlabel="layers; labels are (tp, dp, pp)",
-        ylabel="step [s]",
+        ylabel="simulated step [s]",
         xticks=sorted(table["layers"].unique()),
         xlim=(10, 150),
         ylim=(0, None),
     )
-    ax.set_title("h 8192 on 2,048 A100: seed 000's (4, 128, 4) is faster than the devices can be")
+    ax.set_title("Hidden 8,192 on 2,048 A100: seed 000's (4, 128, 4) is faster than the devices can be")
     return done(ax, table)
 
 
@@ -201,10 +204,10 @@ def plot_rules(effects: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_seed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Our step on formulas over seed 000's prediction, a colour per tp; table: theirs_s, ours_s, tp."""
+    """Our step on formulas over seed 000's prediction, a colour and mark per tp; table: theirs_s, ours_s, tp."""
     ax = ax or new_axes(height=4.2, width=5.2)
     for tp, part in table.groupby("tp"):
-        ax.plot(part["theirs_s"], part["ours_s"], "o", ms=4, mfc="none", mec=_TP_COLORS[tp], label=f"tp {tp}")
+        ax.plot(part["theirs_s"], part["ours_s"], _TP_MARKS[tp], ms=4, mfc="none", mec=_TP_COLORS[tp], label=f"tp {tp}")
     ends = np.array([table["theirs_s"].min() / 1.3, table["theirs_s"].max() * 1.3])
     ax.plot(ends, ends, color=_DARK, lw=0.8)
     ax.set(xscale="log", yscale="log", xlim=ends, xlabel="seed 000's prediction [s]", ylabel="ours on formulas [s]")

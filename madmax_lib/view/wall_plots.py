@@ -16,12 +16,11 @@ from madmax_lib.simulator.staging import DOWN, DRIVES, HOST, UP
 from madmax_lib.timeline import Timeline
 from madmax_lib.units import NS_PER_S
 from madmax_lib.view.drawing import COLORS, fill_of, keep_data, new_axes, visible_blocks
+from madmax_lib.view.step_plots import COMPONENTS, OTHER
 
 __all__ = ["plot_adam", "plot_launch_gain", "plot_levers", "plot_limits", "plot_methods", "plot_moments", "plot_places",
            "plot_power", "plot_share", "plot_streams", "plot_token_energy"]  # fmt: skip
 
-_SHADES = ("#3b75af", "#7ba3cf", "#b9cfe6", "#e1812c", "#f0b27a", "#f8d9bd", "#529d3f", "#93c486", "#8d6bb8", "#bfabdb",
-           "#d9d9d9", "#a6a6a6", "#6b6b6b")  # fmt: skip
 _LINES = ("#3b75af", "#e1812c", "#529d3f", "#8d6bb8", "#b5433f", "#4a4a4a", "#c49a2c", "#2f9c95")
 _STREAMS = {0: "device computes", 2: "gathers and reductions", DOWN: "copies to the device", UP: "copies to the host",
             HOST: "host computes", DRIVES: "drives"}  # fmt: skip
@@ -33,23 +32,22 @@ def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     places = table.drop_duplicates("place")
     ax = ax or new_axes(height=2.6 + 0.45 * len(places))
     components = list(dict.fromkeys(table["component"]))
-    colors = dict(zip(components, _SHADES * 2, strict=False))
     for row, place in enumerate(places.itertuples()):
         part, left = table[table["place"] == place.place], 0.0
         for one in part.itertuples():
             width = one.size_bytes / place.usable_bytes
-            ax.barh(row, width, left=left, height=0.6, color=colors[one.component], hatch="////", edgecolor="white",
-                    linewidth=0)  # fmt: skip
+            color = COMPONENTS.get(one.component, OTHER)
+            ax.barh(row, width, left=left, height=0.6, color=color, hatch="////", edgecolor="white", linewidth=0)
             left += width
         used = place.usable_bytes - place.margin_bytes
         text = f"{used / 1e9:.1f} of {place.usable_bytes / 1e9:.0f} GB"
         ax.annotate(text, (max(left, 1.0), row), (4, 0), textcoords="offset points", va="center", fontsize=7)
     ax.axvline(1.0, color="#4a4a4a", lw=0.9, ls="--")
     ax.set_yticks(range(len(places)), [_NAMES[place] for place in places["place"]])
-    ax.set(ylim=(len(places) - 0.5, -0.5), xlabel="simulated bytes over what training can have, all moments of a step")
+    ax.set(ylim=(len(places) - 0.5, -0.5), xlabel="simulated bytes over the room for training, all moments of a step")
     ax.set_xlim(0, 1.25 * max(1.0, (table.groupby("place")["size_bytes"].sum() / places.set_index("place")[
         "usable_bytes"]).max()))  # fmt: skip
-    handles = [Patch(color=colors[name], label=name) for name in components]
+    handles = [Patch(color=COMPONENTS.get(name, OTHER), label=name) for name in components]
     ax.legend(handles=handles, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.75 / ax.figure.get_figheight()),
               fontsize=7, frameon=False)  # fmt: skip
     tight = places.loc[(places["margin_bytes"] / places["usable_bytes"]).idxmin()]
@@ -74,7 +72,7 @@ def plot_moments(table: pd.DataFrame, place: str = "device", ax: Axes | None = N
         top = bottom + size.to_numpy() / 1e9
         ax.fill_between(x, bottom, top, step="mid", color=color, alpha=0.75, lw=0, label=name)
         bottom = top
-    ax.axhline(room / 1e9, color="#4a4a4a", lw=0.9, ls="--", label="what training can have")
+    ax.axhline(room / 1e9, color="#4a4a4a", lw=0.9, ls="--", label="room for training")
     first = table.groupby("phase", sort=False).apply(lambda part: part.index[0], include_groups=False)
     shown = {name: at for name, at in first.items() if name in ("forward", "backward", "update")}
     ax.set_xticks(list(shown.values()), list(shown), ha="left")
@@ -97,7 +95,8 @@ def plot_methods(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
             ax.plot(part["parameters"] / 1e9, part["tokens_per_s"], marker="os^Dv<>P"[number % 8], ms=5, mfc="white",
                     color=_LINES[number % 8], lw=1.0, label=method)  # fmt: skip
     ticks = table.drop_duplicates("model")
-    ax.set(xscale="log", yscale="log", xlabel="parameters, as the study names its shapes", ylabel="simulated tokens/s")
+    ax.set(xscale="log", yscale="log", xlabel="parameters, as the study names its shapes")
+    ax.set_ylabel("simulated throughput [tokens/s]")
     ax.set_xticks(ticks["parameters"] / 1e9, [_size(name) for name in ticks["model"]], fontsize=7)
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -142,9 +141,11 @@ def plot_share(table: pd.DataFrame, best: float, ax: Axes | None = None) -> Axes
     stacked = [table[name].to_numpy(float) for name in causes]
     ax.stackplot(table["share"], *stacked, labels=list(causes.values()), colors=colors, alpha=0.8)
     ax.axvline(best, color="#4a4a4a", lw=1.0, ls="--", label="best that fits")
-    ax.set(xlabel="share of the states that leaves the device", ylabel="simulated seconds beyond passes", xlim=(0, 1))
+    ax.set(
+        xlabel="share of the states that leaves the device", ylabel="simulated time beyond the passes [s]", xlim=(0, 1)
+    )
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=7, frameon=False)
-    ax.set_title(f"{best:.0%} off the device is the fastest that fits")
+    ax.set_title(f"Fastest that fits: {best:.0%} of the states leave the device")
     return keep_data(ax, table)
 
 
@@ -160,7 +161,7 @@ def plot_adam(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     sizes = np.array([adam["size"].min(), adam["size"].max()])
     label = f"28 bytes per parameter at {copies / 1e9:.0f} GB/s, the best of copy and triad"
     ax.plot(sizes, 28 * sizes / copies, color="#4a4a4a", ls="--", lw=1, label=label)
-    ax.set(xscale="log", yscale="log", xlabel="parameters", ylabel="measured seconds of an update")
+    ax.set(xscale="log", yscale="log", xlabel="parameters", ylabel="measured time of an update [s]")
     ax.legend(fontsize=7)
     largest = adam[adam["size"] == adam["size"].max()].set_index("how")["median_s"]
     fastest = largest.idxmin()
@@ -202,7 +203,7 @@ def plot_power(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     handles = [Patch(color=COLORS[kind], label=name) for kind, name in zip(kinds, table["phase"], strict=False)]
     ax.legend(handles=handles, ncols=3, loc="upper right", fontsize=7)
     ax.set(xlim=(0, start[-1]), ylim=(0, 1.3 * table["high_w"].max()), ylabel="simulated power of a device [W]",
-           xlabel="seconds of a step, phase by phase")  # fmt: skip
+           xlabel="time in the step, phase by phase [s]")  # fmt: skip
     mean = table["energy_j"].sum() / table["seconds"].sum()
     ax.set_title(f"A device draws {mean:.0f} W on average")
     return keep_data(ax, table)
@@ -217,10 +218,11 @@ def plot_levers(table: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
         text = ", ".join([*([f"{row.step_s:.2f} s"] if row.fits else ["does not fit"]), *beside])
         ax.annotate(text, (row.device_gb, place), (4, 0), textcoords="offset points", va="center", fontsize=7,
                     bbox={"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none"})  # fmt: skip
-    ax.axvline(room_bytes / 1e9, color="#4a4a4a", lw=0.9, ls="--", zorder=0.5)
+    room_gb = room_bytes / 1e9
+    ax.axvline(room_gb, color="#4a4a4a", lw=0.9, ls="--", zorder=0.5)
     ax.set_yticks(range(len(table)), list(table["lever"]))
-    ax.set(ylim=(len(table) - 0.4, -0.6), xlabel="simulated memory of the fullest device [GB]; dashed: it has",
-           xlim=(0, 1.4 * table["device_gb"].max()))  # fmt: skip
+    ax.set(ylim=(len(table) - 0.4, -0.6), xlim=(0, 1.4 * table["device_gb"].max()))
+    ax.set_xlabel(f"simulated memory of the fullest device [GB]; dashed: {room_gb:.0f} GB of room")
     fitting = table[table["fits"]]
     title = f"{len(fitting)} of {len(table)} fit"
     if len(fitting):
