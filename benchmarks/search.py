@@ -8,10 +8,9 @@ import resource
 import time
 
 import madmax_lib as mm
+from madmax_lib import catalog
 from madmax_lib.planner.space import plan_of
 from madmax_lib.simulator.memory import memory, peak_bytes
-
-CALCULON = {"plans": 7_126_368, "with logging": 12.6 * 3600, "without": 2.4 * 3600}  # CPU s reported for its release
 
 
 def main() -> None:
@@ -29,10 +28,10 @@ def main() -> None:
     print(f"{result.evaluated:,} plans of {model.name} on {cluster.world_size:,} devices, {result.feasible:,} fit")
     print(f"{seconds:.1f} CPU s, {result.evaluated / seconds:,.0f} plans per CPU s, peak {peak_mb:.0f} MB")
     print(f"a scalar loop: {1 / scalar:,.0f} plans per CPU s, ratio {scalar * result.evaluated / seconds:,.0f}")
-    for name in ("with logging", "without"):
-        rate = CALCULON["plans"] / CALCULON[name]
-        ratio = result.evaluated / seconds / rate
-        print(f"Calculon {name}: {CALCULON['plans']:,} in {CALCULON[name]:,.0f} CPU s, ratio {ratio:,.0f}")
+    for row in catalog.table("search_published").itertuples():
+        plans, theirs_s = float(row.plans), float(row.seconds)
+        ratio = result.evaluated / seconds / (plans / theirs_s)
+        print(f"{row.tool}: {plans:,.0f} in {theirs_s:,.0f} CPU s, ratio {ratio:,.0f}")
 
 
 def scalar_seconds(model, cluster, batch: int, result) -> float:
