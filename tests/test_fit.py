@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from madmax_lib.calibration.fit import fingerprint, fit, free_constants
+from madmax_lib.calibration.fit import _Problem, fingerprint, fit, free_constants
 from madmax_lib.calibration.rows import to_work
 from madmax_lib.simulator.parameters import Parameters, bounds, start
 from madmax_lib.simulator.step_time import step_time
@@ -20,6 +20,17 @@ def vtrain(rows):
 
 def predicted_s(rows, parameters):
     return step_time(to_work(rows), parameters)["step_s"]
+
+
+def test_many_points_in_one_evaluation_are_each_alone(rows):
+    problem = _Problem(rows, start())
+    points = problem.begin + 0.1 * problem.sigma * np.random.default_rng(0).standard_normal((3, len(problem.begin)))
+    together = problem.residuals(points)
+    np.testing.assert_allclose(together, [problem.residuals(point) for point in points], rtol=1e-12)
+    step = 1e-6
+    slopes = [(problem.residuals(points[0] + step * unit) - problem.residuals(points[0] - step * unit)) / (2 * step)
+              for unit in np.eye(len(problem.begin))]  # fmt: skip
+    np.testing.assert_allclose(problem.jacobian(points[0]).T, slopes, rtol=1e-3, atol=1e-4)
 
 
 def test_constants_that_made_the_times_are_found(vtrain):

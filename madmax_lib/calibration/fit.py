@@ -19,6 +19,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from madmax_lib import catalog
+from madmax_lib.calibration.identify import scaled
 from madmax_lib.calibration.rows import read_rows, to_work
 from madmax_lib.datasets import local_data
 from madmax_lib.simulator.parameters import Parameters, bounds, save, start
@@ -88,33 +89,41 @@ class _Problem:
         self.names = list(only) if only else free_constants(rows)
         table = table.loc[self.names]
         self.logarithmic = (table["scale"] == "log").to_numpy()
-        self.prior = self._scaled(table["start"].to_numpy(float))
-        self.low, self.high = self._scaled(table["low"].to_numpy(float)), self._scaled(table["high"].to_numpy(float))
+        table = table.assign(begin=[begin.constants[name] for name in self.names])
+        self.prior, self.low, self.high, at = (scaled(table, name) for name in ("start", "low", "high", "begin"))
         self.sigma = table["sigma"].to_numpy(float)
-        self.begin = np.clip(self._scaled(np.array([begin.constants[n] for n in self.names])), self.low, self.high)
+        self.begin = np.clip(at, self.low, self.high)
         self.fixed = dict(begin.constants)
         self.work, self.log_measured = to_work(rows), np.log(rows["measured_s"].to_numpy(float))
         size = rows.groupby("group")["group"].transform("size").to_numpy(float)
         self.weight = size**-GROUP_DAMPING / SCALE
 
-    def _scaled(self, values: np.ndarray) -> np.ndarray:
-        return np.where(self.logarithmic, np.log(np.maximum(values, 1e-300)), values)
+    def values(self, point: np.ndarray) -> np.ndarray:
+        return np.where(self.logarithmic, np.exp(point), point)
 
     def constants(self, point: np.ndarray) -> dict[str, float]:
-        values = np.where(self.logarithmic, np.exp(point), point)
-        return self.fixed | dict(zip(self.names, values.tolist(), strict=True))
+        return self.fixed | dict(zip(self.names, self.values(point).tolist(), strict=True))
 
     def residuals(self, point: np.ndarray) -> np.ndarray:
-        """Rows, then priors."""
-        predicted = step_time(self.work, Parameters(constants=self.constants(point)))["step_s"]
-        return np.concatenate(
-            [(np.log(predicted) - self.log_measured) * self.weight, (point - self.prior) / self.sigma]
-        )
+        """Rows, then priors; point may be (..., constants)."""
+        values = self.values(point)
+        constants = self.fixed | {name: values[..., i : i + 1] for i, name in enumerate(self.names)}
+        predicted = step_time(self.work, Parameters(constants=constants))["step_s"]
+        of_rows = (np.log(predicted) - self.log_measured) * self.weight
+        return np.concatenate([of_rows, (point - self.prior) / self.sigma], axis=-1)
+
+    def jacobian(self, point: np.ndarray) -> np.ndarray:
+        """By forward differences, all constants in one evaluation."""
+        step = np.sqrt(np.finfo(float).eps) * np.maximum(1.0, np.abs(point))
+        step = np.where(point + step > self.high, -step, step)
+        moved = point + np.diag(step)
+        slopes = (self.residuals(moved) - self.residuals(point)) / (np.diag(moved) - point)[:, None]
+        return slopes.T
 
     def solve(self, point: np.ndarray):
         inside = np.clip(point, self.low + 1e-6, self.high - 1e-6)
-        return least_squares(self.residuals, inside, bounds=(self.low, self.high), loss="soft_l1", x_scale=self.sigma,
-                             xtol=1e-4, ftol=1e-4, max_nfev=60)  # fmt: skip
+        return least_squares(self.residuals, inside, self.jacobian, bounds=(self.low, self.high), loss="soft_l1",
+                             x_scale=self.sigma, xtol=1e-4, ftol=1e-4, max_nfev=60)  # fmt: skip
 
     def scatter(self, random: np.random.Generator) -> np.ndarray:
         return self.prior + self.sigma * random.standard_normal(len(self.prior))
@@ -128,7 +137,7 @@ class _Problem:
             points = [self._resampled(rows, random, result.x) for _ in range(bootstrap)]
             low, high = np.quantile(points, [0.05, 0.95], axis=0)
         low, high = np.maximum(low, self.low), np.minimum(high, self.high)
-        low, high = (np.where(self.logarithmic, np.exp(side), side) for side in (low, high))
+        low, high = self.values(low), self.values(high)
         return Parameters(
             constants=self.constants(result.x),
             intervals=dict(zip(self.names, zip(low.tolist(), high.tolist(), strict=True), strict=True)),
@@ -162,15 +171,12 @@ def known_rows() -> pd.DataFrame:
     return pd.concat([read_rows(table) for table in tables], ignore_index=True)
 
 
-def ship(path: str | Path, rows: pd.DataFrame | None = None) -> Parameters:
-    """Fits the constants of all rows, adds the intervals that folds give, writes `parameters.json`.
-
-    rows: a published table, `known_rows` if None.
-    """
+def ship(path: str | Path) -> Parameters:
+    """Fits the constants of all `known_rows`, adds the intervals that folds give, writes `parameters.json`."""
     from madmax_lib.calibration.spread import comparison_quantiles, interval_quantiles
     from madmax_lib.calibration.validate import folds
 
-    rows = known_rows() if rows is None else read_rows(rows)
+    rows = known_rows()
     held_out = folds(rows)
     fitted = replace(fit(rows), residuals=interval_quantiles(held_out) | comparison_quantiles(held_out))
     save(fitted, path)

@@ -15,15 +15,18 @@ from madmax_lib.simulator.compute import attention_flops, gemm_s, longer_of, opt
 from madmax_lib.simulator.parameters import Parameters
 from madmax_lib.simulator.work import Work
 
-__all__ = ["PARTS", "achieved_rates", "head_passes", "layer_passes", "pieces", "step_time"]
+__all__ = ["COMMUNICATION", "COMPUTE", "PARTS", "achieved_rates", "head_passes", "layer_passes", "pieces", "step_time"]
 
 PARTS = ("gemm_s", "attention_s", "pointwise_s", "head_s", "launch_s", "tp_s", "cp_s", "ep_s", "fsdp_s", "bubble_s",
          "pp_s", "dp_s", "optimizer_s", "overhead_s")  # fmt: skip
+COMPUTE = ("gemm_s", "attention_s", "pointwise_s", "head_s", "optimizer_s")  # of these, the device at work
+COMMUNICATION = ("tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "pp_s")  # as far as it shows
 
 
 def step_time(work: Work, parameters: Parameters) -> dict[str, np.ndarray]:
     """Seconds of a step and of its parts (`PARTS`), each of the shape of work; step_s is their sum.
 
+    Constants of shape (p, 1) are p machines for the same steps, (n,) of them: the results are (p, n).
     Parts up to fsdp_s are those of the slowest pipeline stage over all micro-batches; fsdp_s, tp_s, cp_s and dp_s count
     only what is exposed.
     """
@@ -38,7 +41,8 @@ def step_time(work: Work, parameters: Parameters) -> dict[str, np.ndarray]:
     parts["dp_s"], parts["optimizer_s"] = piece["dp_s"], piece["optimizer_s"]
     parts["overhead_s"] = parameters.constants["step_s"]
     parts["step_s"] = sum(parts[name] for name in PARTS)
-    return {name: part if np.shape(part := parts[name]) == w.shape else np.broadcast_to(part, w.shape)
+    shape = np.broadcast_shapes(np.shape(parts["step_s"]), w.shape)
+    return {name: part if np.shape(part := parts[name]) == shape else np.broadcast_to(part, shape)
             for name in (*PARTS, "step_s")}  # fmt: skip
 
 
@@ -87,11 +91,9 @@ def achieved_rates(w: Work, p: Parameters) -> dict[str, np.ndarray]:
     product = compute * np.where(w.legacy > 0, p.constants["legacy_software"], 1.0)
     scaling = np.where(w.mx > 0, p.constants["quantise_mx"], 1.0)
     scaling = scaling * np.where(w.rowwise > 0, p.constants["quantise_rowwise"], 1.0)
-    families, code = w.codes["family"]
-    head = np.array([p.constants[f"gemm_efficiency:{family}-16"] for family in families])[code]
     return {
         "gemm": w.peak_gemm * product * w.constant("gemm_efficiency", p) / scaling,
-        "head": w.peak_16 * product * head,
+        "head": w.peak_16 * product * w.of_class("family", "gemm_efficiency:{}-16", p),
         "attention": w.peak_16 * compute * w.constant("attention_efficiency", p),
         "scores": w.peak_16 * compute * p.constants["unfused_efficiency"],
         "memory": w.memory * p.memory_efficiency,

@@ -79,8 +79,13 @@ class Work:
         """A constant for each step, by its class."""
         if name not in _CLASS_OF:
             return parameters.constants[name]
-        known, code = self.codes[_CLASS_OF[name]]
-        return np.array([parameters.constants[f"{name}:{group}"] for group in known])[code]
+        return self.of_class(_CLASS_OF[name], f"{name}:{{}}", parameters)
+
+    def of_class(self, kind: str, name: str, parameters: Parameters) -> np.ndarray:
+        """For each step, the constant `name` with its class of that kind put in."""
+        known, code = self.codes[kind]
+        values = [np.atleast_1d(parameters.constants[name.format(group)]) for group in known]
+        return np.concatenate(np.broadcast_arrays(*values), axis=-1)[..., code]
 
     @property
     def mixture_share(self) -> np.ndarray:
@@ -98,17 +103,6 @@ class Work:
     def end_weights(self) -> np.ndarray:
         """Weights of embedding and head."""
         return 2 * self.vocab * self.hidden
-
-    def take(self, rows: np.ndarray) -> Work:
-        """The steps of a list at these positions (or where True)."""
-        part = Work.__new__(Work)
-        part.shape = (len(np.arange(*self.shape)[rows]),)
-        part.codes = {name: (known, code if len(code) == 1 else code[rows]) for name, (known, code) in
-                      self.codes.items()}  # fmt: skip
-        for name in FIELDS:
-            value = getattr(self, name)
-            setattr(part, name, value if len(value) == 1 else value[rows])
-        return part
 
 
 def _coded(classes) -> tuple[list[str], np.ndarray]:
