@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.intervals import EMPTY, intersection, pack, subtraction, total, union
-from madmax_lib.kinds import collective_names
+from madmax_lib.kinds import collectives_of
 from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.units import NS_PER_S
 
@@ -31,7 +31,7 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     """
     spans = timeline.spans
     kind, rank = spans["kind"].cat.codes.to_numpy(), spans["rank"].to_numpy()
-    times = pack(spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy())
+    times = _intervals(spans)
     of_kind = {name: np.flatnonzero(kind == spans["kind"].cat.categories.get_indexer([name])) for name in BUSY_KINDS}
     rows = [{"rank": own, **_rank_breakdown({name: times[at[rank[at] == own]] for name, at in of_kind.items()})}
             for own in timeline.ranks]  # fmt: skip
@@ -46,14 +46,13 @@ def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
     Collectives that run side by side each count in full, so the exposed times of a rank can sum to more than its
     exposed_comm_s. size_bytes is NaN when a span of the collective does not tell its size.
     """
-    rows, known = [], timeline.meta.provenance.get("collectives", {})
+    rows = []
     for rank, spans in _busy(timeline):
         compute = union(_intervals(spans, "compute"))
         comm = spans[spans["kind"] == "comm"]
         names = comm["name"].cat.remove_unused_categories()
-        of_name = [known.get(name) or default or "generic" for name, default in
-                   zip(names.cat.categories, collective_names(list(names.cat.categories)), strict=True)]  # fmt: skip
-        for name, part in comm.groupby(np.array(of_name, dtype=object)[names.cat.codes] if len(comm) else []):
+        of_name = collectives_of(timeline, list(names.cat.categories))
+        for name, part in comm.groupby(of_name[names.cat.codes]):
             times = _intervals(part)
             rows.append(
                 {
@@ -89,7 +88,7 @@ def _busy(timeline: Timeline) -> list[tuple[int, pd.DataFrame]]:
 
 def _intervals(spans: pd.DataFrame, kind: str | None = None) -> np.ndarray:
     spans = spans if kind is None else spans[spans["kind"] == kind]
-    return pack(spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy())
+    return pack(spans["start_ns"], spans["dur_ns"])
 
 
 def _rank_breakdown(times: dict[str, np.ndarray]) -> dict[str, float]:

@@ -20,9 +20,9 @@ import pandas as pd
 
 from madmax_lib.specs import DLRM, Cluster, Device, Host, Link, Model, Transformer
 
-__all__ = ["canonical", "cluster", "clusters", "device", "devices", "dtype", "model", "models", "table"]
+__all__ = ["cluster", "clusters", "device", "device_named", "devices", "model", "models", "table"]
 
-_UNITS = {"": 1.0, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0}
+_UNITS = {"": 1.0, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0, "us": 1e-6}
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
 _DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
 _USER_FOLDER = "MADMAX_CATALOG"
@@ -56,44 +56,26 @@ def models() -> list[str]:
     return sorted(table("models")["name"].unique())
 
 
-def canonical(name: str, what: str, known: list[str]) -> str:
-    """The catalog's spelling of a name: H100_80GB and h100-80 are one device, amp_bf16 and bf16 one dtype.
-
-    Raises ValueError with the three nearest names.
-    """
-    aliases = table("aliases")
-    aliases = dict(aliases.loc[aliases["what"] == what, ["alias", "name"]].to_numpy())
-    plain = re.sub(r"[\s_]+", "-", name.strip().lower())
-    without_unit = re.sub(r"(\d+)-?gi?b\b", r"\1", plain)
-    for spelling in (plain, without_unit):
-        if spelling in known:
-            return spelling
-        if spelling in aliases:
-            return aliases[spelling]
-    near = difflib.get_close_matches(plain, [*known, *aliases], n=3, cutoff=0.0)
-    raise ValueError(f"unknown {what} {name!r}; nearest: {', '.join(near)}")
-
-
-def dtype(name: str) -> str:
-    """Canonical dtype of a spelling such as amp_bf16, FP8-CS or float32."""
-    return canonical(name, "dtype", list(_DTYPES))
-
-
 def device(name: str) -> Device:
     """A device by name or alias. Raises ValueError for an unknown one."""
-    rows = table("devices")
-    name = canonical(name, "device", sorted(rows["name"].unique()))
-    values = {r.quantity: float(r.value) * _UNITS[r.unit] for r in rows[rows["name"] == name].itertuples()}
+    name, rows = _rows("device", name)
+    values = _quantities(rows)
     peaks = {key: value for key, value in values.items() if key in _DTYPES}
-    rest = (values.get(quantity, float("nan")) for quantity in ("tdp", "price"))
+    rest = (values.get(quantity, math.nan) for quantity in ("tdp", "price"))
     return Device(name, values["memory"], values["memory_bandwidth"], peaks, *rest)
+
+
+def device_named(text: str) -> Device | None:
+    """The device of a name that CUDA or a trace gives, such as Tesla T4; None for an unknown one."""
+    found = [row.name for row in table("device_names").itertuples(index=False)
+             if re.search(row.pattern, text, re.IGNORECASE)]  # fmt: skip
+    return device(found[-1]) if found else None
 
 
 def cluster(name: str, *, nodes: int | None = None) -> Cluster:
     """A cluster by name, with `nodes` nodes if given. Raises ValueError for an unknown one."""
-    rows = table("clusters")
-    name = canonical(name, "cluster", sorted(rows["name"].unique()))
-    row = rows[rows["name"] == name].iloc[-1]
+    name, rows = _rows("cluster", name)
+    row = rows.iloc[-1]
     links = [_link(row["intra"]), _link(row["inter"])]
     found = Cluster(name, device(row["device"]), int(row["devices_per_node"]), int(row["nodes"]), *links, _host(name))
     return found if nodes is None else replace(found, nodes=nodes)
@@ -109,9 +91,8 @@ def model(name: str | Path) -> Model:
     """
     if str(name).endswith(".json"):
         return _from_hugging_face(Path(name))
-    rows = table("models")
-    name = canonical(str(name), "model", sorted(rows["name"].unique()))
-    values = dict(rows.loc[rows["name"] == name, ["field", "value"]].to_numpy())
+    name, rows = _rows("model", str(name))
+    values = dict(rows[["field", "value"]].to_numpy())
     kind = values.pop("kind")
     if kind not in _KINDS:
         raise ValueError(f"model {name}: kind={kind!r} is not one of {', '.join(_KINDS)}")
@@ -122,19 +103,37 @@ def model(name: str | Path) -> Model:
     return _KINDS[kind](name, **{key: bool(v) if types[key] == "bool" else v for key, v in typed.items()})
 
 
+def _rows(what: str, name: str) -> tuple[str, pd.DataFrame]:
+    """The catalog's spelling of a name, H100_80GB and H100 being h100-80, and its rows in the table of its kind.
+
+    Raises ValueError with the three nearest names.
+    """
+    rows, aliases = table(f"{what}s"), table("aliases")
+    names = dict(aliases.loc[aliases["what"] == what, ["alias", "name"]].to_numpy()) | {n: n for n in rows["name"]}
+    plain = re.sub(r"[\s_]+", "-", name.strip().lower())
+    without_unit = re.sub(r"(\d+)-?gi?b\b", r"\1", plain)
+    found = names.get(plain) or names.get(without_unit)
+    if not found:
+        near = difflib.get_close_matches(plain, names, n=3, cutoff=0.0)
+        raise ValueError(f"unknown {what} {name!r}; nearest: {', '.join(near)}")
+    return found, rows[rows["name"] == found]
+
+
+def _quantities(rows: pd.DataFrame) -> dict[str, float]:
+    """Values in SI units by quantity."""
+    return {row.quantity: float(row.value) * _UNITS[row.unit] for row in rows.itertuples()}
+
+
 def _link(name: str) -> Link:
-    rows = table("links")
-    name = canonical(name, "link", sorted(rows["name"].unique()))
-    rows = rows[rows["name"] == name]
-    values = {r.quantity: float(r.value) * (1e-6 if r.unit == "us" else _UNITS[r.unit]) for r in rows.itertuples()}
+    name, rows = _rows("link", name)
+    values = _quantities(rows)
     return Link(name, values["bandwidth_one_way_per_device"], values.get("latency", 0.0))
 
 
 def _host(cluster_name: str) -> Host | None:
     """Host of a cluster's nodes, None where the table has none."""
     rows = table("hosts")
-    rows = rows[rows["cluster"] == cluster_name]
-    values = {r.quantity: float(r.value) * _UNITS[r.unit] for r in rows.itertuples()}
+    values = _quantities(rows[rows["cluster"] == cluster_name])
     if not values:
         return None
     try:

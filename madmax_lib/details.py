@@ -48,7 +48,7 @@ DETAILS = {
         "forward_thread": "int64",  # of a backward operator
     },
     # kernels and copies inside of a CUDA or HIP graph
-    "graphs": {"row": "int64", "graph": "int64", "node": "int64"},
+    "graphs": {"row": "int64", "graph": "int64"},
     # what a stream or a host thread waited for
     "syncs": {"row": "int64", "name": "category", "stream": "int64", "correlation": "int64"},
 }

@@ -39,7 +39,12 @@ def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     >>> intersection(np.array([[0, 4]]), np.array([[1, 2], [3, 9]])).tolist()
     [[1, 2], [3, 4]]
     """
-    return _where_depth(union(a), union(b), 2)
+    a, b = union(a), union(b)
+    times = np.concatenate([a[:, 1], b[:, 1], a[:, 0], b[:, 0]])  # ends sort before starts at the same instant
+    order = np.argsort(times, kind="stable")
+    times, depth = times[order], np.cumsum(np.repeat([-1, 1], len(times) // 2)[order])
+    both = np.flatnonzero(depth[:-1] == 2)
+    return union(np.stack([times[both], times[both + 1]], axis=1))
 
 
 def subtraction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -48,12 +53,8 @@ def subtraction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     >>> subtraction(np.array([[0, 4]]), np.array([[1, 2], [3, 9]])).tolist()
     [[0, 1], [2, 3]]
     """
-    a, b = union(a), union(b)
-    if not len(a):
-        return EMPTY
-    low, high = a[0, 0], a[-1, 1]
-    gaps = np.stack([np.r_[low, b[:, 1]], np.r_[b[:, 0], high]], axis=1)  # the complement of b inside [low, high)
-    return _where_depth(a, gaps[gaps[:, 1] > gaps[:, 0]], 2)
+    b, ever = union(b), np.iinfo(np.int64)
+    return intersection(a, np.stack([np.r_[ever.min, b[:, 1]], np.r_[b[:, 0], ever.max]], axis=1))
 
 
 def covered_before(intervals: np.ndarray, times: np.ndarray) -> np.ndarray:
@@ -80,16 +81,6 @@ def total(intervals: np.ndarray) -> int:
     """
     merged = _merge(intervals)
     return int((merged[:, 1] - merged[:, 0]).sum())
-
-
-def _where_depth(a: np.ndarray, b: np.ndarray, depth: int) -> np.ndarray:
-    """Stretches that `depth` of the two normal-form sets cover; ends sort before starts at the same instant."""
-    times = np.concatenate([a[:, 1], b[:, 1], a[:, 0], b[:, 0]])
-    change = np.repeat(np.array([-1, 1]), len(a) + len(b))
-    order = np.argsort(times, kind="stable")
-    times, running = times[order], np.cumsum(change[order])
-    inside = np.flatnonzero(running[:-1] == depth)
-    return union(np.stack([times[inside], times[inside + 1]], axis=1)) if len(inside) else EMPTY
 
 
 def _merge(intervals: np.ndarray) -> np.ndarray:

@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-__all__ = ["COLLECTIVES", "collective_names", "kernel_kinds", "load_kinds"]
+from madmax_lib.timeline import Timeline
+
+__all__ = ["COLLECTIVES", "collective_names", "collectives_of", "kernel_kinds", "load_kinds"]
 
 _COLUMNS = ["rules", "kind", "collective", "pattern", "source"]
 _RULES = ("exact", "hta")
@@ -54,6 +56,13 @@ def collective_names(names: list[str], *, table: pd.DataFrame | None = None) -> 
     ['all_reduce', 'send_recv']
     """
     return _first_match(names, "exact", table)["collective"].to_numpy()
+
+
+def collectives_of(timeline: Timeline, names: list[str]) -> np.ndarray:
+    """Collective of each communication name, (n,) of str: by its timeline's own table of kinds, by ours, or generic."""
+    own = timeline.meta.provenance.get("collectives", {})
+    known = zip(names, collective_names(names), strict=True)
+    return np.array([own.get(name) or collective or "generic" for name, collective in known], dtype=object)
 
 
 def _first_match(names: list[str], rules: str, table: pd.DataFrame | None) -> pd.DataFrame:

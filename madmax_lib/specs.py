@@ -34,12 +34,13 @@ class Device:
     def peak(self, dtype: str) -> float:
         """Dense peak in FLOP/s; a dtype the device lacks runs at the next wider one it has.
 
-        Raises ValueError for a dtype that no device has.
+        Raises ValueError for a dtype that is unknown, or where the device has no such wider one.
         """
-        wanted = dtype
+        wanted, seen = dtype, set()  # fp16 and bf16 stand for each other
         while wanted not in self.peak_flops:
-            if wanted not in _DTYPE_FALLBACK or (wanted == "fp16" and dtype == "bf16"):
+            if wanted in seen or wanted not in _DTYPE_FALLBACK:
                 raise ValueError(f"{self.name} has no peak for dtype {dtype!r}; it has {', '.join(self.peak_flops)}")
+            seen.add(wanted)
             wanted = _DTYPE_FALLBACK[wanted]
         return self.peak_flops[wanted]
 
@@ -161,6 +162,7 @@ class Transformer:
             if self.patch <= 0 or self.image % self.patch:
                 raise ValueError(f"{self.name}: patch={self.patch} does not divide image={self.image}")
             defaults["sequence"] = (self.image // self.patch) ** 2 + 1  # patches and the class token
+            object.__setattr__(self, "tied", False)  # there is no token table
         for name, value in [*defaults.items(), ("v_head_dim", self.head_dim or defaults["head_dim"])]:
             if not getattr(self, name):
                 object.__setattr__(self, name, value)

@@ -1,11 +1,12 @@
 from itertools import pairwise
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from madmax_lib.details import DETAILS, Details, conform
-from madmax_lib.timeline import EDGES, SPANS, Meta, Timeline
-from madmax_lib.traces.dependencies import dependencies, graph
+from madmax_lib.timeline import SPANS, Meta, Timeline
+from madmax_lib.traces.dependencies import graph
 
 
 def trace(rows, **details) -> Timeline:
@@ -19,9 +20,15 @@ def trace(rows, **details) -> Timeline:
 
 
 def edges(timeline, *why) -> set:
-    table = dependencies(timeline)
-    table = table[table["why"].isin(why)] if why else table
-    return set(table[["source", "target", "why"]].itertuples(index=False, name=None))
+    """Rows of the spans at both ends of each edge between two of them, and why; all edges, or those of some reasons."""
+    found = graph(timeline)
+    row = np.repeat(found.pieces["row"].to_numpy(dtype=np.int64), 2)
+    last = np.arange(len(found.time_ns))  # where ranks meet: the event that arrived last
+    arrives = found.binding & (found.target >= len(row))
+    last[found.target[arrives]] = found.source[arrives]
+    between = [(row[last[s]], row[t], w) for s, t, w in zip(found.source, found.target, found.why, strict=True)
+               if t < len(row)]  # fmt: skip
+    return {(source, target, w) for source, target, w in between if source != target and (not why or w in why)}
 
 
 def pieces(rows) -> list:
@@ -219,12 +226,12 @@ def test_a_simulated_timeline_has_its_own():
     timeline = trace(rows)
     given = pd.DataFrame({"source": [0], "target": [1], "why": ["data"]})
     timeline = Timeline(timeline.spans, Meta(source="simulated"), given)
-    assert edges(timeline) == {(0, 1, "data")}
+    assert edges(timeline) == {(0, 1, "data"), (0, 1, "stream")}
 
 
 def test_empty():
-    table = dependencies(trace([]))
-    assert not len(table) and table.dtypes.astype(str).to_dict() == EDGES
+    found = graph(trace([]))
+    assert not len(found.pieces) and not len(found.time_ns) and not len(found.why)
 
 
 def test_many_launches_of_one_damaged_id_do_not_multiply():

@@ -36,7 +36,7 @@ def timeline_of(rows: list[tuple], graphs: dict[int, int] | None = None, **meta)
     spans = pd.DataFrame(rows, columns=["stream", "kind", "name", "start_ns", "dur_ns", "correlation", "step"])
     spans = spans.assign(start_ns=spans["start_ns"] * US, dur_ns=spans["dur_ns"] * US, rank=0, op=-1, group=None)
     graphs = graphs or {}
-    table = conform("graphs", {"row": list(graphs), "graph": list(graphs.values()), "node": [0] * len(graphs)})
+    table = conform("graphs", {"row": list(graphs), "graph": list(graphs.values())})
     tables = {"graphs": table} if graphs else {}
     return Timeline(spans.assign(size_bytes=float("nan")), Meta(**meta), details=Details(lambda: tables))
 

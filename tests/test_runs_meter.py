@@ -75,6 +75,7 @@ class Nvml(SimpleNamespace):
         super().__init__(
             nvmlInit=lambda: None,
             nvmlDeviceGetHandleByIndex=lambda index: index,
+            nvmlDeviceGetHandleByUUID=["GPU-0", "GPU-1"].index,
             nvmlDeviceGetPowerManagementLimit=lambda handle: 300_000,
             nvmlDeviceGetPowerUsage=lambda handle: [100_000, 50_000][handle],
             nvmlDeviceGetTotalEnergyConsumption=lambda handle: 2_000,
@@ -91,8 +92,9 @@ def test_nvml_sums_devices(monkeypatch):
     assert read()[1:] == (150.0, 4.0, 1.5e9, 70.0, 5)
 
 
-def test_nvml_reads_the_visible_devices(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+@pytest.mark.parametrize("visible", ["1", "GPU-1"])
+def test_nvml_reads_the_visible_devices(visible, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert nvml_reader(1, Nvml())[0]().power_w == 50.0
 
 

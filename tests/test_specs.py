@@ -79,6 +79,12 @@ def test_peak_falls_back_to_the_next_wider_dtype():
         device.peak("fp64")
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8", "nvfp4"])
+def test_a_device_without_half_precision_has_no_peak_for_it(dtype):
+    with pytest.raises(ValueError, match=f"old has no peak for dtype '{dtype}'; it has fp32"):
+        Device("old", 8e9, 200e9, {"fp32": 5e12}).peak(dtype)
+
+
 def test_cluster_counts_devices():
     device = Device("d", 1, 1, {})
     assert Cluster("c", device, 8, 16, Link("a", 1), Link("b", 1)).world_size == 128

@@ -46,7 +46,7 @@ def load(directory: str | Path, modules: list[Network], optimizers: Optimizers, 
 
 def _stored(name: str, network: Network) -> str:
     """The name of a parameter in a checkpoint: a tied head is the token table, also where a stage has only the head."""
-    return "embedding.tokens.weight" if network.tied and name == "head.weight" else name
+    return "embedding.tokens.weight" if network.spec.tied and name == "head.weight" else name
 
 
 def _state(modules: list[Network], optimizers: Optimizers, mesh: Mesh) -> dict[str, Tensor]:

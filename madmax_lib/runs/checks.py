@@ -126,14 +126,14 @@ def _check_pipeline(plan: Plan, spec: Transformer, micro_batches: int) -> None:
         raise ValueError("a zero-bubble pipeline gives wrong gradients with zero=3 and dp x cp > 1; use z2")
 
 
-def deepspeed_locks(older_than_s: float = _OLD_S) -> list[Path]:
-    """Locks of torch's extension builds that nobody has touched for so long, oldest first.
+def deepspeed_locks() -> list[Path]:
+    """Locks of torch's extension builds that nobody has touched for a quarter of an hour, oldest first.
 
     Looked for where torch builds: TORCH_EXTENSIONS_DIR, else ~/.cache/torch_extensions.
     """
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     since = {lock: lock.stat().st_mtime for lock in folder.glob("**/lock")}
-    return sorted((lock for lock in since if time.time() - since[lock] > older_than_s), key=since.__getitem__)
+    return sorted((lock for lock in since if time.time() - since[lock] > _OLD_S), key=since.__getitem__)
 
 
 def check_deepspeed() -> None:

@@ -55,13 +55,13 @@ def parallelize(model: str, plan: Plan, settings: Settings, *, device: str = "cp
     checks.check_deepspeed()
     network = models.build(model, seed=settings.seed, device=device, attention=plan.attention,
                            weights=settings.weights, **(sizes or {}))  # fmt: skip
-    return DeepSpeedJob(network, plan, settings, config(plan, settings))
+    return DeepSpeedJob(network, plan, settings)
 
 
 class DeepSpeedJob:
-    """A model under DeepSpeed on one of its ranks. config: DeepSpeed's own."""
+    """A model under DeepSpeed on one of its ranks."""
 
-    def __init__(self, network: Network, plan: Plan, settings: Settings, config: dict):
+    def __init__(self, network: Network, plan: Plan, settings: Settings):
         import deepspeed
 
         self.spec, self.plan, self.settings, self.steps_done = network.spec, plan, settings, 0
@@ -70,7 +70,10 @@ class DeepSpeedJob:
         for _, layer in network.units():
             layer.checkpoint(plan.recompute)
         self.engine, *_ = deepspeed.initialize(
-            model=network, model_parameters=list(network.parameters()), config=config, dist_init_required=False
+            model=network,
+            model_parameters=list(network.parameters()),
+            config=config(plan, settings),
+            dist_init_required=False,
         )
 
     def step(self, batch: Mapping[str, Tensor]) -> dict[str, object]:

@@ -56,7 +56,7 @@ def sum_tied(modules: Sequence[Network], mesh: Mesh) -> Tensor | None:
     Returns the parameter that must not be counted again: the head, on the last stage.
     """
     stages = mesh.size("pp")
-    if stages == 1 or not modules[0].tied or mesh.coordinate("pp") not in (0, stages - 1):
+    if stages == 1 or not modules[0].spec.tied or mesh.coordinate("pp") not in (0, stages - 1):
         return None
     last = mesh.coordinate("pp") == stages - 1
     parameter = modules[-1].head.weight if last else modules[0].embedding.tokens.weight

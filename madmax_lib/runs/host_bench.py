@@ -34,29 +34,20 @@ _SIZES = tuple(2**power for power in range(20, 28))  # 1 Mi to 128 Mi parameters
 _BYTES = tuple(2**power for power in range(16, 30, 2))  # 64 KiB to 256 MiB
 
 
-def adam_table(sizes: Iterable[int] = _SIZES, hows: Iterable[str] = tuple(ADAMS), *, threads: int = 0, **options
-               ) -> pd.DataFrame:  # fmt: skip
-    """Seconds of a step of AdamW on the CPU by model size; columns as `COLUMNS`, size in parameters.
+def adam_table(sizes: Iterable[int] = _SIZES, **options) -> pd.DataFrame:
+    """Seconds of a step of AdamW on the CPU by way (`ADAMS`) and model size; columns as `COLUMNS`, size in parameters.
 
-    hows: of `ADAMS`. threads: of torch, as they are if 0. options: of `measure`. bytes_per_s counts the 28 bytes that a
-    fused update must move, so the others come out slower. Raises ValueError for a way that is unknown.
+    options: of `measure`. bytes_per_s counts the 28 bytes that a fused update must move, so the others come out slower.
     """
-    rows = []
-    for how in hows:
-        if how not in ADAMS:
-            raise ValueError(f"how={how!r} is not one of {', '.join(ADAMS)}")
-        for size in sizes:
-            _set_threads(threads)
-            step = _adam(size, **ADAMS[how]).step
-            rows.append(_row("cpu adam", how, size, _FUSED_BYTES * size, measure(step, "cpu", **options)))
+    rows = [_row("cpu adam", how, size, _FUSED_BYTES * size, measure(_adam(size, **switches).step, "cpu", **options))
+            for how, switches in ADAMS.items() for size in sizes]  # fmt: skip
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def bandwidth_table(sizes: Iterable[int] = _BYTES, *, threads: int = 0, **options) -> pd.DataFrame:
+def bandwidth_table(sizes: Iterable[int] = _BYTES, **options) -> pd.DataFrame:
     """Bytes/s of host memory by the bytes of a buffer: a copy, and the triad a = b + s c of STREAM."""
     rows = []
     for size in sizes:
-        _set_threads(threads)
         b, c = torch.ones(size // 4), torch.ones(size // 4)
         a = torch.empty_like(b)
         runs = {"copy": (lambda a=a, b=b: a.copy_(b), 2), "triad": (lambda a=a, b=b, c=c: torch.add(b, c, alpha=3.0,
@@ -117,11 +108,6 @@ def _adam(parameters: int, **how) -> torch.optim.AdamW:
     optimizer = torch.optim.AdamW(tensors, lr=1e-4, **how)
     optimizer.step()
     return optimizer
-
-
-def _set_threads(threads: int) -> None:
-    if threads:
-        torch.set_num_threads(threads)
 
 
 def _row(what: str, how: str, size: int, moved: int, found: Spread) -> dict:

@@ -32,10 +32,10 @@ def norm(spec: Transformer) -> nn.Module:
     return kind(spec.hidden, eps=epsilon)
 
 
-def rotate(heads: Tensor, base: float = _ROPE_BASE) -> Tensor:
+def rotate(heads: Tensor) -> Tensor:
     """Rotary positions: channel pairs (i, i + d/2) of heads (B, H, S, d) turned by position x base^(-2i/d)."""
     length, width = heads.shape[-2:]
-    frequency = base ** (-torch.arange(0, width, 2, device=heads.device, dtype=torch.float32) / width)
+    frequency = _ROPE_BASE ** (-torch.arange(0, width, 2, device=heads.device, dtype=torch.float32) / width)
     angle = torch.outer(torch.arange(length, device=heads.device, dtype=torch.float32), frequency)
     cosine, sine = angle.cos().to(heads.dtype), angle.sin().to(heads.dtype)
     first, second = heads.chunk(2, dim=-1)

@@ -1,7 +1,7 @@
 """What is the loss of a micro-batch, as a part of the global mean? Sums of token losses, and how many were right.
 
 Everything is a sum over targets divided by the *global* number of targets, so that micro-batches, dp, cp and ep ranks
-only add up. Targets of -100 do not count.
+only add up. Targets that are MASKED do not count.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from madmax_lib.runs.text import MASKED
 from madmax_lib.specs import Transformer
 
-__all__ = ["IGNORED", "Part", "correct", "means", "split", "total"]
-
-IGNORED = -100
+__all__ = ["Part", "correct", "means", "split", "total"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def split(batch: Mapping[str, Tensor], spec: Transformer, dp_rank: int, dp: int,
     batch: tokens and targets (B, S), or images (B, 3, H, W) and labels (B,). Raises ValueError if dp does not divide B.
     """
     inputs, targets = (batch[name] for name in (("images", "labels") if spec.image else ("tokens", "targets")))
-    samples, count = len(inputs), int((targets != IGNORED).sum())
+    samples, count = len(inputs), int((targets != MASKED).sum())
     if samples % dp:
         raise ValueError(f"dp={dp} does not divide a batch of {samples} samples")
     own = [part.chunk(dp)[dp_rank] for part in (inputs, targets)]
@@ -66,7 +65,7 @@ def means(loss: Tensor | None, right: Tensor | None, part: Part, group: dist.Pro
 def total(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of cross-entropies: logits (..., classes), targets (...). In fp32."""
     flat = logits.flatten(0, -2).float()
-    return functional.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return functional.cross_entropy(flat, targets.flatten(), ignore_index=MASKED, reduction="sum")
 
 
 @torch.no_grad()

@@ -137,7 +137,8 @@ def nvml_reader(devices: int, nvml=None) -> tuple[Callable[[], Reading], str, fl
         if nvml is None:
             import pynvml as nvml
         nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in _visible(devices)]
+        handles = [nvml.nvmlDeviceGetHandleByUUID(which) if isinstance(which, str) else
+                   nvml.nvmlDeviceGetHandleByIndex(which) for which in _visible(devices)]  # fmt: skip
         cap_w = sum(nvml.nvmlDeviceGetPowerManagementLimit(handle) for handle in handles) / 1e3
     except Exception:  # no package, no driver, no permission: each has a kind of its own, and none stops a run
         return None
@@ -158,10 +159,9 @@ def nvml_reader(devices: int, nvml=None) -> tuple[Callable[[], Reading], str, fl
 
 
 def _visible(devices: int) -> list[int | str]:
-    """Numbers of the first `devices` GPUs that CUDA_VISIBLE_DEVICES leaves."""
+    """The first `devices` GPUs that CUDA_VISIBLE_DEVICES leaves, each by its number or by its UUID."""
     listed = [text.strip() for text in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if text.strip()]
-    numbers = [int(text) for text in listed if text.isdigit()]
-    return (numbers or list(range(devices)))[:devices]
+    return [int(text) if text.isdigit() else text for text in listed][:devices] or list(range(devices))
 
 
 def _tell(ask: Callable, *arguments) -> float:

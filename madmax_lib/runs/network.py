@@ -81,14 +81,9 @@ class Network(nn.Module):
             self.head = nn.Linear(spec.hidden, rows, bias=bool(spec.image)) if last else None
         self.tie()
 
-    @property
-    def tied(self) -> bool:
-        """Whether the head is the token table."""
-        return self.spec.tied and not self.spec.image
-
     def tie(self) -> None:
         """Make head and token table one parameter, where both are here."""
-        if self.tied and self.embedding is not None and self.head is not None:
+        if self.spec.tied and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.tokens.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +140,7 @@ def _draw(parameter: Tensor, name: str, spec: Transformer, seed: int) -> None:
         parameter.zero_()
     else:
         # the head of a tied model is the token table, also on a stage that has only one of them
-        name = "embedding.tokens.weight" if name == "head.weight" and spec.tied and not spec.image else name
+        name = "embedding.tokens.weight" if name == "head.weight" and spec.tied else name
         generator = named_generator(seed, name, parameter.device)
         spread = _SPREAD / (2 * spec.layers) ** 0.5 if name.endswith(_BRANCH_ENDS) else _SPREAD
         parameter.normal_(0.0, spread, generator=generator)

@@ -52,12 +52,12 @@ class Optimizers:
         return list(sorted_.values())
 
     def _by_copies(self, mesh: Mesh) -> Iterator[tuple[list[Tensor], torch.distributed.ProcessGroup | None]]:
-        """Parameters and the ranks that hold copies of them."""
+        """Parameters and the ranks that hold copies of them, None where there is one copy."""
         dense = [p for p in self.names if p not in self.experts]
         experts = [p for p in self.names if p in self.experts]
         yield dense, mesh.group("fsdp")
         if experts:
-            yield experts, mesh.group("edp") if mesh.edp.size() > 1 else None
+            yield experts, mesh.group("edp")
 
     def _redundant(self, parameters: list[Tensor], group, options: dict) -> torch.optim.Optimizer:
         for parameter in parameters:

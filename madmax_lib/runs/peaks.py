@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from madmax_lib import catalog
-from madmax_lib.specs import Device
 
 __all__ = ["DTYPES", "Peaks", "device_name", "peak_flops", "peaks"]
 
@@ -44,13 +43,13 @@ def peaks(device: str) -> Peaks:
     flops = partial(_flops, device, threads)
     if device != "cuda":
         return Peaks(f"CPU {name}", flops, _copied_bytes_per_s(threads))
-    known = _data_sheet(name)
+    known = catalog.device_named(name)
     return Peaks(name, flops, known.memory_bandwidth_bytes_per_s if known else float("nan"))
 
 
 def peak_flops(device: str, dtype: str) -> tuple[float, str]:
     """Peak FLOP/s of one device (cpu or cuda) in fp32, bf16 or fp16, and where the number comes from; collective."""
-    if device == "cuda" and (known := _data_sheet(torch.cuda.get_device_name())):
+    if device == "cuda" and (known := catalog.device_named(torch.cuda.get_device_name())):
         peak = "tf32" if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest" else dtype
         return known.peak(peak), f"data sheet of {known.name}, dense {peak}"
     side = _SIDE[device]
@@ -69,13 +68,6 @@ def device_name(device: str) -> str:
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
     return found[1] if found else platform.processor() or platform.machine()
-
-
-def _data_sheet(name: str) -> Device | None:
-    """The catalog's device of a name that CUDA gives."""
-    table = catalog.table("device_names")
-    known = [row.name for row in table.itertuples(index=False) if re.search(row.pattern, name, re.IGNORECASE)]
-    return catalog.device(known[-1]) if known else None
 
 
 @lru_cache(maxsize=16)

@@ -14,11 +14,9 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.runs.meter import COLUMNS, Reading, energy_j
-from madmax_lib.runs.read import read_steps
+from madmax_lib.runs.read import PHASES, read_steps
 
 __all__ = ["energy_by_method", "phase_energy"]
-
-_PHASES = ("data", "forward", "backward", "optimizer")
 
 
 def phase_energy(directory: str | Path) -> pd.DataFrame:
@@ -31,9 +29,9 @@ def phase_energy(directory: str | Path) -> pd.DataFrame:
         raise FileNotFoundError(f"{log}: the run has no power log, its meter had nothing to read")
     readings = [Reading(*row) for row in pd.read_csv(log)[list(COLUMNS)].itertuples(index=False)]
     rows, begin_s = [], 0.0
-    for step in read_steps(Path(directory)).itertuples():
-        spent = [getattr(step, f"{name}_s") for name in _PHASES]
-        for name, seconds in zip((*_PHASES, "rest"), [*spent, max(step.total_s - sum(spent), 0.0)], strict=True):
+    for step in read_steps(directory).itertuples():
+        spent = [getattr(step, f"{name}_s") for name in PHASES]
+        for name, seconds in zip((*PHASES, "rest"), [*spent, max(step.total_s - sum(spent), 0.0)], strict=True):
             joule = energy_j(readings, begin_s, begin_s + seconds)
             rows.append((step.step, name, seconds, joule, joule / seconds if seconds > 0 else np.nan))
             begin_s += seconds
@@ -47,7 +45,7 @@ def energy_by_method(runs: Mapping[str, str | Path]) -> pd.DataFrame:
     """
     rows = []
     for name, directory in runs.items():
-        steps = read_steps(Path(directory)).iloc[1:]
+        steps = read_steps(directory).iloc[1:]
         joule = steps["energy_j"].sum(min_count=len(steps)) / steps["tokens"].sum() if len(steps) else np.nan
         rows.append((name, steps["total_s"].mean(), steps["power_w"].mean(), joule))
     return pd.DataFrame(rows, columns=["method", "step_s", "power_w", "token_j"])

@@ -22,10 +22,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from madmax_lib.atomic import replacing
+from madmax_lib.runs.read import PHASES
 
-__all__ = ["PHASES", "Phases", "profiler"]
-
-PHASES = ("data", "forward", "backward", "optimizer")
+__all__ = ["Phases", "profiler"]
 
 
 class Phases:

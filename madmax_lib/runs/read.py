@@ -19,12 +19,13 @@ import pandas as pd
 from madmax_lib.atomic import replacing
 from madmax_lib.runs.spec import RunSpec
 
-__all__ = ["COLUMNS", "Run", "known", "last_checkpoint", "read_json", "read_run", "read_runs", "read_steps",
+__all__ = ["COLUMNS", "PHASES", "Run", "known", "last_checkpoint", "read_json", "read_run", "read_runs", "read_steps",
            "runs_table", "write_json"]  # fmt: skip
 
-COLUMNS = ("step", "data_s", "forward_s", "backward_s", "optimizer_s", "total_s", "samples", "tokens", "loss",
-           "accuracy", "validation_loss", "overflow", "memory_allocated_bytes", "memory_reserved_bytes",
-           "memory_peak_bytes", "host_rss_bytes", "power_w", "energy_j")  # fmt: skip
+PHASES = ("data", "forward", "backward", "optimizer")
+COLUMNS = ("step", *(f"{name}_s" for name in PHASES), "total_s", "samples", "tokens", "loss", "accuracy",
+           "validation_loss", "overflow", "memory_allocated_bytes", "memory_reserved_bytes", "memory_peak_bytes",
+           "host_rss_bytes", "power_w", "energy_j")  # fmt: skip
 _QUANTITIES = ("samples_per_s", "tokens_per_s", "mfu", "hfu", "loss_last", "host_rss_bytes", "energy_per_sample_j")
 
 
@@ -80,7 +81,7 @@ def runs_table(runs: dict[str, Run]) -> pd.DataFrame:
     return table.sort_values(["dimensions", "ranks", "run"]).reset_index(drop=True)
 
 
-def read_steps(directory: Path) -> pd.DataFrame:
+def read_steps(directory: str | Path) -> pd.DataFrame:
     """steps.csv of a run directory, with no rows where it is missing; a last line that was cut short is left out.
 
     Raises ValueError, naming the file, for another table.

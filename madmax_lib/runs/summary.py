@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from madmax_lib.runs.read import read_json, read_run, write_json
+from madmax_lib.runs.read import PHASES, read_json, read_run, write_json
 from madmax_lib.specs import Transformer
 
 __all__ = ["PROFILED", "counted_steps", "flops_per_sample", "summarise", "write_summary"]
@@ -76,8 +76,7 @@ def summarise(steps: pd.DataFrame, *, flops: Mapping[str, float], devices: int, 
         "steps": len(steps), "steps_counted": len(counted), "steps_dropped": dropped,
         "includes_profiled": bool(counted["step"].isin(count.get("profiled", ())).any()),
         "step_s": _spread(counted["total_s"]),
-        "phases_s": {name: _tell(counted, f"{name}_s", "median")
-                     for name in ("data", "forward", "backward", "optimizer")},
+        "phases_s": {name: _tell(counted, f"{name}_s", "median") for name in PHASES},
         "samples_per_s": rate, "tokens_per_s": tokens / wall_s if wall_s else nan,
         "mfu": share * flops["model"], "hfu": share * flops["hardware"], "flops_per_sample": dict(flops),
         "peak_flops_per_device": peak_flops, "devices": devices,

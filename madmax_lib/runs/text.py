@@ -46,7 +46,7 @@ BYTES = BytesTokenizer()
 
 
 class _HubTokenizer:
-    """A tokenizer of `transformers` behind the same three methods."""
+    """A tokenizer of `transformers` with the same attributes and methods."""
 
     def __init__(self, name: str, allow_download: bool):
         from transformers import AutoTokenizer

@@ -26,7 +26,7 @@ from madmax_lib.atomic import replacing
 from madmax_lib.runs import meter, parallel, read
 from madmax_lib.runs.data import Data
 from madmax_lib.runs.machine import environment, host_rss_bytes, memory_bytes
-from madmax_lib.runs.phases import PHASES, profiler
+from madmax_lib.runs.phases import profiler
 from madmax_lib.runs.spec import RunSpec
 from madmax_lib.runs.summary import write_summary
 from madmax_lib.runs.watch import guard, write_to
@@ -138,7 +138,7 @@ def _keep(job, folder: Path, remove: bool) -> None:
 
 def _told(told: dict, spec: RunSpec) -> dict:
     """Columns of steps.csv that `Job.step` tells."""
-    phases = {f"{name}_s": told["seconds"][name] for name in PHASES}
+    phases = {f"{name}_s": told["seconds"][name] for name in read.PHASES}
     tokens = told["samples"] * (spec.sequence or spec.shapes.sequence)
     same = {name: told[name] for name in ("samples", "loss", "accuracy")}
     return {**phases, **same, "tokens": tokens, "overflow": int(told["overflow"])}

@@ -73,8 +73,8 @@ class Weights:
         pattern, names = _FAMILIES[self.family]
         theirs = names.get(own) or f"{names.get(part, part)}.{kind}"
         theirs = (pattern.format(layer) if layer else "") + theirs
-        if theirs not in self._places and theirs.removeprefix("transformer.") not in self._places:
-            theirs = f"transformer.{theirs}" if self.family == "gpt2" else theirs
+        if self.family == "gpt2" and theirs not in self._places:
+            theirs = f"transformer.{theirs}"  # as saved with the head around it
         if own == "head.weight" and self.spec.tied and theirs not in self._places:
             return self._read("embedding.tokens.weight", parameter)
         if theirs not in self._places:

@@ -16,18 +16,16 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.details import Details
-from madmax_lib.kinds import collective_names
+from madmax_lib.kinds import collective_names, collectives_of
 from madmax_lib.plan import Plan
 from madmax_lib.timeline import Timeline
-from madmax_lib.traces.columns import dtype_bytes
+from madmax_lib.traces.dtypes import dtype_bytes, recorded_dtype
 
 __all__ = ["call_metadata"]
 
 _TEXTS = ("collective", "dtype", "group", "ranks")
 _NUMBERS = ("in_elements", "out_elements", "group_size", "sequence", "source_rank", "target_rank")
 _LABEL = re.compile(r"(?:c10d|nccl|rccl|gloo|mpi|ucc|hccl|xccl):+(\w+)")
-_TYPES = {"long int": "long", "unsigned char": "byte", "signed char": "char", "short int": "short",
-          "complex<float>": "complexfloat", "complex<double>": "complexdouble"}  # fmt: skip
 
 
 def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
@@ -57,7 +55,7 @@ def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame) -> pd.Da
     """Metadata on the row of a call, else on the host row with its operator id."""
     told = timeline.details["calls"] if len(row) else Details()["calls"]  # reads nothing for no call
     at = timeline.spans[["rank", "op", "group"]].iloc[told["row"]].reset_index(drop=True)
-    told = told.drop(columns="group", errors="ignore").reset_index(drop=True).join(at)
+    told = told.reset_index(drop=True).join(at)
     own, columns = told["row"].isin(row), [*_TEXTS, *_NUMBERS]
     by_row = told[own].drop_duplicates("row").set_index("row").reindex(row).reset_index(drop=True)
     host = told[~own & (told["op"] >= 0)].drop_duplicates(["rank", "op"])
@@ -113,10 +111,8 @@ def _of_labels(timeline: Timeline, label: np.ndarray) -> pd.Series:
 
 
 def _of_names(timeline: Timeline, name: pd.Series) -> pd.Series:
-    own, name = timeline.meta.provenance.get("collectives", {}), name.cat.remove_unused_categories()
-    names = list(name.cat.categories)
-    known = zip(names, collective_names(names), strict=True)
-    return name.astype(object).map({n: own.get(n) or default or "generic" for n, default in known}).astype(object)
+    name = name.cat.remove_unused_categories()
+    return pd.Series(collectives_of(timeline, list(name.cat.categories))[name.cat.codes], dtype=object)
 
 
 def _messages(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
@@ -139,7 +135,7 @@ def _message(shapes: str, types: str) -> tuple[float, float, float, str]:
     """
     try:
         pairs = list(zip(json.loads(shapes), json.loads(types), strict=False))
-        named = [(dims, _dtype(kind)) for dims, kind in pairs if _dtype(kind)]
+        named = [(dims, dtype) for dims, kind in pairs if (dtype := recorded_dtype(kind))]
         sizes = [math.prod(dims) * dtype_bytes(dtype) for dims, dtype in named]
     except (ValueError, TypeError, AttributeError):
         sizes = []
@@ -147,13 +143,6 @@ def _message(shapes: str, types: str) -> tuple[float, float, float, str]:
         return math.nan, math.nan, math.nan, ""
     ratio = max(sizes) / min(sizes) if len(sizes) == 2 and min(sizes) > 0 else math.nan
     return float(sum(sizes)), float(max(sizes)), ratio, named[0][1]
-
-
-def _dtype(kind: str) -> str:
-    """Type as collectives record it, "" for what is no tensor: bfloat16 for c10::BFloat16."""
-    kind = kind.lower().removeprefix("c10::")
-    kind = _TYPES.get(kind, kind)
-    return "" if math.isnan(dtype_bytes(kind)) else kind
 
 
 def _group_sizes(timeline: Timeline, table: pd.DataFrame, rank: pd.Series, ratio: pd.Series) -> pd.Series:

@@ -31,7 +31,7 @@ _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 
 
 def decode_pieces(trace: RawTrace, *, exact: bool = False, event: type[Event] | None = None) -> Iterator[list]:
-    """The events of a trace file, in lists of some ten thousand; `trace` is filled on the way.
+    """The events of a trace file, in lists of some hundred; `trace` is filled on the way.
 
     event: what to make of each, Event or a class derived from it; without it complete events get the attributes of
     Event and the others may be nothing but counted.
@@ -169,7 +169,7 @@ def _up_to_damage(file, done: int) -> Iterator[bytes]:
 
 def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
     """Text from the first event on; the keys before it go to the envelope."""
-    text, reason, tried, searched = b"", "", 0, 0
+    text, tried, searched = b"", 0, 0
     for block in blocks:
         text = (text + block).removeprefix(b"\xef\xbb\xbf").lstrip()
         if text.startswith(b"[") and b'"ph"' in text:

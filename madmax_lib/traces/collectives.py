@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.intervals import covered_before, pack, union
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.call_metadata import call_metadata
 from madmax_lib.units import NS_PER_S
 
@@ -53,13 +53,8 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     table["bus_bytes_per_s"] = table["algorithm_bytes_per_s"] * factor
     table["call"], lost = _match(table, comm["start_ns"])
     unnamed = len(timeline.ranks) > 2 and bool((table["call"] >= 0).any()) and bool((table["group"] == "").all())
-    table.attrs.update(
-        provenance=timeline.meta.provenance,
-        source=timeline.meta.source,
-        unmatched=comm.loc[lost, "name"].astype(str).value_counts().to_dict(),
-        one_group_assumed=unnamed,
-    )
-    return table
+    unmatched = comm.loc[lost, "name"].astype(str).value_counts().to_dict()
+    return with_origin(table, timeline, unmatched=unmatched, one_group_assumed=unnamed)
 
 
 def arrivals(timeline: Timeline) -> pd.DataFrame:

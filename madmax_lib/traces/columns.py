@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from madmax_lib.traces.chrome import decode_pieces
+from madmax_lib.traces.dtypes import dtype_bytes
 from madmax_lib.traces.events import EXACT, FAR_NS, Args, Event, NotATrace, RawTrace
 
-__all__ = ["Codes", "Columns", "NeedsDecimal", "complete", "dtype_bytes", "integers", "nanoseconds", "read_columns"]
+__all__ = ["Codes", "Columns", "complete", "integers", "nanoseconds", "read_columns", "with_exact_times"]
+
+Result = TypeVar("Result")
 
 _FLOAT_IS_EXACT_US = 2.0**43  # below, the spacing of float64 is under 1 ns, so three decimals can be recovered
-_DTYPE_BYTES = {"float": 4, "int": 4, "double": 8, "long": 8, "half": 2, "bfloat16": 2, "short": 2, "byte": 1,
-                "char": 1, "bool": 1, "complexfloat": 8, "complexdouble": 16}  # fmt: skip
 _FAR_US = FAR_NS // 1000
 _PIECES_TOGETHER = 256
 _BATCH = 2000  # events whose columns are made at once
@@ -83,14 +86,14 @@ class Columns:
     category: np.ndarray
     thread: np.ndarray
     group: np.ndarray
+    names: list[str]
+    categories: list[str]
+    threads: list[tuple]
+    groups: list[str]  # the first is "", none
+    group_rank: int | None  # global rank found in the metadata of a collective
     ts_us: np.ndarray | None = None
     dur_us: np.ndarray | None = None
     whole_us: np.ndarray | None = None
-    names: list[str] = field(default_factory=list)
-    categories: list[str] = field(default_factory=list)
-    threads: list[tuple] = field(default_factory=list)
-    groups: list[str] = field(default_factory=list)
-    group_rank: int | None = None  # global rank found in the metadata of a collective
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -98,17 +101,25 @@ class Columns:
 
 def read_columns(path: str | Path, *, hta: bool = False) -> tuple[Columns, RawTrace]:
     """Read one trace file; see `chrome.decode_pieces` for the errors. hta: with the float64 times that HTA sees."""
-    for exact in (False, True):
+    trace, columns = with_exact_times(path, partial(_gather, hta=hta))
+    trace.warn_of_loss()
+    return columns, trace
+
+
+def with_exact_times(path: str | Path, gather: Callable[[RawTrace, bool], Result]) -> tuple[RawTrace, Result]:
+    """A trace and what `gather` makes of it, told whether numbers are decoded to decimals: where floats lose ns."""
+
+    def read(exact: bool) -> tuple[RawTrace, Result]:
         trace = RawTrace(Path(path))
+        return trace, gather(trace, exact)
+
+    try:
         try:
-            columns = _gather(trace, exact, hta)
+            return read(exact=False)
         except NeedsDecimal:
-            continue
-        except RecursionError:
-            raise NotATrace(f"{path}: lists nested too deep for a profiler trace") from None
-        trace.warn_of_loss()
-        return columns, trace
-    raise AssertionError("decimal times are always exact")
+            return read(exact=True)
+    except RecursionError:
+        raise NotATrace(f"{path}: lists nested too deep for a profiler trace") from None
 
 
 def _gather(trace: RawTrace, exact: bool, hta: bool) -> Columns:
@@ -309,12 +320,6 @@ def _size_bytes(args: Args) -> float:
 def _group(args: Args) -> str:
     """Name of a process group with its ranks, as far as the event lists them: groups of one name may differ."""
     return f"{args.group} {args.group_ranks}" if args.group_ranks else str(args.group)
-
-
-def dtype_bytes(dtype: str) -> float:
-    """Bytes of an element, by the name that PyTorch gives the type; NaN for one we do not know."""
-    dtype = dtype.lower()
-    return 1 if dtype.startswith("float8") else _DTYPE_BYTES.get(dtype, float("nan"))
 
 
 def _tells_rank(info) -> bool:

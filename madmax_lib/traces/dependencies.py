@@ -21,17 +21,16 @@ never took place, because what they were for had ended. Clocks of the ranks must
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import EDGES, Timeline
+from madmax_lib.timeline import Timeline
 from madmax_lib.traces.pieces import pieces_of, whole_spans
 
-__all__ = ["Graph", "dependencies", "graph"]
+__all__ = ["Graph", "graph"]
 
 _WHY = ("work", "order", "stream", "data", "event", "launch", "backward", "sync", "collective")  # ties: first wins
 _BLOCKS = r"^(?:cuda|hip|cu)(?:Device|Stream|Event|Ctx)Synchronize"
@@ -61,28 +60,6 @@ class Graph:
     target: np.ndarray
     why: np.ndarray
     binding: np.ndarray
-
-
-def dependencies(timeline: Timeline) -> pd.DataFrame:
-    """Every dependency between spans, with the columns of a timeline's edges: source, target (row numbers), why.
-
-    A simulated timeline already has them. For `order`, `stream`, `event`, `backward` the target starts after the source
-    ends; `launch`: after it starts; `sync`: the target ends after the source does; `collective`: it ends after the
-    source, the last rank, has started.
-    """
-    if len(timeline.edges):
-        return timeline.edges
-    found = graph(timeline)
-    row = np.r_[np.repeat(found.pieces["row"].to_numpy(dtype=np.int64), 2), _NONE]
-    meeting = len(row)
-    last = np.full(len(found.time_ns), -1, dtype=np.int64)  # of a meeting: the event that arrived last
-    last[:meeting] = np.arange(meeting)
-    arrives = found.binding & (found.target >= meeting)
-    last[found.target[arrives]] = found.source[arrives]
-    keep = (found.why != "work") & (found.target < meeting)
-    table = pd.DataFrame({"source": row[last[found.source[keep]]], "target": row[found.target[keep]]}, dtype="int64")
-    table["why"] = pd.Categorical(found.why[keep], categories=_WHY[1:])
-    return table[table["source"] != table["target"]].drop_duplicates().reset_index(drop=True)[list(EDGES)]
 
 
 def graph(timeline: Timeline, keep: np.ndarray | None = None) -> Graph:
@@ -151,7 +128,7 @@ def _measured(timeline: Timeline, spans: pd.DataFrame, pieces: pd.DataFrame, pla
     calls = calls.assign(first=place[0, calls.index], last=place[1, calls.index], thread=calls["stream"],
                          start_ns=calls["start_ns"] - pieces["start_ns"].min())  # fmt: skip
     for column, pattern in (("copies", _COPIES), ("blocks", _BLOCKS), ("tells", _WAIT_EVENT)):
-        calls[column] = _named(calls, pattern)
+        calls[column] = calls["name"].str.contains(pattern)
     calls = calls.drop(columns=["stream", "name", "kind", "group"])
     launches = calls[calls["correlation"] >= 0].drop_duplicates(["rank", "correlation"])
     device = pieces.loc[pieces["stream"] >= 0, ["row", "rank", "stream", "start_ns"]].reset_index(names="piece")
@@ -213,7 +190,7 @@ def _last_launched(waits: pd.DataFrame, device: pd.DataFrame) -> tuple[np.ndarra
 
 def _transfers(spans: pd.DataFrame, pieces: pd.DataFrame, place: np.ndarray) -> Iterator[tuple]:
     """gloo's transfers on threads of their own: started by a c10d operator, whose thread may wait for them."""
-    c10d = spans[(spans["stream"] < 0) & _named(spans, "^c10d::")]
+    c10d = spans[(spans["stream"] < 0) & spans["name"].str.startswith("c10d::")]
     gloo = spans[(spans["stream"] < 0) & (spans["kind"] == "comm")]
     for rank, asked in c10d.groupby("rank"):
         asked = asked.sort_values("start_ns", kind="stable")
@@ -257,7 +234,7 @@ def _pauses(lane: pd.DataFrame, spans: pd.DataFrame, from_ns: np.ndarray, until_
     """
     if not len(lane):
         return np.full((2, len(from_ns)), -1)
-    waits = _named(lane, _PAUSES) | (spans.loc[lane["row"], "kind"] == "annotation").to_numpy()
+    waits = lane["name"].str.contains(_PAUSES).to_numpy() | (spans.loc[lane["row"], "kind"] == "annotation").to_numpy()
     start, end, piece = lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy(), lane.index
     at = np.searchsorted(start, from_ns, side="right") - 1
     inside = end[at] >= until_ns
@@ -265,12 +242,6 @@ def _pauses(lane: pd.DataFrame, spans: pd.DataFrame, from_ns: np.ndarray, until_
     after = np.where(inside, before + 1, np.where(at + 1 < len(lane), before + 1, -1))
     running = (at >= 0) & (end[at] > from_ns) & ~(inside & waits[at])
     return np.where(running | (at < 0), -1, np.stack([before, after]))
-
-
-def _named(rows: pd.DataFrame, pattern: str) -> np.ndarray:
-    """Which rows have a pattern in their name, (n,) of bool; looks at each name once."""
-    names = rows["name"].cat
-    return np.array([bool(re.search(pattern, name)) for name in names.categories] + [False])[names.codes]
 
 
 def _collectives(spans: pd.DataFrame, place: np.ndarray, zero_ns: int, events: int) -> tuple[tuple, tuple, np.ndarray]:

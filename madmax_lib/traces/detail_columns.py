@@ -19,8 +19,8 @@ from madmax_lib.details import DETAILS, Details, conform
 from madmax_lib.timeline import SPANS, Timeline
 from madmax_lib.traces.cache import cached, content_sha256
 from madmax_lib.traces.chrome import decode_pieces
-from madmax_lib.traces.columns import Codes, NeedsDecimal, complete, integers, nanoseconds
-from madmax_lib.traces.events import Args, Event, NotATrace, RawTrace
+from madmax_lib.traces.columns import Codes, complete, integers, nanoseconds, with_exact_times
+from madmax_lib.traces.events import Args, Event, RawTrace
 
 __all__ = ["details_of"]
 
@@ -52,7 +52,6 @@ class _FullArgs(Args, frozen=True, gc=False):
     sequence: Any = msgspec.field(default=None, name="Sequence number")
     forward_thread: Any = msgspec.field(default=None, name="Fwd thread id")
     graph: Any = msgspec.field(default=None, name="graph id")
-    graph_node: Any = msgspec.field(default=None, name="graph node id")
     sync_kind: Any = msgspec.field(default=None, name="cuda_sync_kind")
     waits_for_stream: Any = msgspec.field(default=None, name="wait_on_stream")
     waits_for_correlation: Any = msgspec.field(default=None, name="wait_on_cuda_event_record_corr_id")
@@ -83,32 +82,24 @@ def _load(path: Path, sha256: str, rank: int) -> dict[str, pd.DataFrame]:
 
 
 def _read(path: Path, rank: int) -> dict[str, pd.DataFrame]:
-    for exact in (False, True):
-        try:
-            parts = _gather(RawTrace(path), exact, rank)
-        except NeedsDecimal:
-            continue
-        except RecursionError:
-            raise NotATrace(f"{path}: lists nested too deep for a profiler trace") from None
-        return {name: conform(name, _whole(parts[name])) for name in DETAILS if parts[name]}
-    raise AssertionError("decimal times are always exact")
+    _, parts = with_exact_times(path, partial(_gather, rank=rank))
+    return {name: conform(name, _whole(parts[name])) for name in DETAILS if parts[name]}
 
 
 def _gather(trace: RawTrace, exact: bool, rank: int) -> dict[str, list[dict]]:
     parts: dict[str, list[dict]] = {name: [] for name in DETAILS}
-    threads, categories, first = Codes(), _Categories(), 0
+    threads, first = Codes(), 0
     for events in decode_pieces(trace, exact=exact, event=_FullEvent):
         rows = _placed(complete(events), exact)
         threads.pairs([e.pid for e in rows], [e.tid for e in rows])
-        args = [e.args or _NO_ARGS for e in rows]
-        forms = list(zip(categories.of(rows), args, strict=True))
+        forms = [(e.cat.strip().lower() if isinstance(e.cat, str) else "", e.args or _NO_ARGS) for e in rows]
         for name, (chosen, columns) in _ROWS.items():
             places = [i for i, form in enumerate(forms) if chosen(*form)]
             if places:
                 parts[name].append({"row": first + np.array(places), **columns([rows[i] for i in places])})
         first += len(rows)
         if instants := [e for e in events if e.ph == "i" and e.name == "[memory]" and e.args]:
-            parts["memory"].append(_memory(_placed(instants, exact), exact, threads) | {"rank": rank})
+            parts["memory"].append(_memory(_placed(instants, exact), exact, threads, rank))
     for part in parts["memory"]:
         part["time_ns"] = part["time_ns"] + trace.base_ns
     return parts
@@ -145,9 +136,10 @@ def _collective(name: str) -> str:
     return next((known for pattern, known in _COLLECTIVES if re.search(pattern, name, re.IGNORECASE)), name)
 
 
-def _memory(events: list[_FullEvent], exact: bool, threads: Codes) -> dict[str, Any]:
+def _memory(events: list[_FullEvent], exact: bool, threads: Codes, rank: int) -> dict[str, Any]:
     args = [e.args for e in events]
     return {
+        "rank": [rank] * len(events),
         "stream": [-1 - threads.number((e.pid, e.tid)) for e in events],
         "time_ns": nanoseconds([e.ts for e in events], exact)[0],
         "size_bytes": integers([a.allocated for a in args], missing=0),
@@ -179,8 +171,7 @@ def _json(value) -> str:
 
 
 def _graphs(rows: list[_FullEvent]) -> dict[str, Any]:
-    args = [e.args for e in rows]
-    return {"graph": integers([a.graph for a in args]), "node": integers([a.graph_node for a in args])}
+    return {"graph": integers([e.args.graph for e in rows])}
 
 
 def _syncs(rows: list[_FullEvent]) -> dict[str, Any]:
@@ -190,17 +181,6 @@ def _syncs(rows: list[_FullEvent]) -> dict[str, Any]:
         "stream": integers([a.waits_for_stream for a in args]),
         "correlation": integers([a.waits_for_correlation for a in args]),
     }
-
-
-class _Categories(dict):
-    """Categories as written and in our form."""
-
-    def __missing__(self, category) -> str:
-        self[category] = category.strip().lower() if isinstance(category, str) else ""
-        return self[category]
-
-    def of(self, rows: list[_FullEvent]) -> list[str]:
-        return [self[e.cat] if isinstance(e.cat, str) else "" for e in rows]
 
 
 _NO_ARGS = _FullArgs()
@@ -214,12 +194,9 @@ _ROWS: dict[str, tuple[Callable[[str, _FullArgs], bool], Callable[[list], dict]]
 
 
 def _whole(parts: list[dict]) -> dict[str, Any]:
-    """Columns of a table from its pieces; texts become categories piece by piece."""
-    sizes = [len(next(v for v in part.values() if not np.isscalar(v))) for part in parts]
-    whole = {}
-    for key in parts[0]:
-        values = [np.full(size, part[key]) if np.isscalar(part[key]) else part[key]
-                  for part, size in zip(parts, sizes, strict=True)]  # fmt: skip
-        whole[key] = np.concatenate([np.asarray(v, dtype=object) if isinstance(v, list) and v and isinstance(v[0], str)
-                                     else np.asarray(v) for v in values])  # fmt: skip
-    return whole
+    """Columns of a table from its pieces; texts stay objects, an array of text is as wide as its longest item."""
+
+    def array(values) -> np.ndarray:
+        return np.asarray(values, dtype=object if len(values) and isinstance(values[0], str) else None)
+
+    return {key: np.concatenate([array(part[key]) for part in parts]) for key in parts[0]}

@@ -7,8 +7,8 @@ steps compare with a simulated rank and its one step. Differences are always b -
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
 
@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.accounting import breakdown
-from madmax_lib.kinds import collective_names
+from madmax_lib.kinds import collective_names, collectives_of
 from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline
 from madmax_lib.units import NS_PER_S
 
@@ -34,8 +34,7 @@ def compare(a: Timeline, b: Timeline, *, labels: tuple[str, str] | None = None) 
     steps in seconds, overlap in 0..1 of the mean communication; min and max over the single ranks and steps. NaN for a
     timeline without device work. labels: what to call the two, in `.attrs`, with their sources and provenance.
     """
-    pairing = _Pairing.of(a, b)
-    sides = [_means(a, pairing.ranks_a, pairing.steps_a), _means(b, pairing.ranks_b, pairing.steps_b)]
+    sides = [_means(timeline, *weights) for timeline, weights in zip((a, b), _weights(a, b), strict=True)]
     table = pd.concat(sides, axis=1, keys=["a", "b"])
     table.columns = [side if value == "mean" else f"{side}_{value}" for side, value in table.columns]
     table = table.rename_axis("quantity").reset_index()
@@ -72,9 +71,8 @@ def compare_ops(
         raise ValueError(f"kind {unknown[0]!r} is not one of {', '.join(KINDS)}")
     mixed = a.meta.source != b.meta.source
     levels = (by,) if by else _LEVELS[: 3 if mixed else 2]
-    pairing = _Pairing.of(a, b)
-    left = _ops(a, pairing.ranks_a, pairing.steps_a, kinds, mixed)
-    right = _ops(b, pairing.ranks_b, pairing.steps_b, kinds, mixed)
+    left, right = (_ops(timeline, *weights, kinds, mixed)
+                   for timeline, weights in zip((a, b), _weights(a, b), strict=True))  # fmt: skip
     parts = []
     for level in levels:
         keys = [pd.MultiIndex.from_frame(side[["kind", level]]) for side in (left, right)]
@@ -144,27 +142,13 @@ def op_classes(names: Sequence[str]) -> np.ndarray:
     return np.array([c or f for c, f in zip(known, found, strict=True)], dtype=object)
 
 
-@dataclass(frozen=True)
-class _Pairing:
-    """How often each rank and each step of both sides counts in a mean."""
-
-    ranks_a: dict[int, int]
-    ranks_b: dict[int, int]
-    steps_a: dict[int, int]
-    steps_b: dict[int, int]
-
-    @classmethod
-    def of(cls, a: Timeline, b: Timeline) -> _Pairing:
-        ranks, steps = align_ranks(a, b), align_steps(a, b)
-        return cls(
-            *(_counts(ranks[c]) or {r: max(len(d), 1) for r, d in t.meta.represents.items()}
-              for c, t in (("rank_a", a), ("rank_b", b))),
-            *(_counts(steps[c]) or dict.fromkeys(_busy_steps(t), 1) for c, t in (("step_a", a), ("step_b", b))),
-        )  # fmt: skip
-
-
-def _counts(column: pd.Series) -> dict[int, int]:
-    return column.value_counts().to_dict()
+def _weights(a: Timeline, b: Timeline) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
+    """How often each rank and each step counts in a mean, of a and of b: once per pair, else as if it stood alone."""
+    ranks, steps = align_ranks(a, b), align_steps(a, b)
+    for side, timeline in (("a", a), ("b", b)):
+        devices = {rank: max(len(stands_for), 1) for rank, stands_for in timeline.meta.represents.items()}
+        of_rank, of_step = (pairs.value_counts().to_dict() for pairs in (ranks[f"rank_{side}"], steps[f"step_{side}"]))
+        yield of_rank or devices, of_step or dict.fromkeys(_busy_steps(timeline), 1)
 
 
 def _devices(timeline: Timeline) -> dict[int, int]:
@@ -203,10 +187,7 @@ def _ops(timeline: Timeline, ranks: dict[int, int], steps: dict[int, int], kinds
     spans = spans[["name", "kind"]].assign(count=per_cell, total_s=per_cell * spans["dur_ns"] / NS_PER_S)
     table = spans.groupby(["name", "kind"], observed=True)[["count", "total_s"]].sum().reset_index()
     table = table.astype({"name": object, "kind": object})
-    known = timeline.meta.provenance.get("collectives", {})
-    collective = [known.get(name) or c for name, c in zip(table["name"], collective_names(list(table["name"])),
-                                                          strict=True)]  # fmt: skip
-    collective = np.where(table["kind"] == "comm", np.array([c or "generic" for c in collective], dtype=object), "")
+    collective = np.where(table["kind"] == "comm", collectives_of(timeline, list(table["name"])), "")
     table["op"] = np.where(collective != "", collective, op_names(list(table["name"])))
     table["class"] = np.where(collective != "", collective, op_classes(list(table["name"])))
     if mixed:

@@ -17,8 +17,8 @@ from isal import igzip
 
 from madmax_lib.atomic import replacing
 from madmax_lib.timeline import BUSY_KINDS, Timeline
-from madmax_lib.traces.events import SOURCE_KEY
-from madmax_lib.traces.export_rows import LIMIT_NS, rank_table
+from madmax_lib.traces.events import FAR_NS, SOURCE_KEY
+from madmax_lib.traces.export_rows import rank_table
 from madmax_lib.traces.kernel_names import collective_of, original_name
 
 __all__ = ["export_trace"]
@@ -33,9 +33,8 @@ def export_trace(timeline: Timeline, directory: str | Path, *, merged: bool = Fa
     """Write `rank{r}.json.gz` for every rank into a directory, which is made if needed; the paths in order of rank.
 
     `read_trace` of the result has the same spans to the nanosecond: stream, kind, start, duration, step, correlation,
-    op, group, size and name. Exceptions: kind "other" comes back as memcpy (the reader
-    knows no other), allocator events (kind memory) not at all, meta.source as measured. Host threads keep their numbers
-    unless a selection has left gaps between them.
+    op, group, size and name. Exceptions: kind "other" comes back as memcpy (the reader knows no other) and allocator
+    events (kind memory) not at all. Host threads keep their numbers unless a selection has left gaps between them.
 
     Simulated spans on a device get host rows that Timeline does not have and no breakdown counts: an operator and a
     cudaLaunchKernel (host time is not simulated: at most 1 us, at the kernel's start), a ProfilerStep per step and,
@@ -68,7 +67,7 @@ def _check(spans: pd.DataFrame) -> None:
         end = start + dur
     for wrong, rule in (
         (dur < 0, "has a negative duration (was the trace read with hta_compatible=True?)"),
-        ((start <= -LIMIT_NS) | (dur >= LIMIT_NS) | (end < start), "lies outside of 3e18 ns"),
+        ((start <= -FAR_NS) | (dur >= FAR_NS) | (end < start), "lies outside of 3e18 ns"),
         (np.isinf(spans["size_bytes"].to_numpy()), "has an infinite size_bytes"),
     ):
         if wrong.any():
@@ -81,7 +80,7 @@ def _base_ns(timeline: Timeline, tables: dict[int, pd.DataFrame]) -> int:
     filled = [table for table in tables.values() if len(table)]
     first = min((int(table["start_ns"].min()) for table in filled), default=0)
     base_ns = first // _US * _US if timeline.meta.clock == "unix" or first < 0 else 0
-    if max((int(t["start_ns"].max()) for t in filled), default=0) - base_ns >= LIMIT_NS:
+    if max((int(t["start_ns"].max()) for t in filled), default=0) - base_ns >= FAR_NS:
         raise ValueError(f"spans start later than 3e18 ns after {base_ns} ns; a trace file cannot hold them")
     return base_ns
 

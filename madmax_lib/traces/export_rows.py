@@ -16,9 +16,8 @@ from madmax_lib.traces.events import FAR_NS
 from madmax_lib.traces.kernel_names import written_names
 from madmax_lib.traces.steps import assign_steps
 
-__all__ = ["LIMIT_NS", "rank_table"]
+__all__ = ["rank_table"]
 
-LIMIT_NS = FAR_NS  # what `read_trace` accepts as a time
 _US = 1000
 _NO_LANE = -(2**40)  # of allocator events, which are no spans to the reader
 _RUNTIME = re.compile(r"cuda[A-Z]|cu[A-Z]|hip[A-Z]")
@@ -105,8 +104,8 @@ def _host_categories(table: pd.DataFrame, rank: int) -> np.ndarray:
     work = np.flatnonzero(np.isin(kind, ("compute", "comm")) | (category == "cpu_op"))
     work = work[np.lexsort((kind[work] != "comm", -end[work], start[work], -lane[work]))]  # as the reader sorts
     for part in np.split(work, np.flatnonzero(np.diff(lane[work])) + 1):
-        reach = np.maximum.accumulate(np.where(kind[part] == "cpu", -LIMIT_NS, end[part]))
-        reach = np.r_[-LIMIT_NS, reach[:-1]][: len(part)]
+        reach = np.maximum.accumulate(np.where(kind[part] == "cpu", -FAR_NS, end[part]))
+        reach = np.r_[-FAR_NS, reach[:-1]][: len(part)]
         inside = start[part] < reach
         if (lost := part[inside & (kind[part] == "compute")]).size:
             name = table["name"].iloc[lost[0]]

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,12 +46,10 @@ def beside_hta(source: str | Path | Sequence[str | Path]) -> pd.DataFrame:
     hta = analysis(source)
     theirs = temporal(hta).merge(overlap(hta), on="rank", how="right")
     exact, compatible = (breakdown(read_trace(source, hta_compatible=flag)) for flag in (False, True))
-    table = None
-    for name, frame in (("exact", exact), ("compatible", compatible), ("hta", theirs)):
-        long = frame[list(theirs)].melt(id_vars="rank", var_name="quantity", value_name=name)
-        table = long if table is None else table.merge(long, on=["rank", "quantity"])
-    table["error"] = table["compatible"] - table["hta"]
-    return table
+    tables = {"exact": exact, "compatible": compatible, "hta": theirs}
+    long = [table[list(theirs)].melt("rank", var_name="quantity", value_name=name) for name, table in tables.items()]
+    table = reduce(pd.merge, long)
+    return table.assign(error=table["compatible"] - table["hta"])
 
 
 def temporal(hta: TraceAnalysis) -> pd.DataFrame:

@@ -27,7 +27,7 @@ __all__ = [
     "short_kernels",
 ]
 
-NO_LAUNCH_NS = np.iinfo(np.int64).min  # launch time of work without a launch: before everything
+_NO_LAUNCH_NS = np.iinfo(np.int64).min  # launch time of work without a launch: before everything
 _SYNCS = ("Event Sync", "Stream Sync", "Context Sync", "Stream Wait Event")  # HTA's reading takes them for kernels
 
 
@@ -47,7 +47,7 @@ def device_work(timeline: Timeline) -> pd.DataFrame:
     work = spans[["rank", "stream", "step", "correlation", "start_ns", "dur_ns"]].iloc[rows].assign(row=rows)
     work = work.merge(host, on=keys, how="left")
     launched = work["launch_row"].fillna(-1).to_numpy(dtype=np.int64)
-    start_ns = np.append(spans["start_ns"].to_numpy(), NO_LAUNCH_NS)  # place -1 is no launch
+    start_ns = np.append(spans["start_ns"].to_numpy(), _NO_LAUNCH_NS)  # place -1 is no launch
     work = work.assign(launch_row=launched, launch_ns=start_ns[launched])
     return work.sort_values(["rank", "stream", "start_ns", "row"], kind="stable", ignore_index=True)
 
@@ -128,26 +128,17 @@ def queue_length(timeline: Timeline, capacity: int = 1022) -> pd.DataFrame:
     spans, queue = timeline.spans, _queue(timeline)
     rows = []
     for (rank, stream), part in queue.groupby(["rank", "stream"]):
-        length, time_ns = part["length"].to_numpy(), part["time_ns"].to_numpy()
-        full = length >= capacity
-        lasting_ns = np.diff(time_ns, append=time_ns[-1:])
+        full, time_ns = (part["length"] >= capacity).to_numpy(), part["time_ns"].to_numpy()
+        full_ns = np.diff(time_ns, append=time_ns[-1:])[full].sum()
         begins_ns = spans.loc[spans["rank"] == rank, "start_ns"]
-        call_ns = part["cpu_ns"].to_numpy()
-        usual_ns = np.median(call_ns[part["enters"]])
-        quartiles = np.quantile(length, [0.25, 0.5, 0.75])
-        rows.append(
-            {
-                "rank": rank, "stream": stream, "count": len(part), "mean": length.mean(),
-                "std": length.std(ddof=1), "min": length.min(),
-                "p25": quartiles[0], "p50": quartiles[1], "p75": quartiles[2], "max": length.max(),
-                "full_s": lasting_ns[full].sum() / NS_PER_S,
-                "full_share": lasting_ns[full].sum() / max(begins_ns.max() - begins_ns.min(), 1),
-                "blocked_s": np.maximum(call_ns[full & part["enters"]] - usual_ns, 0).sum() / NS_PER_S,
-            }
-        )  # fmt: skip
+        beyond_ns = part["cpu_ns"] - part.loc[part["enters"], "cpu_ns"].median()
+        blocked_ns = beyond_ns[full & part["enters"]].clip(lower=0).sum()
+        share = full_ns / max(begins_ns.max() - begins_ns.min(), 1)
+        rows.append((rank, stream, *part["length"].describe(), full_ns / NS_PER_S, share, blocked_ns / NS_PER_S))
     columns = ["rank", "stream", "count", "mean", "std", "min", "p25", "p50", "p75", "max", "full_s", "full_share",
                "blocked_s"]  # fmt: skip
-    return with_origin(pd.DataFrame(rows, columns=columns), timeline)
+    table = pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(("count", "min", "max"), "int64"))
+    return with_origin(table, timeline)
 
 
 def launch_bound(timeline: Timeline) -> pd.DataFrame:
@@ -166,7 +157,8 @@ def launch_bound(timeline: Timeline) -> pd.DataFrame:
     for rank, work in device_work(timeline).groupby("rank"):
         work = work.sort_values(["start_ns", "launch_ns"], kind="stable")
         gaps = _gaps(work)
-        calls = _spans_of(timeline, work.loc[work["launch_row"] >= 0, "launch_row"].unique())
+        launching = timeline.spans.iloc[work.loc[work["launch_row"] >= 0, "launch_row"].unique()]
+        calls = union(pack(launching["start_ns"], launching["dur_ns"]))
         edges, steps = _device_steps(work, gaps)
         place = np.maximum(np.searchsorted(edges, gaps["start"], side="right") - 1, 0)  # HTA's times may run backwards
         bound = gaps["launch_ns"] > gaps["start"]
@@ -254,8 +246,3 @@ def _device_steps(work: pd.DataFrame, gaps: dict[str, np.ndarray]) -> tuple[np.n
     if not len(edges) or edges[0] > first:
         edges, steps = np.r_[first, edges], np.r_[-1, steps]
     return edges, steps.astype(np.int64)
-
-
-def _spans_of(timeline: Timeline, rows: np.ndarray) -> np.ndarray:
-    spans = timeline.spans[["start_ns", "dur_ns"]].iloc[rows]
-    return union(pack(spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()))

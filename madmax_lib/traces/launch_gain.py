@@ -20,31 +20,27 @@ __all__ = ["launch_gain"]
 _LAUNCH = r"^(cuda|cu|hip)\w*(Launch|MemcpyAsync|MemsetAsync)"
 
 
-def launch_gain(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
-    """Time of a step (the first with device work if none is given) under cheaper launches, one row per scenario.
+def launch_gain(timeline: Timeline) -> pd.DataFrame:
+    """Time of the first step with device work under cheaper launches, one row per scenario.
 
     scenario (as measured, free launches, graph of kernels, graph of the step), step_s, saved_s, speedup; launches and
     bound_s: kernels launched, and device time that waited for a launch (`launch.launch_bound`), means over the ranks.
     On a timeline whose host launches nothing, as on a CPU, only the first and the last scenario exist: there the host's
-    work between operators goes. Raises ValueError for a step that the timeline does not have, or a simulated timeline,
-    whose host is not simulated.
+    work between operators goes. Raises ValueError for a simulated timeline, whose host is not simulated.
     """
     if timeline.meta.source == "simulated":
         raise ValueError("the host of a simulated timeline is not simulated: there are no launches to be replayed")
-    calls = launches(timeline)
-    steps = sorted(set(calls["step"]) - {-1}) if step is None else [step]
-    chosen = steps[0] if steps else step
+    calls, bound = launches(timeline), launch_bound(timeline)
+    step = min(set(calls["step"]) - {-1}, default=None)
+    if step is not None:
+        calls, bound = (table[table["step"] == step] for table in (calls, bound))
     scenarios: dict[str, dict[str, float]] = {"as measured": {"host": 1.0}}
     if len(calls):
         scenarios["free launches"] = {_LAUNCH: np.inf}
         scenarios["graph of kernels"] = {_LAUNCH: np.inf, "launch delay": np.inf}
     scenarios["graph of the step"] = {"host": np.inf, "launch delay": np.inf}
-    table = what_if(timeline, list(scenarios.values()), chosen)
-    of_step = calls[calls["step"] == chosen] if chosen is not None else calls
-    bound = launch_bound(timeline)
-    bound = bound[bound["step"] == chosen] if chosen is not None else bound
     ranks = max(len(timeline.ranks), 1)
-    table = table.drop(columns=["faster", "factor"]).assign(
-        launches=len(of_step) / ranks, bound_s=bound["launch_bound_s"].sum() / ranks)  # fmt: skip
+    table = what_if(timeline, list(scenarios.values()), step).drop(columns=["faster", "factor"])
+    table = table.assign(launches=len(calls) / ranks, bound_s=bound["launch_bound_s"].sum() / ranks)
     table.insert(0, "scenario", list(scenarios))
     return with_origin(table, timeline)

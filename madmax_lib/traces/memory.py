@@ -34,9 +34,7 @@ CATEGORIES = ("parameter", "optimizer_state", "input", "temporary", "activation"
 
 BEFORE = "before the trace"  # allocated there, or anywhere else that no event tells
 _OTHERS = "other operators"
-_OBJECT = (
-    r" object at 0x[0-9a-f]+"  # of "<built-in method add_ of Tensor object at 0x7fc740c438d0>", one for each object
-)
+_OBJECT = r" object at 0x[0-9a-f]+"  # of "<built-in method add_ of Tensor object at 0x7fc740c438d0>"
 _PHASES = (
     ("backward", r"^autograd::engine|\b(backward|bwd)\b"),
     ("optimizer", r"^Optimizer\.|\boptimi[sz]er\b"),
@@ -121,10 +119,9 @@ def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
     parts = [part for part in (held[~rest], others, before[before["sum"] != 0]) if len(part)]
     table = pd.concat(parts) if parts else held
     table = table.sort_values("pool", kind="stable").rename(columns={"sum": "size_bytes"})
-    for column in _POOL:
-        table[column] = table["pool"].map(of_pool[column].astype(object))
-    table["share"] = table["size_bytes"] / table["pool"].map(of_pool["peak_bytes"]).clip(lower=1)
-    table = table.astype({"rank": "int32", "size_bytes": "int64", "count": "float64"}).reset_index(drop=True)
+    table = table.join(of_pool[[*_POOL, "peak_bytes"]], on="pool")
+    table["share"] = table["size_bytes"] / table["peak_bytes"].clip(lower=1)
+    table = table.astype({"rank": "int32", "size_bytes": "int64", "count": "float64"})
     return with_origin(table[[*_POOL, "operator", "size_bytes", "count", "share"]].reset_index(drop=True), timeline)
 
 
@@ -142,7 +139,7 @@ def growth(timeline: Timeline) -> pd.DataFrame:
     for when in ("first", "last"):
         table[f"{when}_bytes"] = grouped["allocated_bytes"].agg(when)
     table = table[[*_POOL, "steps", "first_bytes", "last_bytes", "bytes_per_step"]].reset_index(drop=True)
-    return with_origin(table.reset_index(drop=True), timeline)
+    return with_origin(table, timeline)
 
 
 def read_memory_timeline(path: str | Path) -> pd.DataFrame:
@@ -236,9 +233,8 @@ def _peaks(events: pd.DataFrame) -> pd.DataFrame:
     falls = found > top["allocated_bytes"].to_numpy()
     rows = np.where(falls, first.index - 1, top.index)
     peaks = events.loc[np.where(falls, first.index, top.index)]
-    for column, value in (("peak_bytes", peaks["allocated_bytes"]), ("before_bytes", peaks["before_bytes"])):
-        peaks = peaks.assign(**{column: np.where(falls, found, value)})
-    return peaks.assign(row=rows).reset_index(drop=True)
+    peak_bytes, before_bytes = (np.where(falls, found, peaks[of]) for of in ("allocated_bytes", "before_bytes"))
+    return peaks.assign(row=rows, peak_bytes=peak_bytes, before_bytes=before_bytes).reset_index(drop=True)
 
 
 def _held(events: pd.DataFrame, peaks: pd.DataFrame) -> pd.DataFrame:
@@ -287,17 +283,13 @@ def _enclosing(timeline: Timeline, events: pd.DataFrame) -> dict[str, np.ndarray
     phase = [next((p for p, pattern in _PHASES if re.search(pattern, name)), "") for name in names]
     of_name = dict(zip(names, phase, strict=True)) | {"": ""}
     known = {
-        "annotation": (host["kind"] == "annotation") & ~host["name"].isin(_like(names, r"^ProfilerStep\s*#")),
-        "module": host["name"].isin(_like(names, r"^nn\.Module: ")),
-        "phase": host["name"].isin([name for name, of in of_name.items() if of]),
+        "annotation": (host["kind"] == "annotation") & ~host["name"].str.contains(r"^ProfilerStep\s*#"),
+        "module": host["name"].str.startswith("nn.Module: "),
+        "phase": host["name"].map(of_name).astype(object) != "",
     }
     found = {column: _innermost(host[rows], events) for column, rows in known.items()}
     found["module"] = np.array([name.removeprefix("nn.Module: ") for name in found["module"]], dtype=object)
     return found | {"phase": np.array([of_name[name] for name in found["phase"]], dtype=object)}
-
-
-def _like(names: pd.Index, pattern: str) -> list[str]:
-    return [name for name in names if re.search(pattern, name)]
 
 
 def _host(timeline: Timeline) -> pd.DataFrame:

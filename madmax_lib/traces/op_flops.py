@@ -16,19 +16,16 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from madmax_lib.traces.dtypes import dtype_bytes, recorded_dtype
+
 __all__ = ["Cost", "operator_cost", "operator_costs"]
 
-_DTYPES = {
-    "double": ("fp64", 8), "float": ("fp32", 4), "c10::half": ("fp16", 2), "c10::bfloat16": ("bf16", 2),
-    "c10::float8": ("fp8", 1), "signed char": ("int8", 1), "unsigned char": ("", 1), "bool": ("", 1),
-    "short": ("", 2), "int": ("", 4), "long": ("", 8), "int64_t": ("", 8), "c10::complex<float>": ("", 8),
-    "c10::complex<double>": ("", 16),
-}  # fmt: skip
+_ARITHMETIC = {"double": "fp64", "float": "fp32", "half": "fp16", "bfloat16": "bf16", "char": "int8"}
 _MATRICES = {  # place of the first factor among the inputs
     "mm": 0, "bmm": 0, "matmul": 0, "_int_mm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1,
     "baddbmm_": 1, "_addmm_activation": 1,
 }  # fmt: skip
-_CONVOLUTIONS = {  # places of stride, padding, dilation, transposed (a number from 8 on: never, True: always)
+_CONVOLUTIONS = {  # places of stride, padding, dilation, transposed (99: none)
     "convolution": (3, 4, 5, 6), "_convolution": (3, 4, 5, 6), "convolution_overrideable": (3, 4, 5, 6),
     "conv1d": (3, 4, 5, 99), "conv2d": (3, 4, 5, 99), "conv3d": (3, 4, 5, 99),
     "cudnn_convolution": (3, 2, 4, 99), "cudnn_convolution_relu": (3, 4, 5, 99),
@@ -139,14 +136,14 @@ def _read(shapes: str, types: str, inputs: str) -> tuple[_Inputs, str | None]:
 
 
 def _dtype(kind) -> tuple[str, int]:
-    """Our name and bytes per element of a recorded type, 0 for what is no tensor.
+    """Dtype of the arithmetic and bytes per element of a recorded type, 0 for what is no tensor.
 
     >>> _dtype("c10::Float8_e4m3fn"), _dtype("long int"), _dtype("ScalarList")
     (('fp8', 1), ('', 8), ('', 0))
     """
-    text = str(kind).lower()
-    return next((found for key in (text, text.split("_e")[0], text.removesuffix(" int"))
-                 if (found := _DTYPES.get(key))), ("", 0))  # fmt: skip
+    name = recorded_dtype(str(kind))
+    arithmetic = "fp8" if name.startswith("float8") else _ARITHMETIC.get(name, "")
+    return arithmetic, int(dtype_bytes(name)) if name else 0
 
 
 def _is_shape(side) -> bool:

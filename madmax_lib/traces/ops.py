@@ -73,7 +73,7 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     recorded, which may be outside of the module around it.
     """
     spans, (calls, work) = timeline.spans, operator_calls(timeline)
-    nest = Nest(spans, np.flatnonzero(_named(spans["name"], _MODULE) & (spans["stream"] < 0).to_numpy()))
+    nest = Nest(spans, np.flatnonzero(spans["name"].str.contains(_MODULE) & (spans["stream"] < 0)))
     host_ns = calls["self_device_ns"] * ~calls["on_device"].to_numpy(dtype=bool)  # kernels bring the device's
     launched = work[work["launch_row"] >= 0]
     work = pd.DataFrame({
@@ -94,12 +94,8 @@ def modules(timeline: Timeline) -> pd.DataFrame:
         **{column: nest.inclusive(values) * once for column, values in own.items()},
     })  # fmt: skip
     how = {column: "first" if column == "inside" else "sum" for column in table.columns[2:]}
-    table = (
-        table.iloc[np.argsort(nest.start, kind="stable")]
-        .groupby(["rank", "module"], observed=True)
-        .agg(how)
-        .reset_index()
-    )
+    table = table.iloc[np.argsort(nest.start, kind="stable")]
+    table = table.groupby(["rank", "module"], observed=True).agg(how).reset_index()
     table.insert(2, "type", table["module"].astype(str).str.replace(r"_\d+$", "", regex=True))
     times = ["host_s", "device_s", "backward_s", "self_device_s"]
     table[times] = table[times].astype(float) / NS_PER_S
@@ -178,7 +174,7 @@ def operator_calls(timeline: Timeline, *, by_shape: bool = False) -> tuple[pd.Da
     label = calls["name"] + calls["shapes"] if by_shape else calls["name"]
     calls["again"] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
     costs = operator_costs(table.assign(name=calls["name"]))
-    tf32 = nest.inclusive(nest.sums(place, _named(spans["name"], _TF32)[work["row"]])) > 0
+    tf32 = nest.inclusive(nest.sums(place, spans["name"].str.contains(_TF32).to_numpy()[work["row"]])) > 0
     calls["dtype"] = costs["dtype"].mask(tf32 & (costs["dtype"] == "fp32").to_numpy(), "tf32")
     products, movers = _counted(nest, costs)
     calls = calls.assign(flops=costs["flops"].where(products), moved_bytes=costs["moved_bytes"].where(movers))
@@ -198,7 +194,7 @@ def _counted(nest: Nest, costs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _without_operator(spans: pd.DataFrame, calls: pd.DataFrame, work: pd.DataFrame) -> pd.DataFrame:
-    """Device work as rows of `_calls`: what no operator launched, and all of it by name on ranks without operators."""
+    """Device work as rows of `operator_calls`: what no operator launched, by name on ranks without operators."""
     work = work[work["call"] < 0]
     recorded = work["rank"].isin(calls["rank"].unique())
     work = work.assign(name=spans["name"].iloc[work["row"]].astype(object).to_numpy())
@@ -228,12 +224,6 @@ def _module_of(nest: Nest, calls: pd.DataFrame, work: pd.DataFrame, spans: pd.Da
     direct_ns, through_ns = (np.r_[n.start, -1][at] for n, at in ((nest, direct), (back, through)))
     place = np.r_[of_back.to_numpy(dtype=np.int64), -1][through]
     return np.where((place >= 0) & (through_ns >= direct_ns), place, direct), (place >= 0) & (through_ns >= direct_ns)
-
-
-def _named(names: pd.Series, pattern: re.Pattern) -> np.ndarray:
-    """Which names (n,) a pattern is found in."""
-    known = np.array([bool(pattern.search(name)) for name in names.cat.categories] + [False])
-    return known[names.cat.codes.to_numpy()]
 
 
 def ratio(value: pd.Series, by: pd.Series) -> pd.Series:

@@ -11,7 +11,7 @@ import pandas as pd
 from madmax_lib.intervals import pack, union
 from madmax_lib.timeline import BUSY_KINDS
 
-__all__ = ["inside", "pieces_of", "whole_spans", "working"]
+__all__ = ["pieces_of", "whole_spans"]
 
 
 def whole_spans(spans: pd.DataFrame) -> pd.DataFrame:
@@ -24,7 +24,7 @@ def whole_spans(spans: pd.DataFrame) -> pd.DataFrame:
 
 def pieces_of(spans: pd.DataFrame) -> pd.DataFrame:
     """Pieces of measured spans, host threads first, in their order; annotations count where nothing is inside them."""
-    spans = spans[(spans["stream"] >= 0) | working(spans)]
+    spans = spans[(spans["stream"] >= 0) | _working(spans)]
     end_ns = spans["start_ns"] + spans["dur_ns"].clip(lower=0)
     work = spans["kind"].isin(BUSY_KINDS) | ((spans["kind"] == "cpu") & (spans["stream"] < 0))
     last_ns = end_ns[work].max()  # an annotation may outlive the step it starts in
@@ -38,7 +38,7 @@ def pieces_of(spans: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([*host, spans[spans["stream"] >= 0]], ignore_index=True)
 
 
-def working(spans: pd.DataFrame) -> pd.Series:
+def _working(spans: pd.DataFrame) -> pd.Series:
     """Spans of host threads that run operators or calls of the device; where a rank has such, others only wait."""
     works = (spans["correlation"] >= 0) | (spans["op"] >= 0) | spans["kind"].isin(BUSY_KINDS)
     works = works & (spans["stream"] < 0) & (spans["kind"] != "annotation")
@@ -48,7 +48,7 @@ def working(spans: pd.DataFrame) -> pd.Series:
 
 def _cut(thread: pd.DataFrame) -> pd.DataFrame:
     """A host thread cut where its innermost span changes; each span keeps a piece at its start, even an empty one."""
-    thread = thread[(thread["kind"] == "comm") | ~inside(thread, thread, "comm")]  # a transfer is one piece
+    thread = thread[(thread["kind"] == "comm") | ~_inside(thread, thread, "comm")]  # a transfer is one piece
     thread = thread.sort_values(["start_ns", "end_ns"], ascending=[True, False], kind="stable")
     start, end, number = thread["start_ns"].to_numpy(), thread["end_ns"].to_numpy(), np.arange(len(thread))
     # at one instant what is running ends first, inner before outer; then spans start, and empty ones end at once
@@ -65,10 +65,10 @@ def _cut(thread: pd.DataFrame) -> pd.DataFrame:
     begin, until = times[order][:-1], times[order][1:]
     keep = (inner >= 0) & ((until > begin) | ~ends[order][:-1]) & (until <= end[inner])
     cut = thread.iloc[inner[keep]].assign(start_ns=begin[keep], end_ns=until[keep])
-    return cut.assign(kind=np.where(inside(cut, thread, "compute"), "compute", cut["kind"]))
+    return cut.assign(kind=np.where(_inside(cut, thread, "compute"), "compute", cut["kind"]))
 
 
-def inside(rows: pd.DataFrame, thread: pd.DataFrame, kind: str) -> np.ndarray:
+def _inside(rows: pd.DataFrame, thread: pd.DataFrame, kind: str) -> np.ndarray:
     """Which rows lie within the spans of a kind, (n,) of bool."""
     thread = thread[thread["kind"] == kind]
     spans = union(pack(thread["start_ns"], thread["end_ns"] - thread["start_ns"]))

@@ -5,8 +5,6 @@ The roofline is Williams et al. 2009: min(peak FLOP/s, FLOPs per byte * bandwidt
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pandas as pd
 
@@ -81,14 +79,11 @@ def device_of(timeline: Timeline, device: str | Device | None = None) -> Device:
     if device is not None:
         return catalog.device(device)
     name = timeline.meta.device
-    if name in catalog.devices():
-        return catalog.device(name)
-    table = catalog.table("device_names")
-    found = [row.name for row in table.itertuples(index=False) if re.search(row.pattern, name, re.IGNORECASE)]
-    if not found:
+    found = catalog.device(name) if name in catalog.devices() else catalog.device_named(name)
+    if found is None:
         what = f"{name!r}, the timeline's device, is not in the catalog" if name else "the timeline names no device"
         raise ValueError(f"{what}; give device=, one of {', '.join(catalog.devices())}")
-    return catalog.device(found[-1])
+    return found
 
 
 def _step_times(spans: pd.DataFrame) -> pd.DataFrame:

@@ -103,7 +103,7 @@ def _spans(columns: Columns, trace: RawTrace, rank: int, hta: bool, table: pd.Da
             "step": np.full(len(columns), -1, dtype=np.int32),
             "correlation": columns.correlation,
             "op": columns.op,
-            "group": _groups(columns),
+            "group": pd.Categorical.from_codes(columns.group - 1, columns.groups[1:]),  # code 0: none
             "size_bytes": columns.size_bytes,
         },
         copy=False,
@@ -155,8 +155,8 @@ def _classify_cpu(columns: Columns, kind: np.ndarray, category: np.ndarray, tabl
     order = np.lexsort((~comm[rows], -end[rows], columns.start_ns[rows], columns.thread[rows]))
     rows = rows[order]
     for part in np.split(rows, np.flatnonzero(np.diff(columns.thread[rows])) + 1):
-        reach = np.maximum.accumulate(end[part]) if len(part) else end[part]
-        inside = np.r_[False, columns.start_ns[part[1:]] < reach[:-1]] if len(part) else np.zeros(0, bool)
+        reach = np.maximum.accumulate(end[part])
+        inside = np.r_[False, columns.start_ns[part[1:]] < reach[:-1]][: len(part)]
         top = part[~inside]
         kind[top[~comm[top]]] = KINDS.index("compute")
 
@@ -194,14 +194,4 @@ def _stream_of_thread(columns: Columns) -> np.ndarray:
     """Stream of device rows whose args have none: Kineto shows a stream as thread, as a number or as `stream 7`."""
     digits = [re.search(r"(?<![-\d])\d+$", str(tid)) for _, tid in columns.threads]
     streams = np.array([int(d[0]) if d and len(d[0]) < 10 else 0 for d in digits], dtype=np.int32)
-    return streams[columns.thread] if len(columns) else np.zeros(0, dtype=np.int32)
-
-
-def _groups(columns: Columns) -> pd.Categorical:
-    codes = np.array([-1 if group == "" else i for i, group in enumerate(columns.groups)], dtype=np.int64)
-    used = codes[codes >= 0]
-    renumbered = np.full(len(codes), -1)
-    renumbered[used] = np.arange(len(used))
-    return pd.Categorical.from_codes(
-        renumbered[columns.group] if len(columns) else [], [columns.groups[i] for i in used]
-    )
+    return streams[columns.thread]
