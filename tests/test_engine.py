@@ -30,6 +30,7 @@ def test_an_op_may_wait_for_one_that_is_issued_later_on_another_rank():
     [
         ([(0, 0, 1.0, [1]), (1, 0, 1.0, [0])], r"2 ops wait for each other, the first is op 0 .op 0"),
         ([(0, 0, 1.0, [7])], "waits for op 7, which does not exist"),
+        ([(0, 0, 1.0, []), (0, 0, 1.0, [-1])], "waits for op -1, which does not exist"),
         ([(0, 0, -1.0, [])], "has duration -1.0 s"),
         ([(0, 0, float("nan"), [])], "has duration nan s"),
         ([(0, 0, 1.0, []), (0, 0, -1.0, [2]), (0, 1, 1.0, [])], "has duration -1.0 s"),

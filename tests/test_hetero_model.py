@@ -14,6 +14,7 @@ from madmax_lib.planner.hetero_plan import DEFECTS, HeteroPlan
 from madmax_lib.planner.hetero_study import alone, defect_table
 from madmax_lib.profiles import Node, generate_profiles
 from madmax_lib.simulator.memory import memory, peak_bytes
+from madmax_lib.simulator.parameters import Parameters
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.hetero_plots import plot_alone, plot_stage_memory, plot_stages
 
@@ -52,6 +53,13 @@ def test_memory_is_that_of_the_memory_model(recompute):
     table = memory(GPT2, mm.Plan(dp=2, pp=2, micro_batch=2, recompute=recompute), stack="megatron", global_batch=16)
     peaks = [peak_bytes(table[table["stage"] == stage].assign(stage=0)) for stage in (0, 1)]
     assert held.tolist() == pytest.approx(peaks, rel=1e-6)
+
+
+def test_constants_rate_the_links_too():
+    """Parameters given are those of sends and all-reduces between the nodes, not of the layers alone."""
+    rates = [hetero.problem(model=GPT2, cluster=KAGGLE, global_batch=8, parameters=Parameters(network_efficiency=share)
+                            ).nodes[0].inter_gb_per_s for share in (1.0, 0.5)]  # fmt: skip
+    assert rates[1] == pytest.approx(rates[0] / 2)
 
 
 def test_recompute_is_chosen_where_memory_asks_for_it():

@@ -17,8 +17,6 @@ from madmax_lib.papers.madmax import (
     Rules,
     cloud_cost,
     evaluate,
-    feasible,
-    hbm_gb,
     memory_gb,
     timeline,
 )
@@ -162,7 +160,7 @@ def test_cloud_throughput_within_printed_rounding(cloud):
 def test_cloud_memory_is_three_times_the_weights(cloud):
     """56 of 57; the 64-GPU NC96ds row prints the memory of 8 GPUs per node, though its throughput is that of 4."""
     sheet, ours = cloud
-    wrong = (hbm_gb(ours) - sheet["hbm_used_gb_per_gpu"]).abs() > 0.02
+    wrong = (3 * ours["weights_gb_per_device"] - sheet["hbm_used_gb_per_gpu"]).abs() > 0.02
     assert ours.loc[wrong, ["system", "dense_strategy"]].to_numpy().tolist() == [
         ["CloudB-64-NC96ds_A100_v4", "TP, DDP"]
     ]
@@ -263,15 +261,6 @@ def test_rates_of_zionex():
     }
     for key, value in expected.items():
         assert rates.bandwidth_bytes_per_s[key] == pytest.approx(value, rel=1e-3)
-
-
-def test_memory_decides_between_strategies():
-    """DLRM-A under DDP needs 41.4 GB of 40 GB, under (TP, DDP) it fits (section on feasibility)."""
-    ddp, tp_ddp, system = result("DLRM_A", "ddp"), result("DLRM_A", "tp,ddp"), SYSTEMS.iloc[1]
-    assert hbm_gb(ddp) == pytest.approx(41.4, abs=0.05)
-    assert not feasible(ddp, system)
-    assert feasible(tp_ddp, system)
-    assert feasible(pd.DataFrame([ddp, tp_ddp]), system).tolist() == [False, True]
 
 
 # --- switches

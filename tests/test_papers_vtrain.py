@@ -435,6 +435,7 @@ def test_a_kernel_belongs_to_the_operator_that_launched_it(tmp_path):
 @pytest.mark.parametrize(("text", "message"), [
     ("kernel took long\n", "line 1 is not start_ns"), ("5,0,TIMESTAMP,forward start logit,0\n", "does not end"),
     ("5,0,TIMESTAMP,forward end logit,0\n", "has no start"), ("5,1,RUNTIME,x,1\n", "no kernel was launched"),
+    ("1,0,TIMESTAMP,forward start loss,0\n5,0,TIMESTAMP,forward end logit,0\n", "end logit.* has no start"),
 ])  # fmt: skip
 def test_broken_traces_are_refused(tmp_path, text, message):
     (tmp_path / "trace").write_text(text)

@@ -9,10 +9,12 @@ matplotlib.use("Agg")
 import madmax_lib as mm
 from madmax_lib.papers import memory_levers as levers
 from madmax_lib.papers import memory_wall as wall
+from madmax_lib.simulator.memory import PHASES
 from madmax_lib.simulator.moments import moments
 from madmax_lib.simulator.power import power_phases
 from madmax_lib.view import wall_plots as plots
 from madmax_lib.view.drawing import figure_data
+from madmax_lib.view.step_plots import COMPONENTS, OTHER
 
 FOUR = mm.cluster("hetero-4xv100")
 PLAN = mm.Plan.parse("dp4.mb16.full.offload-chunks")
@@ -126,3 +128,7 @@ def test_pictures_keep_their_data_and_say_one_thing(table):
         assert ax.get_title() and figure_data(ax) is not None and len(figure_data(ax)), name
         labels = ax.get_xlabel() + ax.get_ylabel()
         assert ("measured" if name == "adam" else "simulated") in labels, name
+
+
+def test_every_component_of_memory_has_a_colour_of_its_own():
+    assert set(PHASES) <= set(COMPONENTS) and len({*COMPONENTS.values(), OTHER}) == len(COMPONENTS) + 1

@@ -20,9 +20,8 @@ __all__ = ["STATES", "constants_of", "correlations", "leverage", "scaled", "stro
 
 STATES = ("fixed by rows", "rows and prior", "pulled off its prior", "prior alone", "at a bound")
 _MOST, _LITTLE = 0.75, 0.2  # learned: above, the rows fix a constant; below, the prior does
-_FAR = (
-    1.0  # prior widths; from there the robust loss of the prior leaves a wider posterior, though the rows have spoken
-)
+# prior widths; from there the robust loss of the prior leaves a wider posterior, though the rows have spoken
+_FAR = 1.0
 _AT_BOUND = 0.005  # of the way between the bounds
 
 

@@ -21,11 +21,10 @@ from madmax_lib.simulator.estimate import model_fields
 from madmax_lib.simulator.parameters import start
 from madmax_lib.simulator.step_time import step_time
 from madmax_lib.simulator.work import CLASSES, FIELDS, Work
-from madmax_lib.specs import DLRM, Device, Transformer
+from madmax_lib.specs import DLRM, Transformer
 
 __all__ = ["read_rows", "to_work"]
 
-_CLASSES = tuple(CLASSES)
 _VTRAIN_SOURCE = "VIA-Research/vTrain data/ground_truth_multi.csv"
 _VTRAIN = {
     "Parameters (billion)": "params_b",
@@ -43,20 +42,26 @@ _VTRAIN = {
 _FACTS = ("experts", "active_experts", "shared_experts", "expert_ffn", "dense_layers", "head_dim", "q_lora_rank",
           "kv_lora_rank", "rope_head_dim", "v_head_dim", "window", "full_every")  # fmt: skip
 _MICRO_BATCHES = (1, 2, 4)
+_COLUMNS = [
+    "source", "model", "group", "task", "supported", "reason", "consistent", "violation", "measured_s", "gpu", "shape",
+    "software", "dtype", "said", "recompute_stated", "fused_loss", "memory_bytes", "n_gpus", "global_batch",
+    "counts_recompute", "out_of_memory", "interleaves", "given_micro_batch", "given_interleave", "calibrated",
+    *FIELDS, *CLASSES,
+]  # fmt: skip
 
 
 def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
     """One normalised row per row of a published table, same order and index.
 
     Columns: source, model, group (source | model), supported, reason, consistent, violation, measured_s, every field
-    of `step_time.FIELDS`, the classes that choose constants, device and memory_bytes. Unknown columns are ignored,
+    of `work.FIELDS`, the classes that choose constants, device and memory_bytes. Unknown columns are ignored,
     missing ones are empty. Tables in the columns of vTrain's ground truth are understood too.
     """
     if not isinstance(table, pd.DataFrame):
         table = pd.read_csv(table, encoding="utf-8-sig")
     table = _renamed(table)
     rows = [_read(record) for record in table.to_dict("records")]
-    result = pd.DataFrame(rows, index=table.index, columns=_columns())
+    result = pd.DataFrame(rows, index=table.index, columns=_COLUMNS)
     _choose_schedule(result)
     result["measured_s"] = [
         measured_s(row, *published) if row["supported"] else np.nan
@@ -68,7 +73,7 @@ def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
 def to_work(rows: pd.DataFrame) -> Work:
     """Supported normalised rows as steps to be timed."""
     return Work({name: rows[name].to_numpy(float) for name in FIELDS},
-                {name: rows[name].to_numpy(str) for name in _CLASSES})  # fmt: skip
+                {name: rows[name].to_numpy(str) for name in CLASSES})  # fmt: skip
 
 
 def _published(table: pd.DataFrame) -> list[tuple[float, float, float]]:
@@ -80,38 +85,6 @@ def _published(table: pd.DataFrame) -> list[tuple[float, float, float]]:
             1e12 * number_of(raw, "tflops_per_gpu"),
         )
         for raw in table.to_dict("records")
-    ]
-
-
-def _columns() -> list[str]:
-    return [
-        "source",
-        "model",
-        "group",
-        "task",
-        "supported",
-        "reason",
-        "consistent",
-        "violation",
-        "measured_s",
-        "gpu",
-        "shape",
-        "software",
-        "dtype",
-        "said",
-        "recompute_stated",
-        "fused_loss",
-        "memory_bytes",
-        "n_gpus",
-        "global_batch",
-        "counts_recompute",
-        "out_of_memory",
-        "interleaves",
-        "given_micro_batch",
-        "given_interleave",
-        "calibrated",
-        *FIELDS,
-        *_CLASSES,
     ]
 
 
@@ -136,7 +109,7 @@ def _read(raw: dict) -> dict:
         row |= model_fields(row["shape"])
         device = device_of(raw)
         row |= machine_of(raw, row, device)
-        row |= _plan(raw, row, device)
+        row |= _plan(raw)
         row |= software_of(raw, row, device)
     except (ValueError, OverflowError, ZeroDivisionError) as error:
         return row | {"reason": str(error)}
@@ -171,7 +144,7 @@ def _model(raw: dict) -> Transformer:
     return Transformer(name or "unnamed", **row, gated=gated, **(style if gated else {}))
 
 
-def _plan(raw: dict, row: dict, device: Device) -> dict:
+def _plan(raw: dict) -> dict:
     """Degrees; a missing one follows from the others, else it is 1. Batch and micro-batch; schedule is chosen later."""
     degrees = {name: number_of(raw, name) for name in ("tp", "pp", "cp", "dp", "ep")}
     devices = number_of(raw, "n_gpus")

@@ -74,8 +74,6 @@ def fit_timeline(
     None. Bounds and priors are those of `data/parameter_bounds.csv`, the priors around `begin`. Raises ValueError for a
     pipeline (profile one stage instead) and a Timeline without compute.
     """
-    if plan.pp > 1:
-        raise ValueError(f"pp={plan.pp}: a pipeline's kernels belong to different stages; profile with pp=1")
     begin, measured = begin or shipped(), kernel_seconds(timeline)
     work, classes = _work(model, cluster, plan, global_batch, sequence, dtype, stack)
     start = dict(begin.constants) | _link_share(timeline, cluster, plan, classes["family"])
@@ -129,8 +127,6 @@ def kernel_timeline(
     noise: standard deviation of the logarithm of a kernel's time. It shows what `fit_timeline` can find: the constants
     that made it are known. Raises ValueError for a pipeline.
     """
-    if plan.pp > 1:
-        raise ValueError(f"pp={plan.pp}: a pipeline's kernels belong to different stages; profile with pp=1")
     work, _ = _work(model, cluster, plan, global_batch, sequence, dtype, stack)
     parts = {name: float(value[0]) for name, value in step_time(work, parameters).items()}
     parts["gemm_s"] += parts["head_s"]
@@ -152,7 +148,9 @@ def kernel_timeline(
 
 def _work(model: Transformer, cluster: Cluster, plan: Plan, global_batch: int, sequence: int | None, dtype: str,
           stack: str) -> tuple[Work, dict[str, str]]:  # fmt: skip
-    """The run as a step to be timed, and the classes that choose its constants."""
+    """The run as a step to be timed, and the classes that choose its constants. Raises ValueError for a pipeline."""
+    if plan.pp > 1:
+        raise ValueError(f"pp={plan.pp}: a pipeline's kernels belong to different stages; profile with pp=1")
     fields, classes = machine_fields(cluster, dtype, stack=stack)
     fields |= model_fields(model, sequence) | matrix_fields(cluster.device, dtype) | plan_fields(plan, global_batch)
     return Work(fields | {"overlap_tp": 0}, classes | {"mixture": "graph" if model.experts else "none"}), classes

@@ -20,6 +20,7 @@ from madmax_lib.simulator.step_time import step_time
 __all__ = ["baseline", "errors", "folds", "layout_ranks", "predict", "score"]
 
 _BUCKET_BYTES = 1e9  # 5e8 elements, the default of DeepSpeed
+_FOLDS = 10
 _ADAPTERS = 0.01  # share of the weights that LoRA trains
 _STACKS = {"legacy": "megatron", "deepspeed": "deepspeed", "deepspeed-plain": "deepspeed", "fused": "megatron"}
 
@@ -55,21 +56,21 @@ def predict(rows: pd.DataFrame, parameters: Parameters | None = None) -> pd.Data
     return result
 
 
-def folds(rows: pd.DataFrame, *, by: str = "group", count: int = 10, starts: int = 1) -> pd.DataFrame:
+def folds(rows: pd.DataFrame, *, by: str = "group") -> pd.DataFrame:
     """Every usable row predicted by a fit that has not seen its fold.
 
-    rows: a published table or the output of `read_rows`. by: what stays together in a fold: "group" (a source and
-    model), "source" (one fold each) or "random". Returns the normalised rows with fold, predicted_s and log_error =
-    log(measured / predicted). Which fold a group is in depends on its name only.
+    rows: a published table or the output of `read_rows`. by: what stays together in one of ten folds, "group" (a source
+    and model) or nothing ("random"); or "source", a fold for each. Returns the normalised rows with fold, predicted_s
+    and log_error = log(measured / predicted). Which fold a group is in depends on its name only.
     """
     if "supported" not in rows.columns:
         rows = read_rows(rows)
     rows = rows[usable(rows)]
-    fold = _fold_of(rows, by, count)
+    fold = _fold_of(rows, by)
     predicted = np.full(len(rows), np.nan)
     for number in np.unique(fold):
         out = fold == number
-        fitted = fit(rows[~out], starts=starts)
+        fitted = fit(rows[~out], starts=1)
         predicted[out] = step_time(to_work(rows[out]), fitted)["step_s"]
     measured = rows["measured_s"].to_numpy(float)
     result = rows.assign(fold=fold, predicted_s=predicted, log_error=np.log(measured / predicted))
@@ -134,15 +135,15 @@ def layout_ranks(table: pd.DataFrame) -> pd.DataFrame:
     return found[found["layouts"] >= 4]
 
 
-def _fold_of(rows: pd.DataFrame, by: str, count: int) -> np.ndarray:
+def _fold_of(rows: pd.DataFrame, by: str) -> np.ndarray:
     if by == "source":
         return pd.factorize(rows["source"])[0]
     if by == "random":
-        return np.random.default_rng(0).permutation(len(rows)) % count
+        return np.random.default_rng(0).permutation(len(rows)) % _FOLDS
     if by != "group":
         raise ValueError(f"by={by!r} is not one of group, source, random")
     names = sorted(rows["group"].unique(), key=lambda name: hashlib.sha256(name.encode()).hexdigest())
-    return rows["group"].map({name: i % count for i, name in enumerate(names)}).to_numpy()
+    return rows["group"].map({name: i % _FOLDS for i, name in enumerate(names)}).to_numpy()
 
 
 def _memory_bytes(row: dict) -> float:

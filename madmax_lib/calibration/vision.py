@@ -51,8 +51,8 @@ def vision_rows(way: str = "gathers in turn") -> pd.DataFrame:
     return rows
 
 
-def vision_errors(way: str = "gathers in turn", constants: tuple[str, ...] = CONSTANTS) -> pd.DataFrame:
-    """Measured, the paper's and our MFU of each run (0..1), ours by constants fitted to the other runs.
+def vision_errors(way: str = "gathers in turn") -> pd.DataFrame:
+    """Measured, the paper's and our MFU of each run (0..1), ours by `CONSTANTS` fitted to the other runs.
 
     Columns model, gpus, global_batch, measured, paper, ours, paper_error and ours_error (relative to measured).
     """
@@ -60,7 +60,7 @@ def vision_errors(way: str = "gathers in turn", constants: tuple[str, ...] = CON
     seconds = np.empty(len(rows))
     for place in range(len(rows)):
         others = np.arange(len(rows)) != place
-        fitted = fit(rows[others], starts=1, only=constants, begin=shipped())
+        fitted = fit(rows[others], starts=1, only=CONSTANTS, begin=shipped())
         seconds[place] = step_time(to_work(rows[~others]), fitted)["step_s"][0]
     found = rows[["model", "global_batch", "measured", "paper"]].assign(gpus=rows["dp"].astype(int))
     found["ours"] = found["measured"] * rows["measured_s"] / seconds

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.papers.madmax_suite import read_table, with_origin
+from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory import memory, peak_bytes
 from madmax_lib.specs import Transformer
@@ -73,7 +73,7 @@ def local_model(tp: int) -> Transformer:
 
 def runs() -> pd.DataFrame:
     """The six rows of the study's results table, as reported."""
-    return with_origin(read_table(_RUNS)[0].copy(), _RUNS, rules="as reported")
+    return with_origin(read_table(_RUNS).copy(), _RUNS, rules="as reported")
 
 
 def audit() -> pd.DataFrame:
@@ -146,7 +146,7 @@ def gelu() -> pd.DataFrame:
     PyTorch's two kernels read and write the tensor twice, a fused kernel once; ideal_ms: once at full bandwidth.
     in_cache: input and output lie in the L2 cache, so that the figure is none of device memory.
     """
-    table, bandwidth = read_table("seed_gelu.csv")[0], catalog.device("a100-40").memory_bandwidth_bytes_per_s
+    table, bandwidth = read_table("seed_gelu.csv"), catalog.device("a100-40").memory_bandwidth_bytes_per_s
     size = 2 * table["batch"] * table["sequence"] * table["width"]
     table = table.assign(
         tensor_bytes=size,
@@ -163,7 +163,7 @@ def gelu() -> pd.DataFrame:
 
 def mlp() -> pd.DataFrame:
     """The breakdown of an MLP: ms, share of the whole, FLOP/s of the products (NaN for others), share of the peak."""
-    table, peak = read_table("seed_mlp.csv")[0], catalog.device("a100-40").peak("fp16")
+    table, peak = read_table("seed_mlp.csv"), catalog.device("a100-40").peak("fp16")
     flops = 2.0 * table["m"] * table["k"] * table["n"]
     whole = table.loc[table["name"] == "full mlp", "ms"].iloc[0]
     table = table.assign(share=table["ms"] / whole, flops_per_s=flops / table["ms"] * 1e3)

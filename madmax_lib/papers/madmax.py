@@ -37,8 +37,6 @@ __all__ = [
     "Rules",
     "cloud_cost",
     "evaluate",
-    "feasible",
-    "hbm_gb",
     "memory_gb",
     "timeline",
 ]
@@ -101,20 +99,6 @@ def timeline(
     represents = {0: list(range(work.devices))}
     meta = Meta("simulated", work.devices, represents, told["system"], provenance=provenance)
     return to_timeline(_program(work, case["task"]), meta)
-
-
-def hbm_gb(row: Mapping | pd.DataFrame):
-    """Memory of a GPU in GB by the rule of the artifact's cloud sheet: 3 x weights.
-
-    >>> round(hbm_gb({"weights_gb_per_device": 13.795}), 3)
-    41.385
-    """
-    return 3 * row["weights_gb_per_device"]
-
-
-def feasible(row: Mapping | pd.DataFrame, system: Mapping):
-    """Does a row of `evaluate` fit in the memory of a row of the systems table (mem_cap in bytes)?"""
-    return hbm_gb(row) * 1e9 <= system["mem_cap"]
 
 
 def memory_gb(case: Mapping | pd.Series, models: pd.DataFrame, systems: pd.DataFrame) -> pd.DataFrame:

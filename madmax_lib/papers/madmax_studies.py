@@ -23,12 +23,12 @@ from madmax_lib.papers.madmax_suite import (
     cases,
     catalog_systems,
     published,
-    read_table,
     steps,
     suite,
     systems,
     with_origin,
 )
+from madmax_lib.papers.origin import read_table
 from madmax_lib.specs import Cluster
 from madmax_lib.timeline import Timeline
 
@@ -63,13 +63,14 @@ def _suite_steps(models: Sequence[str], strategies: Sequence[str], task: str, ru
     return table
 
 
-def strategies_over_fsdp(models: Sequence[str] = (*_DLRMS, *_LLMS)) -> pd.DataFrame:
+def strategies_over_fsdp() -> pd.DataFrame:
     """Figure 10: pre-training throughput of every strategy over FSDP (also figures 11 to 13 for single models)."""
-    return _suite_steps(models, RELEASED_STRATEGIES, "pretrain")
+    return _suite_steps([*_DLRMS, *_LLMS], RELEASED_STRATEGIES, "pretrain")
 
 
-def task_dependence(models: Sequence[str] = ("DLRM-A", "DLRM-A Transformer", "DLRM-A MoE", "GPT-3")) -> pd.DataFrame:
+def task_dependence() -> pd.DataFrame:
     """Figure 14: every strategy over FSDP for pre-training, fine-tuning (the head only, ours) and inference."""
+    models = ["DLRM-A", "DLRM-A Transformer", "DLRM-A MoE", "GPT-3"]
     parts = [_suite_steps(models, RELEASED_STRATEGIES, task) for task in ("pretrain", "finetune", "inference")]
     return with_origin(pd.concat(parts, ignore_index=True))
 
@@ -88,8 +89,7 @@ def validation_bars() -> pd.DataFrame:
     """
     rows = []
     for gpus in (128, 8):
-        batch = 512 * gpus  # as in the release: 512 samples per GPU
-        row = steps(cases(["DLRM-A"], ["ddp"], [f"zionex-{gpus}"], global_batch=batch), _own_systems()).iloc[0]
+        row = _figure_7_step(gpus)
         compute_ms = row["gemm_ms"] + row["emb_ms"]
         rows += [(gpus, "ours", "serialized", name, row[name], published(f"fig7_{gpus}_{name}")) for name in PIECES[:4]]
         theirs_ms = sum(published(f"fig7_{gpus}_{name}") for name in ("gemm_ms", "emb_ms"))
@@ -101,13 +101,19 @@ def validation_bars() -> pd.DataFrame:
     return with_origin(pd.DataFrame(rows, columns=["gpus", "who", "bar", "piece", "value_ms", "published_ms"]))
 
 
-def cloud_comparison(devices: Sequence[int] = (64, 128, 256, 512), samples: float = 1e9) -> pd.DataFrame:
+def _figure_7_step(gpus: int) -> pd.Series:
+    """DLRM-A under DDP with 512 samples per GPU, as in the release."""
+    case = cases(["DLRM-A"], ["ddp"], [f"zionex-{gpus}"], global_batch=512 * gpus)
+    return steps(case, _own_systems()).iloc[0]
+
+
+def cloud_comparison(samples: float = 1e9) -> pd.DataFrame:
     """Figures 1 and 16: DLRM-A pre-training on cloud instances, with hours, GPU-hours, cost and energy of `samples`.
 
     a100_hours are GPU-hours weighted by FP16 peak over that of an A100. published_mqps from the artifact's sheet.
     """
-    types = read_table("madmax_systems.csv")[0]
-    there = systems((name, n) for name in types["name"][types["provider"] != "Internal"] for n in devices)
+    types = read_table("madmax_systems.csv")
+    there = systems((name, n) for name in types["name"][types["provider"] != "Internal"] for n in (64, 128, 256, 512))
     table = steps(cases(["DLRM-A"], ["fsdp", "ddp", "tp,ddp"], list(there["name"])), there)
     about = there.set_index("name").loc[table["system"]].reset_index(drop=True)
     cost = cloud_cost(table["throughput_samples_per_s"], samples, about["num_devices"], about["usd_per_gpu_hour"],
@@ -195,16 +201,15 @@ def scaling_study(factors: Sequence[float] = (1, 2, 4, 8)) -> pd.DataFrame:
     return with_origin(table.assign(speedup=table["throughput_samples_per_s"] / base))
 
 
-def hardware_study(names: Sequence[str], models: Sequence[str] = ("DLRM-A", "GPT-3"), gpus: Sequence[int] = (128, 2048),
-                   *, nvlink_all: Sequence[str] = ()) -> pd.DataFrame:  # fmt: skip
+def hardware_study(names: Sequence[str], *, nvlink_all: Sequence[str] = ()) -> pd.DataFrame:
     """Figures 17 to 20: clusters of the catalog at equal size, FSDP and the best strategy that fits.
 
-    gpus: devices for each model. nvlink_all: clusters that are added once more with all nodes joined by their inner
-    link, up to 256 devices (a SuperPOD with NVLink switches). per_gpu: samples/s of one device over the first cluster
-    under FSDP. A model whose precision a device lacks is left out.
+    DLRM-A on 128 devices, GPT-3 on 2,048. nvlink_all: clusters that are added once more with all nodes joined by their
+    inner link, up to 256 devices (a SuperPOD with NVLink switches). per_gpu: samples/s of one device over the first
+    cluster under FSDP. A model whose precision a device lacks is left out.
     """
     parts = []
-    for model, devices in zip(models, gpus, strict=True):
+    for model, devices in (("DLRM-A", 128), ("GPT-3", 2048)):
         sized = [_sized(name, devices) for name in names]
         sized += [_joined(_sized(name, devices)) for name in nvlink_all]
         there = catalog_systems(sized)
@@ -276,8 +281,7 @@ def _table_1() -> dict[str, float]:
 def _figure_7() -> dict[str, float]:
     ours = {}
     for gpus in (128, 8):
-        case = cases(["DLRM-A"], ["ddp"], [f"zionex-{gpus}"], global_batch=512 * gpus)
-        row = steps(case, _own_systems()).iloc[0]
+        row = _figure_7_step(gpus)
         names = [*PIECES[:4], "exposed_comm_ms", "overlapped_comm_ms", "iteration_ms"]
         ours |= {f"fig7_{gpus}_{name}": row[name] for name in names}
     return ours

@@ -6,47 +6,40 @@ Typed with their sources in `data/madmax_models.csv`, `madmax_systems.csv` and `
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from importlib.resources import files
+from itertools import product
 
 import pandas as pd
 
+from madmax_lib.papers import origin
 from madmax_lib.papers.madmax import evaluate
 from madmax_lib.papers.madmax_rules import Rules
+from madmax_lib.papers.origin import read_table
 from madmax_lib.specs import Cluster
 
 __all__ = [
-    "COMMUNICATION", "PIECES", "best", "cases", "catalog_systems", "class_strategies", "published", "read_table",
-    "steps", "suite", "systems", "with_origin",
+    "COMMUNICATION", "PIECES", "best", "cases", "catalog_systems", "class_strategies", "published", "steps", "suite",
+    "systems", "with_origin",
 ]  # fmt: skip
 
 COMMUNICATION = ["all2all_ms", "allreduce_ms", "allgather_ms", "reducescatter_ms"]
 PIECES = ["gemm_ms", "emb_ms", *COMMUNICATION]
+_FILES = ("madmax_models.csv", "madmax_systems.csv", "madmax_published.csv")
 _BATCH = {"DLRM": 65_536, "LLM": 2_048, "ViT": 2_048}  # as the release configures them
+_SAME = ["model", "system", "task"]
 _WEIGHT_COPIES = {"inference": 1}  # else 3, the rule of the artifact's sheet for training
 
 
-@lru_cache
-def read_table(name: str) -> tuple[pd.DataFrame, dict]:
-    """A table of the data folder, with its name and sha256."""
-    content = (files("madmax_lib") / "data" / name).read_bytes()
-    with (files("madmax_lib") / "data" / name).open() as file:
-        return pd.read_csv(file), {"name": name, "sha256": hashlib.sha256(content).hexdigest()}
-
-
 def with_origin(table: pd.DataFrame, *names: str, rules: str = "MAD-Max as released") -> pd.DataFrame:
-    """The table, with the data files it was made from as its provenance."""
-    names = names or ("madmax_models.csv", "madmax_systems.csv", "madmax_published.csv")
-    table.attrs["provenance"] = {"files": {name: read_table(name)[1] for name in names}, "rules": rules}
-    return table
+    """As `origin.with_origin`; the files of the paper's suites if none are named."""
+    return origin.with_origin(table, *(names or _FILES), rules=rules)
 
 
 def suite() -> pd.DataFrame:
     """Models of the paper's suites, as `evaluate` takes them, with the source of each row."""
-    return read_table("madmax_models.csv")[0].copy()
+    return read_table("madmax_models.csv").copy()
 
 
 def published(key: str | None = None) -> pd.DataFrame | float:
@@ -55,13 +48,13 @@ def published(key: str | None = None) -> pd.DataFrame | float:
     With a key its value, NaN if nothing is published.
     """
     if key is None:
-        return read_table("madmax_published.csv")[0].copy()
+        return read_table("madmax_published.csv").copy()
     return _published_values().get(key, math.nan)
 
 
 @lru_cache(maxsize=1)
 def _published_values() -> dict[str, float]:
-    return read_table("madmax_published.csv")[0].set_index("key")["value"].to_dict()
+    return read_table("madmax_published.csv").set_index("key")["value"].to_dict()
 
 
 def systems(sizes: Iterable[tuple[str, int]]) -> pd.DataFrame:
@@ -72,7 +65,7 @@ def systems(sizes: Iterable[tuple[str, int]]) -> pd.DataFrame:
     >>> systems([("zionex", 128), ("NC96ds_A100_v4", 64)])[["name", "num_nodes", "mem_cap"]].values.tolist()
     [['zionex-128', 16, 40000000000.0], ['NC96ds_A100_v4-64', 16, 80000000000.0]]
     """
-    known = read_table("madmax_systems.csv")[0].set_index("name")
+    known = read_table("madmax_systems.csv").set_index("name")
     rows = []
     for name, devices in sizes:
         if name not in known.index:
@@ -99,7 +92,7 @@ def catalog_systems(clusters: Iterable[Cluster]) -> pd.DataFrame:
 
     A link counts in full for each direction, unlike the NICs of the release. FP32 means TF32 where a device has it.
     """
-    share = read_table("madmax_systems.csv")[0].set_index("name").loc["zionex"]
+    share = read_table("madmax_systems.csv").set_index("name").loc["zionex"]
     rows = []
     for one in clusters:
         peaks = one.device.peak_flops
@@ -143,30 +136,27 @@ def steps(cases: pd.DataFrame, systems: pd.DataFrame, *, rules: str | Rules = "r
     comm_ms = table[COMMUNICATION].sum(axis=1)
     table["exposed_share"] = table["exposed_comm_ms"] / table["iteration_ms"]
     table["overlapped_share"] = (table["overlapped_comm_ms"] / comm_ms).where(comm_ms > 0)
-    same = ["model", "system", "task"]
-    fsdp = table[table["dense_strategy"] == "fsdp"].set_index(same)["throughput_samples_per_s"]
-    base = fsdp.reindex(pd.MultiIndex.from_frame(table[same])).to_numpy()
+    fsdp = table[table["dense_strategy"] == "fsdp"].set_index(_SAME)["throughput_samples_per_s"]
+    base = fsdp.reindex(pd.MultiIndex.from_frame(table[_SAME])).to_numpy()
     table["gain"] = table["throughput_samples_per_s"] / base
     return with_origin(table)
 
 
-def best(table: pd.DataFrame, by: Sequence[str] = ("model", "system", "task")) -> pd.DataFrame:
-    """The fastest row of each group twice: limit "memory" among those that fit, limit "none" among all."""
+def best(table: pd.DataFrame) -> pd.DataFrame:
+    """The fastest row of each model, system and task twice: limit "memory" of those that fit, limit "none" of all."""
     parts = []
     for limit, rows in (("memory", table[table["fits"]]), ("none", table)):
-        fastest = rows.groupby(list(by), sort=False)["throughput_samples_per_s"].idxmax()
+        fastest = rows.groupby(_SAME, sort=False)["throughput_samples_per_s"].idxmax()
         parts.append(table.loc[fastest].assign(limit=limit))
     return with_origin(pd.concat(parts, ignore_index=True))
 
 
-def class_strategies(
-    model: str, name: str, devices: int, strategies: Sequence[str] = ("fsdp", "ddp", "tp,ddp", "fsdp,ddp")
-) -> pd.DataFrame:
+def class_strategies(model: str, name: str, devices: int) -> pd.DataFrame:
     """Every pair of a strategy for the MLPs and one for the transformer blocks of a model on a system.
 
     Columns of `steps`, with mlp and transformer; gain over fsdp for both classes.
     """
-    pairs = [(mlp, blocks) for mlp in strategies for blocks in strategies]
+    pairs = list(product(("fsdp", "ddp", "tp,ddp", "fsdp,ddp"), repeat=2))
     texts = [f"mlp={mlp}; transformer={blocks}" for mlp, blocks in pairs]
     table = steps(cases([model], texts, [f"{name}-{devices}"]), systems([(name, devices)]))
     table[["mlp", "transformer"]] = pairs

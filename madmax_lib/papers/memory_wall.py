@@ -7,15 +7,14 @@ largest models that it and others report (`data/scale_limits.csv`).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
-from importlib.resources import files
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
+from madmax_lib.papers.origin import with_origin
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import estimate, work_of
 from madmax_lib.simulator.fits import fits
@@ -25,6 +24,7 @@ from madmax_lib.simulator.offload import best_offload, offload_times
 from madmax_lib.simulator.parameters import shipped
 from madmax_lib.simulator.placement import METHODS, Policy, normalised, split_of
 from madmax_lib.simulator.power import step_energy
+from madmax_lib.simulator.step_time import COMMUNICATION, COMPUTE
 from madmax_lib.specs import Cluster, Transformer
 
 __all__ = ["STUDY_METHODS", "adam_published", "hypotheses_table", "limits_table", "measured_host", "methods_table",
@@ -41,9 +41,10 @@ STUDY_METHODS = {
     "Gemini, dynamic": ("z3.offload-chunks", None),
 }
 _MACHINE_FILES = ("clusters.csv", "devices.csv", "hosts.csv", "links.csv", "parameters.json")
+_RULES = "predicted by the simulator"
 _CAUSES = {
-    "compute": ("gemm_s", "attention_s", "pointwise_s", "head_s", "optimizer_s"),
-    "communication": ("tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "pp_s"),
+    "compute": COMPUTE,
+    "communication": COMMUNICATION,
     "offload": ("offload_s",),
     "host": ("launch_s", "overhead_s", "bubble_s"),
 }
@@ -64,8 +65,7 @@ def seed_model(name: str) -> Transformer:
     return replace(shape, name=name)
 
 
-def methods_table(cluster: Cluster, models: Iterable[str] | None = None, *, micro_batch: int = 16,
-                  methods: Iterable[str] = tuple(STUDY_METHODS)) -> pd.DataFrame:  # fmt: skip
+def methods_table(cluster: Cluster, models: Iterable[str] | None = None, *, micro_batch: int = 16) -> pd.DataFrame:
     """Every model by every method on all devices of a cluster, full recompute, one micro-batch per device.
 
     model, parameters, method, plan, fits, bound (place with the least room left), share (of what may leave the device,
@@ -76,12 +76,11 @@ def methods_table(cluster: Cluster, models: Iterable[str] | None = None, *, micr
     rows = []
     for name in models or seed_models():
         model = seed_model(name)
-        for method in methods:
-            text, share = STUDY_METHODS[method]
+        for method, (text, share) in STUDY_METHODS.items():
             plan = Plan.parse(f"dp{cluster.world_size}.mb{micro_batch}.full.{text}")
             rows.append({"model": name, "parameters": model.parameters, "method": method, "plan": str(plan),
                          **_row(model, cluster, plan, Policy(share=share))})  # fmt: skip
-    return _from(pd.DataFrame(rows), "hetero_models.csv", *_MACHINE_FILES)
+    return with_origin(pd.DataFrame(rows), "hetero_models.csv", *_MACHINE_FILES, rules=_RULES)
 
 
 def limits_table() -> pd.DataFrame:
@@ -97,7 +96,7 @@ def limits_table() -> pd.DataFrame:
                      "machine": f"{row['devices']} x {cluster.device.name}, {float(row['host_memory_gb']):.0f} GB",
                      "published": published, "ours": ours, "ratio": ours / published, "bound": found.result.bound,
                      "confidence": row["confidence"]})  # fmt: skip
-    return _from(pd.DataFrame(rows), "scale_limits.csv", *_MACHINE_FILES)
+    return with_origin(pd.DataFrame(rows), "scale_limits.csv", *_MACHINE_FILES, rules=_RULES)
 
 
 def _row(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -> dict:
@@ -110,7 +109,7 @@ def _row(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -> di
     parts = {cause: sum(times.get(name, 0.0) for name in names) for cause, names in _CAUSES.items()}
     tokens = batch * model.sequence
     share = times.get("offload_share", float("nan"))
-    energy = step_energy(times, cluster, tokens, _host_busy_s(model, cluster, plan, share, policy))
+    energy = step_energy(times, cluster, tokens, _host_busy_s(model, cluster, plan, share))
     tflops = 8 * model.parameters * tokens / times["step_s"] / cluster.world_size / 1e12
     return row | {
         "share": share,
@@ -120,7 +119,7 @@ def _row(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -> di
     }  # fmt: skip
 
 
-def _host_busy_s(model: Transformer, cluster: Cluster, plan: Plan, share: float, policy: Policy) -> float:
+def _host_busy_s(model: Transformer, cluster: Cluster, plan: Plan, share: float) -> float:
     """Seconds of CPU Adam in a step."""
     if plan.offload is None:
         return 0.0
@@ -129,14 +128,13 @@ def _host_busy_s(model: Transformer, cluster: Cluster, plan: Plan, share: float,
     return rates(cluster).adam_s(float(split_of(METHODS[plan.offload], share).states) * owned)
 
 
-def hypotheses_table(cluster: Cluster, models: Iterable[str] = ("gpt2_9b", "gpt2_10b", "gpt2_14b"), *,
-                     micro_batch: int = 16) -> pd.DataFrame:  # fmt: skip
+def hypotheses_table(cluster: Cluster, *, micro_batch: int = 16) -> pd.DataFrame:
     """Static full offload with gradients in the chunks of weights (14 bytes per parameter), or beside them (16, 18).
 
     model, bytes per parameter, host_gb (states in host memory), fits.
     """
     rows = []
-    for name in models:
+    for name in ("gpt2_9b", "gpt2_10b", "gpt2_14b"):
         model = seed_model(name)
         plan = Plan(dp=cluster.world_size, micro_batch=micro_batch, zero=3, recompute="full", offload="chunks")
         for gradients in (0, 2, 4):
@@ -165,7 +163,7 @@ def measured_host() -> pd.DataFrame:
     table = catalog.table("host_measured")
     numbers = [name for name in table if name not in ("what", "how", "machine", "source", "date")]
     table = table.astype(dict.fromkeys(numbers, float)).astype({"threads": int})
-    return _from(table, "host_measured.csv")
+    return with_origin(table, "host_measured.csv", rules="as measured")
 
 
 def adam_published() -> pd.DataFrame:
@@ -175,11 +173,3 @@ def adam_published() -> pd.DataFrame:
             for row in table.itertuples()]  # fmt: skip
     return pd.DataFrame({"parameters": table["parameters"], "published_s": table["seconds"], "ours_s": ours,
                          "ratio": ours / table["seconds"]})  # fmt: skip
-
-
-def _from(table: pd.DataFrame, *names: str) -> pd.DataFrame:
-    """The table with the files of the data folder that it was made from."""
-    about = {name: {"name": name, "sha256": hashlib.sha256((files("madmax_lib") / "data" / name).read_bytes()
-             ).hexdigest()} for name in names}  # fmt: skip
-    table.attrs["provenance"] = {"files": about}
-    return table

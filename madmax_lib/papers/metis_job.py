@@ -63,9 +63,9 @@ class Job:
     global_batch: int
     max_tp: int
     max_bs: int
-    hidden: int
-    sequence: int
-    vocab: int
+    hidden: int = 4096
+    sequence: int = 1024
+    vocab: int = 51200
 
     def __post_init__(self):
         for name in ("layers", "global_batch", "max_tp", "max_bs", "hidden", "sequence", "vocab"):

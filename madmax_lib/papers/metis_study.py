@@ -6,17 +6,15 @@ our own runs of the search. Base is Metis, strategy is the fork's order of moves
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from itertools import pairwise
 
 import pandas as pd
 
 from madmax_lib.papers.metis import SearchResult, search
 from madmax_lib.papers.metis_uniform import uniform_plans
+from madmax_lib.papers.origin import provenance, read_table
 from madmax_lib.profiles import Node, Profiles, generate_profiles
 
 __all__ = [
@@ -30,17 +28,17 @@ _BATCH, _MODEL_PROFILE = 128, "A100_tp4_bs4"
 
 def table1() -> pd.DataFrame:
     """Table 1: row, layers, gpus, mode, steps, search_ms, cost_ms; original_cpu_s of the unmodified fork; source."""
-    return _read("metis_published.csv")
+    return read_table("metis_published.csv").copy()
 
 
 def search_times() -> pd.DataFrame:
     """Figure 1 as published: layers, gpus, search_s."""
-    return _read("metis_search_time.csv")
+    return read_table("metis_search_time.csv").copy()
 
 
 def data_and_tensor() -> pd.DataFrame:
     """Two training runs on two P100, summarised: median_ms of an iteration, losses and learning-rate schedules."""
-    return _read("metis_dp_tp.csv")
+    return read_table("metis_dp_tp.csv").copy()
 
 
 def nodes_of(gpus: int) -> list[Node]:
@@ -134,19 +132,9 @@ def uniform(layers: int, gpus: int) -> pd.DataFrame:
 
 def origin(*names: str) -> dict:
     """Attributes of a table made from these files of the data folder: their names and sha256."""
-    about = {name: {"name": name, "sha256": hashlib.sha256(_file(name).read_bytes()).hexdigest()} for name in names}
-    return {"provenance": {"files": about, "rules": "Metis as released"}}
+    return {"provenance": provenance(*names, rules="Metis as released")}
 
 
 @lru_cache
 def _profiles(layers: int) -> Profiles:
     return generate_profiles(layers)
-
-
-def _file(name: str) -> Traversable:
-    return files("madmax_lib") / "data" / name
-
-
-def _read(name: str) -> pd.DataFrame:
-    with _file(name).open() as file:
-        return pd.read_csv(file)

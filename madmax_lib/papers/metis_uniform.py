@@ -22,17 +22,13 @@ __all__ = ["uniform_plans"]
 
 def uniform_plans(
     profiles: str | Path | Profiles,
-    hostfile: str | Path | Sequence[Node],
-    clusterfile: str | Path | None = None,
+    nodes: Sequence[Node],
     *,
     layers: int,
     global_batch: int,
     model_profile: str | tuple[str, int, int] | None,
     max_tp: int,
     max_bs: int,
-    hidden: int = 4096,
-    sequence: int = 1024,
-    vocab: int = 51200,
 ) -> pd.DataFrame:
     """All plans dp x tp x pp = GPUs whose degree and micro-batch have a profile, by cost; arguments as for `search`.
 
@@ -40,9 +36,8 @@ def uniform_plans(
     earlier stages larger), memory_mb (of a GPU of the fullest stage, as profiled) and fits. Raises ValueError for
     several GPU types or where no plan has a profile.
     """
-    job, nodes = load_job(profiles, hostfile, clusterfile, model_profile=model_profile, layers=layers,
-                          global_batch=global_batch, max_tp=max_tp, max_bs=max_bs, hidden=hidden, sequence=sequence,
-                          vocab=vocab)  # fmt: skip
+    job, nodes = load_job(profiles, nodes, None, model_profile=model_profile, layers=layers, global_batch=global_batch,
+                          max_tp=max_tp, max_bs=max_bs)  # fmt: skip
     types = sorted({node.device for node in nodes})
     if len(types) > 1:
         raise ValueError(f"uniform plans are for one GPU type, the cluster has {', '.join(types)}")

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.catalog import device, model
-from madmax_lib.papers.madmax_suite import with_origin
+from madmax_lib.papers.origin import with_origin
 from madmax_lib.papers.vtrain_studies import plan_grid, published, steps
 
 __all__ = ["Job", "Outcome", "changes", "job_trace", "schedule", "study", "throughputs"]
@@ -71,15 +71,15 @@ def throughputs(models: Sequence[str] = MODELS, sizes: Sequence[int] = SIZES) ->
     return with_origin(table, "models.csv", rules="vTrain corrected, recompute on all stages")
 
 
-def job_trace(rates: pd.DataFrame, count: int, seed: int = 0, *, hours: float = 24.0) -> list[Job]:
-    """Jobs that arrive at random within `hours`, each 1 to 12 h long on 64 to 256 GPUs by the heuristic plan.
+def job_trace(rates: pd.DataFrame, count: int, seed: int = 0) -> list[Job]:
+    """Jobs that arrive at random within a day, each 1 to 12 h long on 64 to 256 GPUs by the heuristic plan.
 
     Deadlines leave 0.8 to 2 times that.
     """
     random = np.random.default_rng(seed)
     known = rates.dropna().set_index(["model", "gpus"])["heuristic"]
     names, jobs = rates["model"].unique(), []
-    for arrival_s in np.sort(random.uniform(0, hours * _HOUR_S, count)):
+    for arrival_s in np.sort(random.uniform(0, 24 * _HOUR_S, count)):
         name, gpus = random.choice(names), int(random.choice([64, 128, 256]))
         length_s = np.exp(random.uniform(0, np.log(12))) * _HOUR_S
         room_s = length_s * random.uniform(0.8, 2.0)
@@ -98,7 +98,7 @@ def schedule(
     """
     tables = {name: part.dropna(subset=[column]).set_index("gpus")[column].to_dict()
               for name, part in rates.groupby("model")}  # fmt: skip
-    if missing := {job.model for job in jobs if min(tables.get(job.model, {np.inf: 0})) > gpus}:
+    if missing := {job.model for job in jobs if min(tables.get(job.model, {}), default=np.inf) > gpus}:
         raise ValueError(f"{sorted(missing)[0]} has no throughput on {gpus} GPUs or fewer")
     left, end_s, active = [job.steps for job in jobs], np.full(len(jobs), np.nan), []
     now_s, coming = 0.0, 0

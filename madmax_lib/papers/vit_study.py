@@ -14,7 +14,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.accounting import breakdown
-from madmax_lib.papers.madmax_suite import read_table, with_origin
+from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.parameters import Parameters
@@ -40,7 +40,7 @@ def steps() -> pd.DataFrame:
     states; short, the last batch of the epoch. update is the optimizer's time without the all-gather.
     reduce_tail_s: part of backward that waits for gradients after the last kernel.
     """
-    log = read_table(_STEPS)[0]
+    log = read_table(_STEPS)
     kind = np.full(len(log), "regular", dtype=object)
     kind[log["adam_ms"].isna()] = "overflow"
     kind[np.flatnonzero(log["adam_ms"].notna())[0]] = "first update"
@@ -141,7 +141,7 @@ def fit_and_predict(last: int = 300) -> tuple[Parameters, pd.DataFrame]:
 
 def measured_overlap() -> pd.DataFrame:
     """Traced steps as HTA drew them: strategy, rank, idle_s, compute_s, non_compute_s, overlap (0..1)."""
-    table = read_table(_OVERLAP)[0]
+    table = read_table(_OVERLAP)
     seconds = {f"{name}_s": table[f"{name}_ms"] / 1e3 for name in ("idle", "compute", "non_compute")}
     table = table[["strategy", "rank"]].assign(**seconds, overlap=table["overlap_pct"] / 100)
     return with_origin(table, _OVERLAP, rules=_RULES)
@@ -183,8 +183,8 @@ def memory_parts() -> pd.DataFrame:
     return with_origin(pd.concat(parts, ignore_index=True), "published_memory.csv", rules=_RULES)
 
 
-def scaling(parameters: Parameters, gpus: tuple[int, ...] = (2, 4, 8)) -> pd.DataFrame:
-    """Predicted throughput on more T4, 16 samples each: one host that they share, or nodes of two on 10 Gb/s Ethernet.
+def scaling(parameters: Parameters) -> pd.DataFrame:
+    """Predicted throughput on 2, 4 and 8 T4, 16 samples each: on one host, or in nodes of two on 10 Gb/s Ethernet.
 
     Columns place, strategy, gpus, step_s, samples_per_s, efficiency (per GPU, over that of the fewest). The fitted
     share of the link is that of the host's memory path; Ethernet counts in full, and every GPU of a host has a path of
@@ -194,7 +194,7 @@ def scaling(parameters: Parameters, gpus: tuple[int, ...] = (2, 4, 8)) -> pd.Dat
     port = replace(pair.inter, bandwidth_bytes_per_s=pair.inter.bandwidth_bytes_per_s / parameters.network_efficiency)
     for place in ("one host", "nodes of two"):
         for strategy in ("zero2", "zero3", "zeropp"):
-            for count in gpus:
+            for count in (2, 4, 8):
                 size = {"devices_per_node": count} if place == "one host" else {"nodes": count // pair.devices_per_node}
                 step = step_of(plan_of(strategy, dp=count), parameters, replace(pair, inter=port, **size))
                 step_s = float(breakdown(step)["total_s"].max())

@@ -19,24 +19,7 @@ from madmax_lib.papers.vtrain_trace import export, load_trace, trace_operators
 rules = parse_rules
 
 __all__ = [
-    "CORRECTED",
-    "RELEASED",
-    "Config",
-    "Nccl",
-    "Operators",
-    "Profile",
-    "Rules",
-    "communication_s",
-    "data_parallel_pairs",
-    "export",
-    "fit",
-    "iteration_s",
-    "load_config",
-    "load_nccl",
-    "load_trace",
-    "predict",
-    "rules",
-    "sweep",
-    "timeline",
-    "trace_operators",
-]
+    "CORRECTED", "RELEASED", "Config", "Nccl", "Operators", "Profile", "Rules", "communication_s",
+    "data_parallel_pairs", "export", "fit", "iteration_s", "load_config", "load_nccl", "load_trace", "predict", "rules",
+    "sweep", "timeline", "trace_operators",
+]  # fmt: skip

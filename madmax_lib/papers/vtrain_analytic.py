@@ -73,10 +73,10 @@ def operator_s(shape: Shape, heads, formulas: Formulas, machine: Device) -> np.n
     return np.stack(columns, axis=-1)
 
 
-def formula_operators(config: Config, formulas: Formulas | None = None) -> Operators:
+def formula_operators(config: Config) -> Operators:
     """Operator times of a configuration; a backward pass takes twice a forward pass."""
     machine = device(config.gpu_name)
-    totals_s = operator_s(config.shape, config.num_attention_heads, formulas or Formulas(), machine)
+    totals_s = operator_s(config.shape, config.num_attention_heads, Formulas(), machine)
     return Operators.of_totals(*totals_s.tolist())
 
 
@@ -96,23 +96,22 @@ def step_s(shape: Shape, times_s: np.ndarray, nccl: Nccl, rules: str | Rules = "
     return result + columns[..., 0] * (times_s[..., 0] / 3 + 2 * tensor_s(shape, nccl, rules))
 
 
-def fit_formulas(table: pd.DataFrame, nccl: Nccl, gpu: str = "a100-80") -> Formulas:
-    """The open numbers from step times in the columns of vTrain's ground truth, by the released rules."""
-    problem = _Problem(table, nccl, gpu)
+def fit_formulas(table: pd.DataFrame, nccl: Nccl) -> Formulas:
+    """The open numbers from step times in the columns of vTrain's ground truth (A100), by the released rules."""
+    problem = _Problem(table, nccl)
     low, high = np.log(list(_BOUNDS.values())).T
     begin = np.clip(np.log(list(asdict(Formulas()).values())), low + 1e-3, high - 1e-3)
     found = least_squares(problem.residuals, begin, bounds=(low, high), loss="soft_l1", f_scale=_SCALE)
     return _formulas(found.x)
 
 
-def cross_validate(table: pd.DataFrame, nccl: Nccl, gpu: str = "a100-80") -> np.ndarray:
+def cross_validate(table: pd.DataFrame, nccl: Nccl) -> np.ndarray:
     """Seconds of each row (n,) by formulas fitted without its group of equal operators."""
     codes = table.groupby([TABLE[name] for name in GROUP]).ngroup().to_numpy()
     result = np.empty(len(table))
     for code in np.unique(codes):
         out = codes == code
-        found = fit_formulas(table[~out], nccl, gpu)
-        result[out] = _Problem(table[out], nccl, gpu).predicted_s(found)
+        result[out] = _Problem(table[out], nccl).predicted_s(fit_formulas(table[~out], nccl))
     return result
 
 
@@ -123,8 +122,8 @@ def _formulas(point: np.ndarray) -> Formulas:
 class _Problem:
     """Log residuals of whole steps; `point` are the logarithms of the formulas' numbers."""
 
-    def __init__(self, table: pd.DataFrame, nccl: Nccl, gpu: str):
-        self.shape, self.heads, self.machine = shape_of(table), table[TABLE["heads"]].to_numpy(), device(gpu)
+    def __init__(self, table: pd.DataFrame, nccl: Nccl):
+        self.shape, self.heads, self.machine = shape_of(table), table[TABLE["heads"]].to_numpy(), device("a100-80")
         self.time_s = table[TIME].to_numpy(float) / 1e3
         self.known_s, self.terms = known_s(self.shape, nccl, parse_rules("released")), terms(self.shape)
 

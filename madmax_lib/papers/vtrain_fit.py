@@ -74,7 +74,7 @@ class Profile:
         return pd.DataFrame(rows, columns=[*GROUP, "rows", "rank", "determined", *CONSTANTS, "worst_s"])
 
     def operators(self) -> dict[tuple[int, int, int], Operators]:
-        """Operator times of the determined groups by (hidden, tp, micro-batch), as `vtrain_graph.sweep` takes them.
+        """Operator times of the determined groups by (hidden, tp, micro-batch).
 
         The table does not show how a time is split into forward and backward: here a third is forward.
         """

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.catalog import device, table
-from madmax_lib.papers.madmax_suite import with_origin
+from madmax_lib.papers.origin import with_origin
 from madmax_lib.papers.vtrain_analytic import Formulas, formula_operators, operator_s, step_s
 from madmax_lib.papers.vtrain_comm import RINGS, Nccl
 from madmax_lib.papers.vtrain_config import Config, Shape
@@ -72,11 +72,10 @@ def steps(model: Transformer, plans: pd.DataFrame, *, global_batch: int, **netwo
                         memory_bytes=_STATE_BYTES * model.parameters / (tp * pp) + stored + layer)  # fmt: skip
 
 
-def plan_grid(model: Transformer, gpus: int, global_batch: int, tps: Sequence[int] = (1, 2, 4, 8),
-              micro_batches: Sequence[int] = (1, 2, 4)) -> pd.DataFrame:  # fmt: skip
-    """Every plan of vTrain's rules on a number of GPUs: tp, dp, pp, micro_batch."""
+def plan_grid(model: Transformer, gpus: int, global_batch: int) -> pd.DataFrame:
+    """Every plan of vTrain's rules on a number of GPUs: tp up to 8, dp, pp, micro_batch up to 4."""
     pps = [p for p in range(1, model.layers + 1) if model.layers % p == 0]
-    rows = [(t, gpus // (t * p), p, b) for t, p, b in product(tps, pps, micro_batches)
+    rows = [(t, gpus // (t * p), p, b) for t, p, b in product((1, 2, 4, 8), pps, (1, 2, 4))
             if model.heads % t == 0 and gpus % (t * p) == 0 and global_batch % (gpus // (t * p) * b) == 0]  # fmt: skip
     return pd.DataFrame(rows, columns=["tp", "dp", "pp", "micro_batch"])
 
@@ -105,23 +104,23 @@ def plan_table() -> pd.DataFrame:
     return _beside(dict(rows))
 
 
-def compute_optimal(days: float = 30.0, gpus: int = _GPUS, global_batch: int = _GPUS) -> pd.DataFrame:
-    """Chinchilla-optimal models (20 tokens per parameter) on a number of GPUs: the fastest plan that fits each.
+def compute_optimal(days: float = 30.0) -> pd.DataFrame:
+    """Chinchilla-optimal models (20 tokens per parameter) on 3,360 GPUs, a sample each: the fastest plan that fits.
 
     Candidates are a grid of widths and depths with 100 to 200 channels per layer. Columns: hidden, layers, parameters,
     tokens, the plan, step_s, utilisation, days, feasible (within `days`), naive (within them at full utilisation).
     """
     machine = device(_GPU)
-    budget = gpus * machine.peak("fp16") * _DAY_S * days
+    budget = _GPUS * machine.peak("fp16") * _DAY_S * days
     rows = []
     for hidden, layers in product(range(6144, 14_337, 2048), range(40, 101, 20)):
         if not 100 <= hidden / layers <= 200:
             continue
         model = Transformer(f"gpt-{hidden}-{layers}", layers, hidden, hidden // 128, 4 * hidden, 2048, 50257)
-        found = steps(model, plan_grid(model, gpus, global_batch), global_batch=global_batch)
+        found = steps(model, plan_grid(model, _GPUS, _GPUS), global_batch=_GPUS)
         best = found[found["memory_bytes"] <= machine.memory_bytes].nsmallest(1, "step_s").iloc[0]
         tokens = 20 * model.parameters
-        took = tokens / (global_batch * model.sequence) * best["step_s"] / _DAY_S
+        took = tokens / (_GPUS * model.sequence) * best["step_s"] / _DAY_S
         naive = 120 * float(model.parameters) ** 2 <= budget  # C = 6 N D, D = 20 N [arXiv 2203.15556]
         rows.append({"hidden": hidden, "layers": layers, "parameters": model.parameters, "tokens": tokens,
                      **best.to_dict(), "days": took, "feasible": took <= days, "naive": naive})  # fmt: skip
@@ -171,16 +170,16 @@ def seed_steps(nccl: Nccl = RINGS) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["key", "layout", "theirs_s", "ours_s", "shared_s", "mfu"])
 
 
-def seed_predictions(table: pd.DataFrame, nccl: Nccl, most: int = 10_000) -> pd.DataFrame:
+def seed_predictions(table: pd.DataFrame, nccl: Nccl) -> pd.DataFrame:
     """Steps of seed 000's table as it configured them, on formulas and by the released rules, beside its predictions.
 
-    Columns: group, tag, tp, layers, hidden, layout, theirs_s, ours_s. Left out are rows with more than `most` passes of
+    Columns: group, tag, tp, layers, hidden, layout, theirs_s, ours_s. Left out are rows with more than 10,000 passes of
     micro-batches through stages (its "DLRM") and those that are no valid configuration.
     """
     rows = []
     for row in table.to_dict("records"):
         t, d, p = (int(row[f"{name}_parallel_size"]) for name in ("tensor", "data", "pipeline"))
-        if row["num_gpus"] != t * d * p or p * row["global_batch_size"] // (d * row["micro_batch_size"]) > most:
+        if row["num_gpus"] != t * d * p or p * row["global_batch_size"] // (d * row["micro_batch_size"]) > 10_000:
             continue
         config = Config.of(row)
         ours_s = iteration_s(config, formula_operators(config), nccl, "released")

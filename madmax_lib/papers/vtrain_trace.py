@@ -117,7 +117,8 @@ def _marks(lines: list[_Line], path: str | Path) -> list[tuple[int, int, str]]:
         phase, side, name = mark.groups()
         operator = f"{phase} {name}"
         if (side == "start") == (operator in begun):
-            raise ValueError(f"{path}: {line.text!r} at {line.start_ns} ns has no {'end' if begun else 'start'}")
+            missing = "end" if operator in begun else "start"
+            raise ValueError(f"{path}: {line.text!r} at {line.start_ns} ns has no {missing}")
         if side == "start":
             begun[operator] = line.start_ns
         else:

@@ -40,17 +40,17 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
     return replace(cluster, device=device, **links)
 
 
-def codesign(model: Transformer, cluster: Cluster, global_batch: int, factors: Sequence[float] = (0.5, 2.0, 4.0), *,
-             resources: Sequence[str] = RESOURCES, space: Space | None = None, **options) -> pd.DataFrame:  # fmt: skip
-    """The best plan as the cluster is and with each resource multiplied by each factor.
+def codesign(model: Transformer, cluster: Cluster, global_batch: int, factors: Sequence[float] = (0.5, 2.0, 4.0),
+             **options) -> pd.DataFrame:  # fmt: skip
+    """The best plan as the cluster is and with each of `RESOURCES` multiplied by each factor.
 
     Columns resource ("as it is" first), factor, plan, step_s, memory_bytes, speedup and value: d log(speed) / d
-    log(resource), 1 where twice the resource halves the step. Where no plan fits, they are NaN. space: `Space.quick()`
-    if None; other options as in `search`.
+    log(resource), 1 where twice the resource halves the step. Where no plan fits, they are NaN. options: as in
+    `search`; the space is `Space.quick()` if none is given.
     """
-    rows = [("as it is", 1.0), *((name, factor) for name in resources for factor in factors)]
-    found = [_best(model, scaled(cluster, {} if name == "as it is" else {name: factor}), global_batch,
-                   space or Space.quick(), options) for name, factor in rows]  # fmt: skip
+    rows = [("as it is", 1.0), *((name, factor) for name in RESOURCES for factor in factors)]
+    found = [_best(model, scaled(cluster, {} if name == "as it is" else {name: factor}), global_batch, options)
+             for name, factor in rows]  # fmt: skip
     table = pd.DataFrame([{"resource": name, "factor": factor, **best} for (name, factor), best in
                           zip(rows, found, strict=True)])  # fmt: skip
     table["speedup"] = table["step_s"].iloc[0] / table["step_s"]
@@ -59,9 +59,10 @@ def codesign(model: Transformer, cluster: Cluster, global_batch: int, factors: S
     return table
 
 
-def _best(model: Transformer, cluster: Cluster, global_batch: int, space: Space, options: dict) -> dict:
+def _best(model: Transformer, cluster: Cluster, global_batch: int, options: dict) -> dict:
+    options = {"space": Space.quick(), "top": 1, "progress": False} | options
     try:
-        result = search(model, cluster, global_batch, space=space, top=1, progress=False, **options)
+        result = search(model, cluster, global_batch, **options)
     except ValueError as error:
         if "fits" not in str(error):
             raise

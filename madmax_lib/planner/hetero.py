@@ -27,11 +27,11 @@ from madmax_lib.planner.hetero_search import Outcome, search
 from madmax_lib.planner.hetero_space import Space
 from madmax_lib.planner.hetero_sweep import Sweeper
 from madmax_lib.profiles import Node, Profiles, load_cluster, load_profiles
+from madmax_lib.simulator.parameters import Parameters
 from madmax_lib.specs import Cluster, Model
 
 __all__ = ["DEFECTS", "HeteroPlan", "Planned", "Problem", "Rules", "cost", "cost_of", "group_sizes", "plan", "plan_of",
-           "planned_of",
-           "problem"]  # fmt: skip
+           "planned_of", "problem"]  # fmt: skip
 
 _EVERY_SIZE = 32  # GPUs up to which groups of every size are tried
 _OPEN = (np.inf, np.inf, np.inf)
@@ -193,7 +193,7 @@ def problem(
         raise ValueError("give either profiles or model")
     if (cluster is None) == (hostfile is None or clusterfile is None):
         raise ValueError("give either hostfile and clusterfile, or cluster")
-    nodes = load_cluster(hostfile, clusterfile) if cluster is None else _nodes(cluster)
+    nodes = load_cluster(hostfile, clusterfile) if cluster is None else _nodes(cluster, rules.get("parameters"))
     if profiles is not None:
         prices = prices_of(profiles if isinstance(profiles, Profiles) else load_profiles(profiles))
         known = Rules(global_batch, **rules)
@@ -231,9 +231,9 @@ def _clusters(cluster) -> list[Cluster]:
     return [one for one in given if isinstance(one, Cluster)]
 
 
-def _nodes(cluster) -> tuple[Node, ...]:
+def _nodes(cluster, parameters: Parameters | None) -> tuple[Node, ...]:
     clusters = _clusters(cluster)
-    return nodes_of(clusters) if clusters else tuple(cluster)
+    return nodes_of(clusters, parameters) if clusters else tuple(cluster)
 
 
 def _search(given: Problem, layout: Layout, gap: float, progress: bool, *, deep: bool) -> Outcome:

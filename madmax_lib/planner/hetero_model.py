@@ -18,7 +18,7 @@ from madmax_lib.plan import DEFAULTS
 from madmax_lib.planner.hetero_prices import BYTES_PER_GBPS_MS, Price, Prices
 from madmax_lib.profiles import Node
 from madmax_lib.simulator.estimate import work_of
-from madmax_lib.simulator.memory import PHASES, stage_bytes, usable_bytes
+from madmax_lib.simulator.memory import by_phase, stage_bytes, usable_bytes
 from madmax_lib.simulator.parameters import Parameters, shipped
 from madmax_lib.simulator.step_time import achieved_rates, pieces
 from madmax_lib.specs import Cluster, Link, Model, Transformer
@@ -119,9 +119,7 @@ def _memory_mb(model: Transformer, plan: SimpleNamespace, sequence: int | None, 
     def of(stage: int, layers: int) -> tuple[np.ndarray, np.ndarray]:
         parts = stage_bytes(model, shape, stage, layers, stack="megatron", sequence=sequence, dtype=dtype,
                             micro_batches=1)  # fmt: skip
-        sums = dict.fromkeys(PHASES.values(), 0.0)
-        for name, size in parts.items():
-            sums[PHASES[name]] = sums[PHASES[name]] + size
+        sums = by_phase(parts.items())
         peak = sums["always"] + sums["pass"] + np.maximum(sums["loss"], sums["backward"])
         share = parts["fragmentation"] / (peak - parts["fragmentation"] - parts["context"])
         live = parts["activations"] * (1 + share)

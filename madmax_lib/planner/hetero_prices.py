@@ -8,7 +8,7 @@ of 2^20 bytes, and GB/s of 2^20 bytes per ms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import permutations
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from madmax_lib.profiles import Node, Profiles
 
-__all__ = ["Fleet", "Price", "Prices", "bits", "fleets", "prices_of"]
+__all__ = ["Fleet", "Price", "Prices", "between", "bits", "fleets", "prices_of"]
 
 BYTES_PER_GBPS_MS = 2**20  # what a bandwidth of 1 GB/s moves in a ms, as Metis counts
 
@@ -117,9 +117,7 @@ class Fleet:
 
     def range_inter(self, low, high):
         """Least bandwidth beyond a node among types low..high."""
-        table = [[self.inter[min(i, j) : max(i, j) + 1].min() for j in range(len(self.inter))]
-                 for i in range(len(self.inter))]  # fmt: skip
-        return np.array(table)[low, high]
+        return between(self.inter, np.min)[low, high]
 
 
 def fleets(nodes: Iterable[Node]) -> list[Fleet]:
@@ -149,6 +147,16 @@ def _fleet(groups: list[list[Node]]) -> Fleet:
         intra=np.array([node.intra_gb_per_s for node in first], float),
         inter=np.array([node.inter_gb_per_s for node in first], float),
     )
+
+
+def between(values: np.ndarray, extreme: Callable) -> np.ndarray:
+    """(types, types, ...) the least or largest of the values of types i to j, in either order; extreme: np.min, np.max.
+
+    >>> between(np.array([3, 1, 2]), np.max).tolist()
+    [[3, 3, 3], [3, 1, 2], [3, 2, 2]]
+    """
+    types = range(len(values))
+    return np.array([[extreme(values[min(i, j) : max(i, j) + 1], axis=0) for j in types] for i in types])
 
 
 def bits(samples: int) -> list[int]:

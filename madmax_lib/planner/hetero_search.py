@@ -52,8 +52,9 @@ class _Box:
     chain: Chain = field(compare=False)
 
 
-def search(spaces: list[Callable[[], Sweeper]], weights: list[np.ndarray], *, gap: float, tick=lambda outcome: None):
-    """The best chain over all spaces as an Outcome.
+def search(spaces: list[Callable[[], Sweeper]], weights: list[np.ndarray], *, gap: float,
+           tick: Callable[[Outcome], None]) -> Outcome:  # fmt: skip
+    """The best chain over all spaces.
 
     spaces: makers of a Sweeper each. weights: (3,) of the maxima of each. tick is called after every sweep. A
     KeyboardInterrupt ends the search with the best so far.

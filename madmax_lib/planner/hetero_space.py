@@ -15,7 +15,7 @@ import numpy as np
 
 from madmax_lib.planner.hetero_layout import Layout
 from madmax_lib.planner.hetero_plan import Rules
-from madmax_lib.planner.hetero_prices import BYTES_PER_GBPS_MS, Fleet, Prices, bits
+from madmax_lib.planner.hetero_prices import BYTES_PER_GBPS_MS, Fleet, Prices, between, bits
 
 __all__ = ["Space", "Stages"]
 
@@ -171,8 +171,7 @@ class Space:
             for number, (tp, way) in enumerate(self.prices.ways):
                 if price := self.prices.table.get((name, tp, way, 1)):
                     one[kind, number] = price.layer_ms.sum()
-        count = len(one)
-        return np.array([[one[min(i, j) : max(i, j) + 1].max(axis=0) for j in range(count)] for i in range(count)])
+        return between(one, np.max)
 
     @cached_property
     def _priced(self) -> dict[str, np.ndarray]:
@@ -244,9 +243,7 @@ class Space:
         bandwidth = np.where(self.one_node[of], self.fleet.intra[self.low[of]], self.inter[of])
         size_bytes = _slices(np.append(0.0, np.cumsum(prices.parameters_bytes))[None], rows)
         gradients_ms = (2 * (dp - 1) / (dp * bandwidth * BYTES_PER_GBPS_MS) / tp)[:, None] * size_bytes
-        one = np.array([prices.optimizer_ms[name] for name in self.fleet.types])
-        count = len(one)
-        slowest = np.array([[one[min(i, j) : max(i, j) + 1].max() for j in range(count)] for i in range(count)])
+        slowest = between(np.array([prices.optimizer_ms[name] for name in self.fleet.types]), np.max)
         share = (rows[1] - rows[0]) / prices.layers
         return gradients_ms, (slowest[self.low[of], self.high[of]] / tp)[:, None] * share
 

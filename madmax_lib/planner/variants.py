@@ -9,11 +9,12 @@ import pandas as pd
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.fits import fits
+from madmax_lib.simulator.step_time import COMMUNICATION
 from madmax_lib.specs import Cluster, Model
 
 __all__ = ["EXPOSED", "variants"]
 
-EXPOSED = ["tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "pp_s"]  # parts of a step that are visible communication
+EXPOSED = list(COMMUNICATION)  # as an index of columns
 
 
 def variants(model: Model, cluster: Cluster, plans: Iterable[Plan | str], *, global_batch: int,

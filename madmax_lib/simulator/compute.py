@@ -11,7 +11,7 @@ import numpy as np
 from madmax_lib.simulator.parameters import Parameters
 from madmax_lib.specs import Device
 
-__all__ = ["Parameters", "attention_flops", "compute_s", "gemm_s", "longer_of", "optimizer_bytes", "optimizer_s",
+__all__ = ["attention_flops", "compute_s", "gemm_s", "longer_of", "optimizer_bytes", "optimizer_s",
            "unfused_attention_s"]  # fmt: skip
 
 _ADAM_BYTES = 30  # fp32 parameter, two moments and gradient read; the first three and a 16-bit copy written

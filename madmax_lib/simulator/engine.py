@@ -88,7 +88,7 @@ def run(program: Program) -> tuple[list[float], list[float]]:
     ):
         begin = tail.get((rank, stream), 0.0)
         for other in after:
-            if other >= op:  # waits for something issued later: this order is not the order of starting
+            if not 0 <= other < op:  # issued later, so this order is not that of starting; or there is no such op
                 return _run_in_any_order(program)
             if end_s[other] > begin:
                 begin = end_s[other]

@@ -237,6 +237,8 @@ def _possible(p: SimpleNamespace, model: Transformer, cluster: Cluster, global_b
     """Plans that can be laid over model, cluster and batch, by the rules of `Plan.check`, and timed."""
     world = p.dp * p.tp * p.pp * p.cp == cluster.world_size
     heads = (model.heads % p.tp == 0) & ((model.kv_heads % p.tp == 0) | (p.tp % model.kv_heads == 0))
+    heads &= (p.context != "ulysses") | (model.heads // p.tp % p.cp == 0)
     experts = ((p.dp * p.cp) % p.ep == 0) & ((model.experts or 1) % p.ep == 0)
+    experts &= (p.ep == 1) | (p.tp == 1) | p.sequence_parallel.astype(bool)
     covered = np.logical_and.reduce([pd.Series(getattr(p, name)).isin(known) for name, known in _COVERED.items()])
     return covered & world & heads & experts & (p.pp * p.interleave <= model.layers) & (global_batch % p.dp == 0)

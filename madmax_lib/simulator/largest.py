@@ -44,37 +44,35 @@ class LargestModel:
         return self.model.parameters
 
 
-def largest_model(cluster: Cluster, method: str, *, micro_batch: int = 1, sequence: int = _SEQUENCE,
-                  policy: Policy | None = None) -> LargestModel:  # fmt: skip
+def largest_model(cluster: Cluster, method: str) -> LargestModel:
     """The largest GPT-2-like model of a method on all devices of a cluster, by data parallelism alone.
 
-    method: a name of `SIZE_METHODS`. Full recompute, one micro-batch of `micro_batch` samples per device, heads of 128
-    channels, 16 layers or more and at most one per 24 channels. policy: overrides the method's.
+    method: a name of `SIZE_METHODS`. Full recompute, one sample of 1,024 tokens per device, heads of 128 channels, 16
+    layers or more and at most one per 24 channels.
     Raises ValueError for an unknown method, or one whose smallest model does not fit.
     """
     if method not in SIZE_METHODS:
         raise ValueError(f"method={method!r} is not one of {', '.join(SIZE_METHODS)}")
     choices, static = SIZE_METHODS[method]
-    plan = Plan(dp=cluster.world_size, recompute="full", micro_batch=micro_batch, **choices)
-    policy = policy or Policy(share=1.0 if static else None)
-
-    shape = {"global_batch": plan.dp * micro_batch, "dtype": "fp16"}
+    plan = Plan(dp=cluster.world_size, recompute="full", **choices)
+    policy = Policy(share=1.0 if static else None)
+    shape = {"global_batch": plan.dp, "dtype": "fp16"}
     room = room_bytes(cluster, plan)
 
     def holds(width: int, layers: int) -> bool:
-        model = gpt_shape(width, layers, sequence)
+        model = gpt_shape(width, layers)
         if plan.offload:
             return len(shares_that_fit(model, cluster, plan, policy, room=room, **shape)) > 0
         return peak_bytes(memory(model, plan, **shape)) <= room["device"]
 
     best: tuple[int, int] | None = None
     for width in _WIDTHS:
-        least = _FLATTEST if best is None else max(_FLATTEST, _layers_beyond(gpt_shape(*best, sequence), width))
+        least = _FLATTEST if best is None else max(_FLATTEST, _layers_beyond(gpt_shape(*best), width))
         if layers := _deepest(holds, width, least):
             best = width, layers
     if best is None:
         raise ValueError(f"{method} on {cluster.name}: not even {_WIDTHS[0]} channels and {_FLATTEST} layers fit")
-    model = gpt_shape(*best, sequence)
+    model = gpt_shape(*best)
     return LargestModel(model, plan, fits(model, cluster, plan, policy=policy, **shape))
 
 
@@ -97,5 +95,5 @@ def _deepest(holds: Callable[[int, int], bool], width: int, least: int) -> int:
 
 def _layers_beyond(model: Transformer, width: int) -> int:
     """Layers of this width with which a model is larger than another one."""
-    one, two = (gpt_shape(width, layers, model.sequence).parameters for layers in (1, 2))
+    one, two = (gpt_shape(width, layers).parameters for layers in (1, 2))
     return max((model.parameters - one) // (two - one) + 2, 1)

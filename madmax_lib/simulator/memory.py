@@ -8,6 +8,7 @@ their way) and the optimizer (its temporaries); `peak_bytes` takes the largest o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -21,8 +22,8 @@ from madmax_lib.simulator.ops import BYTES
 from madmax_lib.simulator.workload import chunk_layers
 from madmax_lib.specs import DLRM, Device, Model, Transformer
 
-__all__ = ["FRAGMENTATION", "PHASES", "STACKS", "Stack", "default_stack", "dlrm_bytes", "held_layers", "memory",
-           "moment_peak", "peak_bytes", "stage_bytes", "stage_parameters", "usable_bytes"]  # fmt: skip
+__all__ = ["FRAGMENTATION", "PHASES", "STACKS", "Stack", "by_phase", "default_stack", "dlrm_bytes", "held_layers",
+           "memory", "moment_peak", "peak_bytes", "stage_bytes", "stage_parameters", "usable_bytes"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -321,10 +322,16 @@ def _gathered(p, software: Stack, count, whole, gradients):
 def _overhead(p, parts: dict) -> dict:
     """CUDA context and communicators, and what the caching allocator cannot hand out."""
     groups = sum((np.asarray(degree) > 1).astype(int) for degree in (p.tp, p.dp * p.cp, p.pp, p.ep))
-    sums = dict.fromkeys(PHASES.values(), 0.0)
-    for name, size in parts.items():
-        sums[PHASES[name]] = sums[PHASES[name]] + size
-    return {"context": _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, "fragmentation": FRAGMENTATION * moment_peak(sums)}
+    peak = moment_peak(by_phase(parts.items()))
+    return {"context": _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, "fragmentation": FRAGMENTATION * peak}
+
+
+def by_phase(sizes: Iterable[tuple[str, np.ndarray]], phases: dict[str, str] = PHASES) -> dict[str, np.ndarray]:
+    """Sums of (component, bytes) over the components of each phase."""
+    sums = dict.fromkeys(phases.values(), 0.0)
+    for name, size in sizes:
+        sums[phases[name]] = sums[phases[name]] + size
+    return sums
 
 
 def moment_peak(sizes):

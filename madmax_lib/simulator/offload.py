@@ -88,7 +88,7 @@ def offload_times(model: Transformer, cluster: Cluster, plan: Plan, work: Work, 
     slower = _pace(unit, reads, checkpoint_s, drain.drive_s, found)
     passes_s = (batches + plan.pp - 1) * (slower.start_s + slower.steady_s)
     batch_s = unit.layers * (found.forward_s + found.backward_s) + sum(found.head_s) + slower.start_s + slower.steady_s
-    drain_s = _tail(unit, drain, found, slower, batches if streams_gradients(plan) else 1, batch_s)
+    drain_s = _tail(unit, drain, slower, batches if streams_gradients(plan) else 1, batch_s)
     update_s = float(np.ravel(pieces(work, parameters)["optimizer_s"])[0]) * (1 - split.states)
     host_s, copy_s = _update(unit, method, split, rate, drives)
     if policy.delayed:
@@ -155,8 +155,7 @@ def _pace(unit: SimpleNamespace, reads: dict, checkpoint_s: float, written_s, fo
     return SimpleNamespace(start_s=start_s, steady_s=steady_s, layer_s=np.maximum(behind, found.backward_s))
 
 
-def _tail(unit: SimpleNamespace, drain: SimpleNamespace, found: SimpleNamespace, slower: SimpleNamespace, batches: int,
-          batch_s) -> np.ndarray:  # fmt: skip
+def _tail(unit: SimpleNamespace, drain: SimpleNamespace, slower: SimpleNamespace, batches: int, batch_s) -> np.ndarray:
     """Seconds that gradients need after the last pass: the last ones, or the queue since some micro-batch began."""
     last_s = drain.layer[0] + sum(drain.embedding)
     whole_s = unit.layers * drain.layer_s + drain.ends_s

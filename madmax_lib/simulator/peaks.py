@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from madmax_lib.plan import DEFAULTS, Plan
-from madmax_lib.simulator.memory import PHASES, default_stack, moment_peak, stage_bytes
-from madmax_lib.simulator.workload import chunk_layers
+from madmax_lib.simulator.memory import by_phase, default_stack, held_layers, moment_peak, stage_bytes
 from madmax_lib.specs import Transformer
 
 __all__ = ["plans_peak_bytes"]
@@ -43,18 +42,13 @@ def plans_peak_bytes(
         plans = DEFAULTS | degrees | rows | {name: choice[:, at] for name, choice in columns.items()}
         parts = stage_bytes(model, SimpleNamespace(**plans), stage, layers, mixtures, stack=stack, sequence=sequence,
                             dtype=dtype, micro_batches=batches)  # fmt: skip
-        sums = dict.fromkeys(PHASES.values(), 0.0)
-        for name, size in parts.items():
-            sums[PHASES[name]] = sums[PHASES[name]] + size
-        result[:, at] = np.max(moment_peak(sums), axis=0)
+        result[:, at] = np.max(moment_peak(by_phase(parts.items())), axis=0)
     return result
 
 
 def _candidates(model: Transformer, pp: int) -> np.ndarray:
     """Stage, layers and mixtures of the stages that differ, each (k, 1, 1)."""
-    first = model.dense_layers if model.experts else model.layers
     kinds: dict[tuple, int] = {}
-    for stage, (held,) in enumerate(chunk_layers(model.layers, Plan(pp=pp))):
-        mixtures = sum(layer >= first for layer in held)
-        kinds.setdefault((len(held), mixtures, stage == 0, stage == pp - 1), stage)
+    for stage, held in enumerate(zip(*held_layers(model, Plan(pp=pp)), strict=True)):
+        kinds.setdefault((*held, stage == 0, stage == pp - 1), stage)
     return np.array([(stage, *key[:2]) for key, stage in kinds.items()]).T[:, :, None, None]

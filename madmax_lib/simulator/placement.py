@@ -19,6 +19,7 @@ from madmax_lib.simulator.chunks import best_chunks
 from madmax_lib.simulator.memory import (
     FRAGMENTATION,
     PHASES,
+    by_phase,
     held_layers,
     moment_peak,
     stage_bytes,
@@ -166,11 +167,8 @@ def place(model: Transformer, plan: Plan, share, policy: Policy | None = None, *
 
 def device_peak(sizes: dict[tuple[str, str], np.ndarray]) -> np.ndarray:
     """Bytes of a device of each stage at its fullest moment."""
-    sums = dict.fromkeys(PHASES.values(), 0.0)
-    for (name, where), size in sizes.items():
-        if where == "device":
-            sums[_PHASES[name]] = sums[_PHASES[name]] + size
-    return moment_peak(sums)
+    on_device = [(name, size) for (name, where), size in sizes.items() if where == "device"]
+    return moment_peak(by_phase(on_device, _PHASES))
 
 
 def off_device(sizes: dict[tuple[str, str], np.ndarray], where: str) -> np.ndarray:
@@ -190,7 +188,7 @@ def as_table(sizes: dict[tuple[str, str], np.ndarray], devices: int) -> pd.DataF
 
 
 def _states(plan: Plan, count, method: Method, split: Split, accumulates: bool) -> dict:
-    """Weights, gradients and optimizer states by place, with the tails of chunks."""
+    """Weights, gradients and optimizer states by place."""
     ranks = plan.dp * plan.cp
     sharing = plan.shard or ranks
     whole = count.dense + count.experts
@@ -199,7 +197,7 @@ def _states(plan: Plan, count, method: Method, split: Split, accumulates: bool) 
     owned = shard if plan.zero >= 1 else whole
     gradients, optimizer = method.gradients * (shard if plan.zero >= 2 else whole), method.optimizer * owned
     on_device = 0.0 if streams_gradients(plan) or not accumulates else method.weights * whole
-    sizes = {
+    return {
         ("weights", "device"): weights * (1 - split.weights),
         ("gradients", "device"): np.maximum(gradients * (1 - split.states), on_device),
         ("optimizer", "device"): optimizer * (1 - split.states),
@@ -208,7 +206,6 @@ def _states(plan: Plan, count, method: Method, split: Split, accumulates: bool) 
         ("gradients", method.to): method.buffer * gradients * split.states,
         ("optimizer", method.to): method.buffer * optimizer * split.states,
     }
-    return sizes
 
 
 def _with_tails(sizes: dict, waste: float) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
+from madmax_lib.simulator.step_time import COMMUNICATION, COMPUTE
 from madmax_lib.specs import Cluster, Device
 
 __all__ = ["ERROR", "device_energy_j", "power_phases", "step_energy"]
@@ -20,8 +21,6 @@ __all__ = ["ERROR", "device_energy_j", "power_phases", "step_energy"]
 ERROR = 0.25  # of the energy of a step, either way
 _IDLE, _COMM = 0.15, 0.5  # of the TDP
 _HOST_IDLE = 0.4  # of the processors' TDP: they launch, and feed data
-_COMPUTE = ("gemm_s", "attention_s", "pointwise_s", "head_s", "optimizer_s")
-_TRAFFIC = ("tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "pp_s")
 
 
 def device_energy_j(parts: Mapping[str, np.ndarray], device: Device) -> np.ndarray:
@@ -30,8 +29,8 @@ def device_energy_j(parts: Mapping[str, np.ndarray], device: Device) -> np.ndarr
     Raises ValueError for a device whose TDP is not known.
     """
     _known_tdp(device)
-    busy_s = sum(np.asarray(parts[name]) for name in _COMPUTE)
-    comm_s = sum(np.asarray(parts[name]) for name in _TRAFFIC)
+    busy_s = sum(np.asarray(parts[name]) for name in COMPUTE)
+    comm_s = sum(np.asarray(parts[name]) for name in COMMUNICATION)
     idle_s = parts["step_s"] - busy_s - comm_s
     return device.tdp_w * (busy_s + _COMM * comm_s + _IDLE * idle_s)
 
@@ -44,7 +43,7 @@ def power_phases(row: Mapping[str, float], device: Device) -> pd.DataFrame:
     Raises ValueError for a device whose TDP is not known.
     """
     _known_tdp(device)
-    seconds = {"compute": sum(row[name] for name in _COMPUTE), "communication": sum(row[name] for name in _TRAFFIC)}
+    seconds = {"compute": sum(row[name] for name in COMPUTE), "communication": sum(row[name] for name in COMMUNICATION)}
     seconds["waiting"] = row["step_s"] - sum(seconds.values())
     shares = {"compute": 1.0, "communication": _COMM, "waiting": _IDLE}
     rows = [(name, spent, shares[name] * device.tdp_w) for name, spent in seconds.items()]

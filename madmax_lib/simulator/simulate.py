@@ -17,7 +17,7 @@ from madmax_lib.simulator.ops import storage_bytes
 from madmax_lib.simulator.parameters import Parameters, shipped
 from madmax_lib.simulator.placement import Policy, normalised
 from madmax_lib.simulator.prices import DataSheet, Fitted
-from madmax_lib.simulator.topology import Group, member_names
+from madmax_lib.simulator.topology import Group, member_name
 from madmax_lib.simulator.workload import blocks, chunk_blocks
 from madmax_lib.specs import DLRM, Cluster, Model, Transformer
 from madmax_lib.timeline import Meta, Timeline
@@ -135,22 +135,14 @@ def _with_device_ranks(timeline: Timeline, plan: Plan, groups: dict[str, Group])
 
 def _with_members(group: pd.Series, rank: pd.Series, plan: Plan, groups: dict[str, Group]) -> pd.Categorical:
     """Names of groups with their ranks; tp, dp and pp alone need none, they follow from the plan."""
-    names, codes = list(group.cat.categories), group.cat.codes.to_numpy()
     plain = ("tp", "dp", "pp") if plan.cp == 1 else ()
-    listed = [code for code, name in enumerate(names) if name not in plain]
-    if not listed:
+    if set(group.cat.categories) <= set(plain):
         return group.array
-    result, rank = codes.astype(np.int64), rank.to_numpy()
-    for code in listed:
-        found = groups[names[code]]
-        texts = member_names(found.name, np.unique(rank), {found.name: (found.ranks, found.stride)})
-        known = list(dict.fromkeys(texts.values()))
-        number = {r: len(names) + known.index(text) for r, text in texts.items()}
-        names += known
-        here = codes == code
-        result[here] = np.array([number[r] for r in range(rank.max() + 1) if r in number])[
-            np.searchsorted(np.unique(rank), rank[here])
-        ]
-    used = sorted({names[code] for code in np.unique(result[result >= 0])})
-    place = np.array([used.index(name) if name in used else -1 for name in names] + [-1])
-    return pd.Categorical.from_codes(place[result], pd.Index(used, dtype=object))
+    kinds, codes, ranks = group.cat.categories, group.cat.codes.to_numpy(), rank.to_numpy()
+    known, place = np.unique(ranks, return_inverse=True)
+    names = [[kind if kind in plain else member_name(kind, r, groups[kind].ranks, groups[kind].stride)
+              for r in known.tolist()] for kind in kinds]  # fmt: skip
+    texts, code = np.unique(np.array(names, dtype=object), return_inverse=True)
+    code = code.reshape(len(kinds), len(known))
+    return pd.Categorical.from_codes(np.where(codes < 0, -1, code[codes, place]), pd.Index(texts, dtype=object)
+                                     ).remove_unused_categories()  # fmt: skip

@@ -21,7 +21,7 @@ from madmax_lib.simulator.collectives import (
 )
 from madmax_lib.specs import Cluster
 
-__all__ = ["Group", "collective_s", "groups", "member_names"]
+__all__ = ["Group", "collective_s", "groups", "member_name"]
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,11 @@ def collective_s(kind: str, size_bytes: float, group: Group, *, with_latency: bo
     return float(formula(size_bytes, group.ranks, group.bandwidth_bytes_per_s, latency_s))
 
 
-def member_names(group: str, ranks: np.ndarray, shapes: dict[str, tuple[int, int]]) -> dict[int, str]:
-    """Name of a rank's group with its members, by rank.
+def member_name(name: str, rank: int, count: int, stride: int) -> str:
+    """Name of a rank's group of `count` ranks with its members.
 
-    >>> member_names("ep", np.array([5]), {"ep": (2, 4)})
-    {5: 'ep [1, 5]'}
+    >>> member_name("ep", 5, 2, 4)
+    'ep [1, 5]'
     """
-    count, stride = shapes[group]
-    first = {int(rank): int(rank - rank // stride % count * stride) for rank in ranks}
-    texts = {f: f"{group} {[*range(f, f + count * stride, stride)]}" for f in set(first.values())}
-    return {rank: texts[f] for rank, f in first.items()}
+    first = rank - rank // stride % count * stride
+    return f"{name} {[*range(first, first + count * stride, stride)]}"

@@ -104,19 +104,17 @@ class TransformerBlocks:
 
     def _exchanges(self) -> tuple[tuple[Comm, ...], tuple[Comm, ...], float]:
         """Of context parallelism: collectives before and after the core (Ulysses), bytes passed on per step (ring)."""
-        q, k, v = (self.tokens * width / self.tp * storage_bytes(self.dtype) for width in self._widths())
+        widths = (*self._widths(), self.model.heads * self.model.v_head_dim)
+        q, k, v, out = (self.tokens * width / self.tp * storage_bytes(self.dtype) for width in widths)
         if self.plan.context == "ring":
             return (), (), k + v
-        return (Comm("all_to_all", "cp", q + k + v),), (Comm("all_to_all", "cp", self._out_bytes()),), 0.0
+        return (Comm("all_to_all", "cp", q + k + v),), (Comm("all_to_all", "cp", out),), 0.0
 
     def _widths(self) -> tuple[float, float, float]:
         """Channels of queries, keys and values of a token."""
         model = self.model
         scored = model.head_dim + model.rope_head_dim
         return model.heads * scored, model.kv_heads * scored, model.kv_heads * model.v_head_dim
-
-    def _out_bytes(self) -> float:
-        return self.tokens * self.model.heads * self.model.v_head_dim / self.tp * storage_bytes(self.dtype)
 
     def _core(self, layer: int) -> tuple[Op, ...]:
         """Scores, softmax and weighted values: one kernel with the causal half, or the full square through memory."""

@@ -12,11 +12,11 @@ import pandas as pd
 
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.moe import dlrm_blocks
-from madmax_lib.simulator.ops import BYTES, Block, Comm, mirror, phases
+from madmax_lib.simulator.ops import Block, Comm, mirror, phases
 from madmax_lib.simulator.transformer import TransformerBlocks
 from madmax_lib.specs import DLRM, Model
 
-__all__ = ["BYTES", "Block", "blocks", "chunk_blocks", "chunk_layers", "ops", "phases", "stage_layers"]
+__all__ = ["blocks", "chunk_blocks", "chunk_layers", "ops", "stage_layers"]
 
 
 def stage_layers(layers: int, pp: int) -> list[range]:
