@@ -133,7 +133,7 @@ def test_the_tour_runs_without_an_error(lab, browser):
     with opened(browser, lab, "00_tour") as page:
         run_all(page)
         assert page.locator(".jp-RenderedImage img, .jp-RenderedSVG").count() >= 2
-        page.locator(".jp-RenderedImage").first.scroll_into_view_if_needed()
+        page.locator(".jp-RenderedImage, .jp-RenderedSVG").first.scroll_into_view_if_needed()
 
 
 def test_explorers_answer_to_wheel_brush_slider_filter_and_click(lab, browser):

@@ -1,6 +1,7 @@
 """Pages of executed notebooks and their index: whole, offline, and without a trace of the machine."""
 
 import re
+from base64 import b64encode
 from pathlib import Path
 
 import nbformat
@@ -12,6 +13,7 @@ from madmax_lib.view.runner import Result
 from madmax_lib.view.site import notebook_page, write_site
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+SVG = "<svg></svg>"
 FIRST = """# Which is faster, `a` < `b`?
 
 [![Open in Colab](https://colab.research.google.com/badge.svg)](https://colab.research.google.com/github/x.ipynb)
@@ -39,8 +41,9 @@ def site(tmp_path_factory):
     canvas, bar = shown(image_png=PNG, text_plain="a widget"), shown(text_plain="searching: 41%")
     canvas.data.update(LIVE)
     bar.data.update(LIVE)
+    drawn = new_output("display_data", data={"image/svg+xml": SVG})
     good = written(folder, "20_good", new_markdown_cell(FIRST), new_markdown_cell("## Steps\n\nOne by one. Then all."),
-                   new_code_cell("plot()", outputs=[bar, canvas]))  # fmt: skip
+                   new_code_cell("plot()", outputs=[bar, canvas]), new_code_cell("x", outputs=[drawn]))  # fmt: skip
     where = f"{PROJECT}/madmax_lib/plan.py and {Path.home()}/secret"
     failure = new_output("error", ename="OSError", evalue="no", traceback=[f"File \x1b[32m{where}\x1b[0m, line 3"])
     bad = written(folder, "60_bad", new_markdown_cell("<span>papermill: an exception at In [1]</span>"),
@@ -82,6 +85,7 @@ def test_pages_need_no_network_and_no_script(site):
 
 def test_a_picture_stands_for_its_widget_and_nothing_for_a_bar(site):
     assert f"data:image/png;base64,{PNG}" in site["20_good"] and 'alt="One by one. (Steps)"' in site["20_good"]
+    assert f"data:image/svg+xml;base64,{b64encode(SVG.encode()).decode()}" in site["20_good"]
     assert not re.search("a widget|widget-view|widget-state|searching", site["20_good"])
 
 

@@ -1,5 +1,6 @@
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -161,6 +162,16 @@ def test_an_unchanged_figure_is_left_alone(step, figures):
     save_figure(plot_overlap(breakdown(step.select(ranks=[0]))), "overlap/per_rank")
     assert svg.with_suffix(".json").read_text().startswith("{")
     assert sorted(p.name for p in svg.parent.iterdir()) == ["per_rank.csv", "per_rank.json", "per_rank.svg"]
+
+
+def test_a_notebook_shows_the_file_and_not_the_figure_again(step, figures, monkeypatch):
+    shown = []
+    monkeypatch.setattr("madmax_lib.view.notebook._shell", lambda: SimpleNamespace(kernel=1, user_ns={}))
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data["image/svg+xml"]))
+    svg = save_figure(plot_overlap(breakdown(step)), "overlap/per_rank")
+    (text,) = shown
+    assert text.startswith("<svg") and svg.read_text().endswith(text)
+    assert not plt.get_fignums()
 
 
 @pytest.mark.parametrize("name", ["overlap", "a/b/c", "../x", "overlap/../x", "a/", "tour/²", 5])

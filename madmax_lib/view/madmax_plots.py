@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -173,6 +172,8 @@ def plot_strategies(table: pd.DataFrame, *, title: str = "") -> Axes:
 
 def plot_classes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Gain over FSDP for each pair of strategies of two layer classes; what does not fit is grey, with its bytes."""
+    import seaborn as sns  # late: it brings scipy.stats, a second of every start
+
     order = list(dict.fromkeys(table["mlp"]))
     grids = {c: table.pivot(index="mlp", columns="transformer", values=c).loc[order, order] for c in ("gain", "fits")}
     needed = table.pivot(index="mlp", columns="transformer", values="memory_needed_gb").loc[order, order]

@@ -44,7 +44,8 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
 
     data: the table that is shown; pictures of `view.plots` bring it along. The origin is the notebook's parameters,
     versions, commit and sha256 of the inputs. Files whose figure has not changed are left alone, so the recorded
-    commit is the one that made them. Raises ValueError for a name that is not topic/name or a figure without data.
+    commit is the one that made them. In a notebook the file is also what is shown, and the figure is closed.
+    Raises ValueError for a name that is not topic/name or a figure without data.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+", str(name)):
         raise ValueError(f"figure name {name!r} is not of the form topic/name")
@@ -66,6 +67,12 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     if log := os.environ.get("MADMAX_FIGURE_LOG"):
         with open(log, "a") as file:
             file.write(f"{name}\n")
+    if (shell := _shell()) and hasattr(shell, "kernel"):
+        from IPython.display import display
+
+        text = svg.read_text()
+        display({"image/svg+xml": text[text.index("<svg") :]}, raw=True)
+        plt.close(ax.figure)  # else the notebook draws it once more
     return svg
 
 
@@ -92,9 +99,14 @@ def _origin(data: pd.DataFrame) -> dict:
 
 def _parameters() -> dict:
     """Values of the notebook's parameters cell: the annotated names of the notebook's namespace."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    shell = _shell()
     names = shell.user_ns.get("__annotations__", {}) if shell else {}
     return {name: shell.user_ns[name] for name in names if name in shell.user_ns}
+
+
+def _shell():
+    """IPython's, if this runs in one; with a `kernel` in a notebook."""
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
 
 
 @lru_cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 
 from madmax_lib.intervals import pack
@@ -134,6 +133,8 @@ def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 def plot_waiting(table: pd.DataFrame, ax: Axes | None = None, *, ranks: list[int] | None = None) -> Axes:
     """Who waits for whom: rows wait, columns arrive last, of `waiting`; values in ms."""
+    import seaborn as sns  # late: it brings scipy.stats, a second of every start
+
     ranks = sorted({*table["rank"], *table["waits_for"]}) if ranks is None else ranks
     ax = ax or new_axes(height=1.4 + 0.32 * len(ranks), width=3.4 + 0.5 * len(ranks))
     if not len(table):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import os
 import re
@@ -78,8 +79,8 @@ def _entry(result: Result) -> str:
     if result.error:
         about += f' <strong class="failed">failed</strong> {html.escape(result.error)}'
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    png = next((data["image/png"] for output in outputs if "image/png" in (data := output.get("data", {}))), "")
-    picture = f'<img src="data:image/png;base64,{png.strip()}" alt="First figure of {title}">' if png else ""
+    figure = next(filter(None, (_source(output) for output in outputs)), "")
+    picture = f'<img src="{figure}" alt="First figure of {title}">' if figure else ""
     text = f'<h3><a href="{result.name}.html">{title}</a></h3>{question}<p class="about">{about}</p>'
     return f'<div class="entry"><div>{picture}</div><div>{text}</div></div>'
 
@@ -105,13 +106,21 @@ def _self_contained(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             heading = _plain(found[1]) if (found := re.search(r"^#+ (.+)", cell.source, re.M)) else heading
             text = _plain(re.sub(r"^#+ .+", "", cell.source, flags=re.M))
         for output in list(cell.get("outputs", [])):
-            data = output.get("data", {})
-            if data.pop(_WIDGET, None) and set(data) <= {"text/plain"}:
+            if output.get("data", {}).pop(_WIDGET, None) and set(output.data) <= {"text/plain"}:
                 cell.outputs.remove(output)  # a progress bar, halted where the kernel last told of it
-            elif "image/png" in data:
+            elif figure := _source(output):
                 sentence = re.split(r"(?<=[.?])\s", text)[0]
-                output.metadata["image/png"] = {"alt": f"{sentence} ({heading})" if sentence else heading}
+                alt = html.escape(f"{sentence} ({heading})" if sentence else heading)
+                output.data = {"text/html": f'<img src="{figure}" alt="{alt}">'}
     return notebook
+
+
+def _source(output: nbformat.NotebookNode) -> str:
+    """The picture of an output as the source of an <img>; empty where it has none."""
+    data = output.get("data", {})
+    if "image/svg+xml" in data:
+        return f"data:image/svg+xml;base64,{base64.b64encode(data['image/svg+xml'].encode()).decode()}"
+    return f"data:image/png;base64,{data['image/png'].strip()}" if "image/png" in data else ""
 
 
 def _first_text(notebook: nbformat.NotebookNode) -> str:
