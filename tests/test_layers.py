@@ -13,7 +13,7 @@ import madmax_lib
 PACKAGE = Path(madmax_lib.__file__).parent
 LAYERS = [
     {"units", "intervals", "atomic", "details"},
-    {"specs", "plan", "plan_flags", "timeline"},
+    {"specs", "plan", "plan_flags", "plan_layers", "timeline"},
     {"kinds"},
     {"catalog", "profiles", "datasets", "accounting"},
     {"simulator", "traces", "runs"},
@@ -30,6 +30,7 @@ FREE_SIBLINGS = {
     "specs",
     "plan",
     "plan_flags",
+    "plan_layers",
     "timeline",
     "catalog",
     "profiles",

@@ -12,7 +12,6 @@ import pytest
 from madmax_lib.plan import Plan
 from madmax_lib.runs import checks, models
 from madmax_lib.runs.settings import Settings
-from madmax_lib.simulator.workload import chunk_layers
 
 BATCH, SEQUENCE, LAYERS = 8, 16, 4  # as in runs_worker
 GPT2 = {"layers": LAYERS, "hidden": 64, "heads": 8, "ffn": 128, "vocab": 264, "sequence": 32}
@@ -285,20 +284,6 @@ def test_checks_need_no_torch():
     code = "import sys; from madmax_lib.runs import checks, models; models.spec('gpt2_large'); " \
            "assert 'torch' not in sys.modules"  # fmt: skip
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("text", ["pp2", "pp4", "pp3", "pp3.v2", "pp4.embedding-layer.head-layer", "pp4.first5.last4",
-                                  "pp2.v4", "pp2.first6"])  # fmt: skip
-@pytest.mark.parametrize("layers", [13, 14, 36])
-def test_stages_hold_the_layers_that_the_simulator_gives_them(text, layers):
-    plan = Plan.parse(text)
-    try:
-        expected = chunk_layers(layers, plan)
-    except ValueError:
-        with pytest.raises(ValueError, match="layers"):
-            checks.chunk_layers(layers, plan)
-    else:
-        assert checks.chunk_layers(layers, plan) == expected
 
 
 def test_the_loss_scale_falls_at_once_and_rises_slowly():

@@ -8,10 +8,11 @@ import pytest
 from conftest import core_flops
 
 import madmax_lib as mm
+from madmax_lib.plan_layers import chunk_layers, stage_layers
 from madmax_lib.simulator.moe import load_factor
 from madmax_lib.simulator.ops import backward, gemm
 from madmax_lib.simulator.transformer import TransformerBlocks
-from madmax_lib.simulator.workload import blocks, chunk_layers, ops, stage_layers
+from madmax_lib.simulator.workload import blocks, ops
 from madmax_lib.specs import Transformer
 
 TINY = Transformer("tiny", layers=4, hidden=64, heads=4, ffn=256, sequence=128, vocab=512)

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from madmax_lib.plan import Plan
+from madmax_lib.plan_layers import chunk_layers
 from madmax_lib.runs import checks, models, parallel
 from madmax_lib.runs.settings import Settings
 from madmax_lib.specs import Transformer
@@ -79,7 +80,7 @@ def trace(model: str, plan: Plan, *, rank: int = 0, depth: int = 2, sizes: Mappi
     spec, options = models.spec(model, **sizes), Settings(**settings)
     checks.check(plan, spec, options)
     stage = rank // (plan.world_size // plan.pp)
-    layers = sum(len(part) for part in checks.chunk_layers(spec.layers, plan)[stage])
+    layers = sum(len(part) for part in chunk_layers(spec.layers, plan)[stage])
     if not depth or layers <= depth * plan.interleave:
         total = _in_thread(model, plan, options, sizes, rank)
     else:

@@ -1,22 +1,18 @@
-"""Can this plan run this model here? Every refusal in one line, before a process starts and without torch.
-
-`chunk_layers` says which layers a pipeline chunk holds. It is the rule of `simulator.workload.chunk_layers`, written
-again because rooms of one level do not import each other; a test holds the two together.
-"""
+"""Can this plan run this model here? Every refusal in one line, before a process starts and without torch."""
 
 from __future__ import annotations
 
 import os
 import time
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 from madmax_lib.plan import Plan
+from madmax_lib.plan_layers import chunk_layers
 from madmax_lib.runs.settings import Settings
 from madmax_lib.specs import Transformer
 
-__all__ = ["check", "check_deepspeed", "chunk_layers", "deepspeed_locks"]
+__all__ = ["check", "check_deepspeed", "deepspeed_locks"]
 
 _NOT_BUILT = ("kv_lora_rank", "window", "shared_experts", "dense_layers", "router_bias", "sinks", "qk_norm")
 _ZERO_PLUS = {"qwz": "8-bit gathers", "hpz": "a second shard in the node", "qgz": "4-bit gradients"}
@@ -148,37 +144,3 @@ def check_deepspeed() -> None:
         age_h = (time.time() - stale[0].stat().st_mtime) / 3600
         raise FileExistsError(f"{stale[0]}: {age_h:.1f} h old, left by a build that was killed; DeepSpeed would wait "
                               "for it for ever. If no build is running, delete it")  # fmt: skip
-
-
-def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:
-    """Layers of each chunk of each stage; chunk c of stage s is number c x pp + s of the pipeline.
-
-    A remainder goes to the middle chunks, which have neither embedding nor head; where embedding or head count as
-    layers, to the first. Raises ValueError if first_layers or last_layers leave layers that cannot be made equal.
-
-    >>> chunk_layers(10, Plan(pp=4))
-    [[range(0, 2)], [range(2, 5)], [range(5, 8)], [range(8, 10)]]
-    """
-    chunks = plan.pp * plan.interleave
-    sizes = _sizes(layers, plan, chunks)
-    ends = [0, *accumulate(sizes)]
-    parts = [range(first, end) for first, end in pairwise(ends)]
-    return [[parts[chunk * plan.pp + stage] for chunk in range(plan.interleave)] for stage in range(plan.pp)]
-
-
-def _sizes(layers: int, plan: Plan, chunks: int) -> list[int]:
-    """Layers of each chunk in the order of the pipeline."""
-    v, first, last = plan.interleave, plan.first_layers, plan.last_layers
-    counted = layers + plan.embedding_as_layer + plan.head_as_layer - first - last
-    others = chunks - v * ((first > 0) + (last > 0))
-    even, rest = divmod(counted, others) if others else (0, counted)
-    if counted < others or (rest and (first or last)):
-        raise ValueError(f"first_layers={first} and last_layers={last} leave {counted} layers for {others} chunks")
-    sizes = [first // v or even, *[even] * (plan.pp - 2), last // v or even][: plan.pp] * v
-    ends_count = plan.embedding_as_layer or plan.head_as_layer
-    order = range(chunks) if ends_count else sorted(range(chunks), key=lambda chunk: abs(chunk - (chunks - 1) / 2))
-    for chunk in order[:rest]:
-        sizes[chunk] += 1
-    sizes[0] -= plan.embedding_as_layer
-    sizes[-1] -= plan.head_as_layer
-    return sizes

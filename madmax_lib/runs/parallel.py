@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from madmax_lib.plan import Plan
+from madmax_lib.plan_layers import chunk_layers
 from madmax_lib.runs import checkpoints, checks, gradients, losses, mesh, models, stages
 from madmax_lib.runs.accumulation import Accumulation
 from madmax_lib.runs.mesh import Mesh
@@ -56,7 +57,7 @@ class Job:
         scaled = settings.dtype == "fp16"
         self.scale = gradients.LossScale(_FIRST_SCALE, dynamic=True) if scaled else gradients.LossScale()
         self.sharding = Sharding(plan, mesh, compute)
-        parts = checks.chunk_layers(spec.layers, plan)[mesh.coordinate("pp")]
+        parts = chunk_layers(spec.layers, plan)[mesh.coordinate("pp")]
         built = [stages.build(part, spec, plan, mesh, self.sharding, settings, device) for part in parts]
         self.modules, called = [network for network, _ in built], [module for _, module in built]
         self.optimizers = Optimizers(self.modules, plan, mesh, settings.learning_rate, settings.weight_decay)

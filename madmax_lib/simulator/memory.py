@@ -17,9 +17,9 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.plan import Plan
+from madmax_lib.plan_layers import chunk_layers
 from madmax_lib.simulator.activations import dropout_bytes, in_flight, layer_bytes
 from madmax_lib.simulator.ops import BYTES
-from madmax_lib.simulator.workload import chunk_layers
 from madmax_lib.specs import DLRM, Device, Model, Transformer
 
 __all__ = ["FRAGMENTATION", "PHASES", "STACKS", "Stack", "by_phase", "default_stack", "dlrm_bytes", "held_layers",

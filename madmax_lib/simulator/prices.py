@@ -7,6 +7,7 @@ price; they differ only in who waits for whom.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -127,10 +128,11 @@ class Fitted(DataSheet):
     def _rooflines(self, blocks: list[Block], phase: str, recompute: str) -> dict[str, float]:
         """Roofline seconds of blocks by cause; gradients of weights count with the backward pass."""
         result: dict[str, float] = {}
-        for block in blocks:
-            parts = phases(block, recompute)
+        alike = {(id(block.ops), block.recomputed): block for block in blocks}  # layers share their ops
+        for key, count in Counter((id(block.ops), block.recomputed) for block in blocks).items():
+            parts = phases(alike[key], recompute)
             for op in parts[phase] + (parts["weight"] if phase == "backward" else ()):
-                result[_cause(op)] = result.get(_cause(op), 0.0) + self._roofline_s(op)
+                result[_cause(op)] = result.get(_cause(op), 0.0) + count * self._roofline_s(op)
         return result
 
     def _stretch(self, phase: str, causes: dict[str, float], traffic: tuple) -> float:

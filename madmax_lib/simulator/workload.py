@@ -11,69 +11,13 @@ import math
 import pandas as pd
 
 from madmax_lib.plan import Plan
+from madmax_lib.plan_layers import chunk_layers
 from madmax_lib.simulator.moe import dlrm_blocks
 from madmax_lib.simulator.ops import Block, Comm, mirror, phases
 from madmax_lib.simulator.transformer import TransformerBlocks
 from madmax_lib.specs import DLRM, Model
 
-__all__ = ["blocks", "chunk_blocks", "chunk_layers", "ops", "stage_layers"]
-
-
-def stage_layers(layers: int, pp: int) -> list[range]:
-    """Layers of each pipeline stage; a remainder goes to the middle stages, which have neither embedding nor head.
-
-    >>> stage_layers(10, 4)
-    [range(0, 2), range(2, 5), range(5, 8), range(8, 10)]
-    """
-    even, rest = divmod(layers, pp)
-    sizes = [even] * pp
-    middle_first = sorted(range(pp), key=lambda stage: abs(stage - (pp - 1) / 2))
-    for stage in middle_first[:rest]:
-        sizes[stage] += 1
-    return _ranges(sizes)
-
-
-def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:
-    """Layers of each chunk of each stage; chunk c of stage s is number c x pp + s of the pipeline.
-
-    Without uneven ends as `stage_layers`. Where embedding or head count as layers, a remainder goes to the first stages
-    [torchtitan]; beside first_layers or last_layers the others must come out equal [Megatron-LM], else ValueError.
-
-    >>> chunk_layers(14, Plan(pp=4, embedding_as_layer=True, head_as_layer=True))
-    [[range(0, 3)], [range(3, 7)], [range(7, 11)], [range(11, 14)]]
-    """
-    pp, v = plan.pp, plan.interleave
-    parts = _ranges(_uneven(layers, plan)) if _has_uneven_ends(plan) else stage_layers(layers, pp * v)
-    return [[parts[chunk * pp + stage] for chunk in range(v)] for stage in range(pp)]
-
-
-def _has_uneven_ends(plan: Plan) -> bool:
-    return bool(plan.first_layers or plan.last_layers or plan.embedding_as_layer or plan.head_as_layer)
-
-
-def _uneven(layers: int, plan: Plan) -> list[int]:
-    """Layers of each virtual stage where the ends differ."""
-    v, ends = plan.interleave, [plan.first_layers, plan.last_layers]
-    counted = layers + plan.embedding_as_layer + plan.head_as_layer - sum(ends)
-    others = (plan.pp - sum(end > 0 for end in ends)) * v
-    if counted < others or (not others and counted):
-        asked = f"first_layers={ends[0]} and last_layers={ends[1]}"
-        raise ValueError(f"{asked} do not leave {layers} layers for pp x interleave = {plan.pp} x {v}")
-    even, rest = divmod(counted, others) if others else (0, 0)
-    if rest and any(ends):
-        raise ValueError(
-            f"pp x interleave = {plan.pp} x {v}: {counted} layers do not divide evenly over {others} stages"
-        )
-    sizes = [ends[0] // v or even, *[even] * (plan.pp - 2), ends[1] // v or even] * v
-    sizes = [size + (place < rest) for place, size in enumerate(sizes)]
-    sizes[0] -= plan.embedding_as_layer
-    sizes[-1] -= plan.head_as_layer
-    return sizes
-
-
-def _ranges(sizes: list[int]) -> list[range]:
-    ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
-    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+__all__ = ["blocks", "chunk_blocks", "ops"]
 
 
 def blocks(model: Model, plan: Plan, sequence: int | None = None, *, dtype: str = "bf16", imbalance: float = 1.0
