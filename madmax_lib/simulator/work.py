@@ -84,8 +84,10 @@ class Work:
     def of_class(self, kind: str, name: str, parameters: Parameters) -> np.ndarray:
         """For each step, the constant `name` with its class of that kind put in."""
         known, code = self.codes[kind]
-        values = [np.atleast_1d(parameters.constants[name.format(group)]) for group in known]
-        return np.concatenate(np.broadcast_arrays(*values), axis=-1)[..., code]
+        values = [parameters.constants[name.format(group)] for group in known]
+        if not any(isinstance(value, np.ndarray) for value in values):
+            return np.array(values)[code]
+        return np.concatenate(np.broadcast_arrays(*map(np.atleast_1d, values)), axis=-1)[..., code]
 
     @property
     def mixture_share(self) -> np.ndarray:
