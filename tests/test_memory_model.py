@@ -14,8 +14,9 @@ import madmax_lib as mm
 from madmax_lib import catalog
 from madmax_lib.plan_layers import stage_layers
 from madmax_lib.simulator.activations import in_flight, layer_bytes
-from madmax_lib.simulator.memory import PHASES, STACKS, default_stack, memory, peak_bytes, stage_bytes, usable_bytes
+from madmax_lib.simulator.memory import PHASES, memory, peak_bytes, stage_bytes, usable_bytes
 from madmax_lib.simulator.schedules import order
+from madmax_lib.simulator.states import STACKS, default_stack
 from madmax_lib.specs import Transformer
 
 GPT = Transformer("gpt", layers=8, hidden=512, heads=8, ffn=2048, sequence=256, vocab=1024)

@@ -11,6 +11,7 @@ from madmax_lib import catalog
 from madmax_lib.calibration.rows import to_work
 from madmax_lib.calibration.spread import coverage_by_class, interval_quantiles, quantiles_of
 from madmax_lib.calibration.validate import baseline, errors, folds, layout_ranks, predict, score
+from madmax_lib.datasets import PROJECT
 from madmax_lib.simulator.parameters import Parameters, shipped
 from madmax_lib.simulator.step_time import step_time
 
@@ -30,6 +31,11 @@ def predicted(table):
 @pytest.fixture(scope="module")
 def held_out(rows):
     return folds(rows)
+
+
+@pytest.fixture(scope="module")
+def left_out(rows):
+    return folds(rows, by="source")
 
 
 def test_predict_adds_columns_and_keeps_rows(table, predicted):
@@ -91,7 +97,7 @@ def in_sample(rows):
 
 def test_in_sample_is_not_a_result_but_is_pinned(rows):
     found = score(in_sample(rows))
-    assert found["dense mape"] < 0.045 and found["dense median"] < 0.032  # 4.1 %, 2.9 %
+    assert found["dense mape"] < 0.045 and found["dense median"] < 0.032  # 4.1 %, 2.8 %
     assert found["mixture mape"] < 0.10
 
 
@@ -114,20 +120,45 @@ def test_bloom_layouts_are_ranked(rows, held_out):
 def test_folds_that_keep_source_and_model_together(held_out):
     assert held_out.groupby("group")["fold"].nunique().max() == 1 and held_out["fold"].nunique() == 10
     found = score(held_out)
-    assert found["dense mape"] < 0.06 and found["dense median"] < 0.042  # 5.3 %, 3.6 %; asked: 7 %, 4.5 %
-    assert found["mixture mape"] < 0.145  # 12.9 %; asked: 15 %
+    assert found["dense mape"] < 0.06 and found["dense median"] < 0.042  # 5.2 %, 3.5 %; asked: 7 %, 4.5 %
+    assert found["mixture mape"] < 0.145  # 13.5 %; asked: 15 %
     dense = held_out[held_out["experts"].astype(float) == 0]
     by_source = errors(dense, "source")
     assert by_source["mape"].max() < 0.16
 
 
-def test_leaving_a_source_out(rows, held_out):
-    left_out = folds(rows, by="source")
+def test_leaving_a_source_out(left_out, held_out):
     found = score(left_out)
-    assert found["dense mape"] < 0.085 and found["dense median"] < 0.07  # 7.3 %, 5.9 %
+    assert found["dense mape"] < 0.085 and found["dense median"] < 0.07  # 7.6 %, 6.0 %
     assert found["mixture mape"] < 0.14
     sure = coverage_by_class(left_out, held_out, by="source")  # nothing of the source in error or interval
     assert sure["inside"].between(0.83, 0.96).all()  # 87 %, 92 %, 88 %
+
+
+def test_the_readme_tells_these_errors(rows, held_out, left_out):
+    if not rows["source"].str.contains("vTrain").any():
+        pytest.skip("the table of README includes vTrain's measurements, which are not on this machine")
+    dense = held_out[held_out["experts"].astype(float) == 0]
+    one_rate = np.abs(baseline(dense) / dense["measured_s"].to_numpy(float) - 1)
+    sure = coverage_by_class(held_out)
+    told = [f"| the run's source and model | {columns(score(held_out))} |",
+            f"| the run's source | {columns(score(left_out))} |",
+            f"| nothing (in sample, not a result) | {columns(score(in_sample(rows)))} |",
+            f"in sample | {percent(one_rate.mean())} / {percent(np.median(one_rate))} | |",
+            f"cover {100 * sure.at['dense', 'inside']:.0f} % of the dense runs",
+            f"median half-width is {100 * sure.at['dense', 'half_width']:.0f} %",
+            f"that of mixtures {100 * sure.at['mixture', 'half_width']:.0f} %"]  # fmt: skip
+    readme = " ".join((PROJECT / "README.md").read_text().split())
+    assert not [text for text in told if text not in readme]
+
+
+def columns(found):
+    return " | ".join(f"{percent(found[f'{kind} mape'])} / {percent(found[f'{kind} median'])}" for kind in
+                      ("dense", "mixture"))  # fmt: skip
+
+
+def percent(ratio):
+    return f"{100 * ratio:.1f} %"
 
 
 def test_folds_beat_one_rate_per_device(held_out):

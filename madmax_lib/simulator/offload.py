@@ -15,10 +15,11 @@ import numpy as np
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.fits import shares_that_fit
 from madmax_lib.simulator.hosts import ACCUMULATE_BYTES, ADAM_BYTES, Rates, rates
-from madmax_lib.simulator.memory import held_layers, stage_parameters
+from madmax_lib.simulator.memory import held_layers
 from madmax_lib.simulator.parameters import Parameters
 from madmax_lib.simulator.placement import Policy, Split, normalised, split_of, streams_gradients
 from madmax_lib.simulator.staging import Offloaded
+from madmax_lib.simulator.states import stage_parameters
 from madmax_lib.simulator.step_time import achieved_rates, head_passes, layer_passes, pieces
 from madmax_lib.simulator.work import Work
 from madmax_lib.specs import Cluster, Transformer

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from madmax_lib.plan import DEFAULTS, Plan
-from madmax_lib.simulator.memory import by_phase, default_stack, held_layers, moment_peak, stage_bytes
+from madmax_lib.simulator.memory import by_phase, held_layers, moment_peak, stage_bytes
+from madmax_lib.simulator.states import default_stack
 from madmax_lib.specs import Transformer
 
 __all__ = ["plans_peak_bytes"]

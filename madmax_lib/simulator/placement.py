@@ -16,15 +16,8 @@ import pandas as pd
 
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.chunks import best_chunks
-from madmax_lib.simulator.memory import (
-    FRAGMENTATION,
-    PHASES,
-    by_phase,
-    held_layers,
-    moment_peak,
-    stage_bytes,
-    stage_parameters,
-)
+from madmax_lib.simulator.memory import FRAGMENTATION, PHASES, by_phase, held_layers, moment_peak, stage_bytes
+from madmax_lib.simulator.states import stage_parameters
 from madmax_lib.specs import DLRM, Host, Model, Transformer
 
 __all__ = ["METHODS", "PLACES", "Method", "Policy", "Split", "as_table", "device_peak", "normalised", "off_device",
