@@ -30,8 +30,9 @@ CASES = {  # layers, GPUs of each type, global batch
 
 def measure(name: str, memory_factor: float) -> dict:
     """Plan one case in this process: cost, CPU seconds with and without the profiles, sweeps, peak memory in MB."""
+    from madmax_lib.papers.metis import generate_profiles
     from madmax_lib.planner import hetero
-    from madmax_lib.profiles import Node, generate_profiles
+    from madmax_lib.planner.hetero import Node
 
     layers, gpus, global_batch = CASES[name]
     kinds = {"V100": (16, 50), "A100": (80, 46), "H100": (80, 46)}

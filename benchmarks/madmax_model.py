@@ -11,8 +11,7 @@ import time
 
 import pandas as pd
 
-from madmax_lib.papers.madmax import evaluate
-from madmax_lib.papers.madmax_suite import suite, systems
+from madmax_lib.papers.madmax import evaluate, suite, systems
 
 RELEASE_MS = {"dlrm-a": 0.70, "gpt3-175b": 26.0}  # recorded by running the public release, one core
 CASES = {"dlrm-a": ("DLRM-A", "zionex", 128, 65_536), "gpt3-175b": ("GPT-3", "llm-a100", 2048, 2048)}

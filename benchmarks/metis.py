@@ -13,9 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from madmax_lib.papers.metis import search
-from madmax_lib.papers.metis_study import NODE_ORDERS, nodes_of, table1
-from madmax_lib.profiles import generate_profiles, write_cluster, write_profiles
+from madmax_lib.papers.metis import NODE_ORDERS, generate_profiles, nodes_of, search, table1
+from madmax_lib.planner.hetero import write_cluster, write_profiles
 
 ABOUT_S = {4: 1800.0}
 

@@ -9,8 +9,8 @@ import time
 
 import madmax_lib as mm
 from madmax_lib import catalog
-from madmax_lib.planner.space import plan_of
-from madmax_lib.simulator.memory import memory, peak_bytes
+from madmax_lib.planner import plan_of
+from madmax_lib.simulator import memory, peak_bytes
 
 
 def main() -> None:

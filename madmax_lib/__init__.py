@@ -1,47 +1,46 @@
 """MAD-Max Workbench: run, trace, calibrate, simulate and plan distributed training.
 
-The names below are all a notebook needs; each is imported from its room when it is first used, so that importing the
-package stays light (no torch, hta, matplotlib, dask or widgets).
+The names below are all a notebook needs, the rooms included; each is loaded when it is first used, so that importing
+the package stays light (no torch, hta, matplotlib, dask or widgets).
 """
 
-from importlib import import_module
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from madmax_lib.doors import open_room
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "Plan": "plan",
-    "RunSpec": "runs.spec",
-    "Timeline": "timeline",
-    "breakdown": "accounting",
-    "cluster": "catalog",
-    "clusters": "catalog",
-    "compare": "traces.diff",
-    "dataset": "datasets",
-    "estimate": "simulator.estimate",
-    "export_trace": "traces.export",
-    "fits": "simulator.fits",
-    "largest_model": "simulator.largest",
-    "launch": "runs.launch",
-    "memory": "simulator.memory",
-    "model": "catalog",
-    "models": "catalog",
-    "plot_timeline": "view.plots",
-    "read_trace": "traces.kineto",
-    "save_figure": "view.notebook",
-    "search": "planner.search",
-    "setup": "view.notebook",
-    "simulate": "simulator.simulate",
-    "view_in_perfetto": "view.perfetto",
-    "view_timeline": "view.widgets",
-}
-__all__ = list(_PUBLIC)
+if TYPE_CHECKING:
+    from madmax_lib import (
+        calibration as calibration,
+        papers as papers,
+        planner as planner,
+        runs as runs,
+        simulator as simulator,
+        traces as traces,
+        view as view,
+    )
+    from madmax_lib.accounting import breakdown as breakdown
+    from madmax_lib.catalog import cluster as cluster, clusters as clusters, model as model, models as models
+    from madmax_lib.datasets import dataset as dataset
+    from madmax_lib.plan import Plan as Plan
+    from madmax_lib.planner.search import search as search
+    from madmax_lib.runs.launch import launch as launch
+    from madmax_lib.runs.spec import RunSpec as RunSpec
+    from madmax_lib.simulator.estimate import estimate as estimate
+    from madmax_lib.simulator.memory.memory import memory as memory
+    from madmax_lib.simulator.offload.fits import fits as fits
+    from madmax_lib.simulator.offload.largest import largest_model as largest_model
+    from madmax_lib.simulator.simulate import simulate as simulate
+    from madmax_lib.timeline import Timeline as Timeline
+    from madmax_lib.traces.diff import compare as compare
+    from madmax_lib.traces.export import export_trace as export_trace
+    from madmax_lib.traces.read.kineto import read_trace as read_trace
+    from madmax_lib.view.explore.perfetto import view_in_perfetto as view_in_perfetto
+    from madmax_lib.view.explore.widgets import view_timeline as view_timeline
+    from madmax_lib.view.notebooks.setup import save_figure as save_figure, setup as setup
+    from madmax_lib.view.plots.breakdown import plot_timeline as plot_timeline
 
-
-def __getattr__(name: str):
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
-
-
-def __dir__():
-    return sorted([*globals(), *_PUBLIC])
+__all__ = open_room(__name__)

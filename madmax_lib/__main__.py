@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from madmax_lib import __version__
 
 if TYPE_CHECKING:
-    from madmax_lib.view.runner import Result
+    from madmax_lib.view.notebooks.runner import Result
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     from madmax_lib.datasets import PROJECT
-    from madmax_lib.view.runner import notebooks, parse_parameters
+    from madmax_lib.view.notebooks.runner import notebooks, parse_parameters
 
     known = notebooks()
     chosen = list(known) if options.notebook is None else [Path(options.notebook).stem]
@@ -68,8 +68,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _site(options: argparse.Namespace) -> int:
     from madmax_lib.datasets import PROJECT
-    from madmax_lib.view.runner import notebooks
-    from madmax_lib.view.site import write_site
+    from madmax_lib.view.notebooks.runner import notebooks
+    from madmax_lib.view.notebooks.site import write_site
 
     known, build = notebooks(), PROJECT / "build"
     folder = _folder(options.output or build / "site")
@@ -89,7 +89,7 @@ def _execute(paths: list[Path], parameters: dict, build: Path, figures: Path) ->
     """Run notebooks one after another and print how each went."""
     from tqdm.auto import tqdm
 
-    from madmax_lib.view.runner import run_notebook
+    from madmax_lib.view.notebooks.runner import run_notebook
 
     one, results = len(paths) == 1, []
     bar = tqdm(paths, desc="notebooks", unit="nb", disable=one)
@@ -108,8 +108,8 @@ def _report(options: argparse.Namespace) -> int:
     import matplotlib
 
     matplotlib.use("agg")
-    from madmax_lib.traces.kineto import read_trace
-    from madmax_lib.view.report import write_report
+    from madmax_lib.traces.read.kineto import read_trace
+    from madmax_lib.view.notebooks.report import write_report
 
     if options.output.is_dir():
         raise IsADirectoryError(f"{options.output}: is a directory, give the name of a file for the report")
@@ -120,7 +120,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from madmax_lib.view.doctor import report
+    from madmax_lib.view.notebooks.doctor import report
 
     print(report())
     return 0

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.atomic import replacing
-from madmax_lib.details import DETAILS, Details, joined
+from madmax_lib.side_tables import DETAILS, Details, joined
 
 __all__ = ["BUSY_KINDS", "EDGES", "KINDS", "SPANS", "Meta", "Timeline", "concat", "with_origin"]
 

@@ -1,44 +1,17 @@
-"""What all tests share: inputs by name that skip with the reason when absent, and small timelines."""
+"""Fixtures that all tests share."""
 
 from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests run side by side, and fits solve small systems
 
 import matplotlib
-import pandas as pd
 import pytest
-
-from madmax_lib.datasets import dataset, local_data
-from madmax_lib.timeline import Meta, Timeline
+from support import local_or_skip
 
 matplotlib.use("agg")
-
-
-def local_or_skip(relative: str) -> Path:
-    """A file of the data directories, or a skip that names it."""
-    try:
-        return local_data(relative)
-    except FileNotFoundError as reason:
-        pytest.skip(str(reason))
-
-
-def dataset_or_skip(name: str) -> Path:
-    """A registered dataset on this machine, or a skip that names it; tests never download."""
-    try:
-        return dataset(name, download=False)
-    except FileNotFoundError as reason:
-        pytest.skip(str(reason))
-
-
-def make_timeline(rows: list[tuple], **meta) -> Timeline:
-    """Timeline of (rank, stream, kind, name, start_ns, dur_ns) rows."""
-    spans = pd.DataFrame(rows, columns=["rank", "stream", "kind", "name", "start_ns", "dur_ns"])
-    spans = spans.assign(step=0, correlation=-1, op=-1, group=None, size_bytes=float("nan"))
-    return Timeline(spans, Meta(**meta))
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +26,6 @@ def closed_figures():
     yield
     if pyplot := sys.modules.get("matplotlib.pyplot"):
         pyplot.close("all")
-
-
-def core_flops(block) -> float:
-    """Forward FLOPs of a block's attention scores."""
-    return sum(op.flops for op in block.ops if op.core)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,1 +1,35 @@
-"""Fitting the step-time model to measured rows, and judging it on rows it has not seen."""
+"""Which constants does the simulator have, and how sure is it? Fits on measured rows and traces, judged on others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from madmax_lib.doors import open_room
+
+if TYPE_CHECKING:
+    from madmax_lib.calibration import fit as fit
+    from madmax_lib.calibration.fit import known_rows as known_rows, usable as usable
+    from madmax_lib.calibration.identifiability import (
+        constants_of as constants_of,
+        correlations as correlations,
+        leverage as leverage,
+        strongest_pairs as strongest_pairs,
+    )
+    from madmax_lib.calibration.intervals import coverage_by_class as coverage_by_class, quantiles_of as quantiles_of
+    from madmax_lib.calibration.published_rows import read_rows as read_rows, to_work as to_work
+    from madmax_lib.calibration.trace import (
+        fit_timeline as fit_timeline,
+        kernel_seconds as kernel_seconds,
+        kernel_timeline as kernel_timeline,
+    )
+    from madmax_lib.calibration.validate import (
+        baseline as baseline,
+        errors as errors,
+        folds as folds,
+        layout_ranks as layout_ranks,
+        predict as predict,
+        score as score,
+    )
+    from madmax_lib.calibration.vision import compare_ways as compare_ways, vision_errors as vision_errors
+
+__all__ = open_room(__name__)

@@ -10,23 +10,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
-from importlib.resources import files
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
 from madmax_lib import catalog
-from madmax_lib.calibration.identify import scaled
-from madmax_lib.calibration.rows import read_rows, to_work
+from madmax_lib.calibration.identifiability import scaled
+from madmax_lib.calibration.published_rows import read_rows, to_work
 from madmax_lib.datasets import local_data
-from madmax_lib.simulator.parameters import Parameters, bounds, save, start
-from madmax_lib.simulator.step_time import step_time
-from madmax_lib.simulator.work import CLASSES
+from madmax_lib.simulator.rates.parameters import Parameters, bounds, start
+from madmax_lib.simulator.step.inputs import CLASSES
+from madmax_lib.simulator.step.step_time import step_time
 
-__all__ = ["fingerprint", "fit", "free_constants", "known_rows", "ship", "usable"]
+__all__ = ["fingerprint", "fit", "free_constants", "known_rows", "usable"]
 
 _VTRAIN = "vtrain/ground_truth_multi.shared.csv"  # columns and source: see `rows`
 SCALE = 0.03  # log residual at which soft-L1 turns from square to absolute; repeated runs differ by 3 to 10 %
@@ -169,19 +166,3 @@ def known_rows() -> pd.DataFrame:
     with contextlib.suppress(FileNotFoundError):
         tables.append(pd.read_csv(local_data(_VTRAIN)))
     return pd.concat([read_rows(table) for table in tables], ignore_index=True)
-
-
-def ship(path: str | Path) -> Parameters:
-    """Fits the constants of all `known_rows`, adds the intervals that folds give, writes `parameters.json`."""
-    from madmax_lib.calibration.spread import comparison_quantiles, interval_quantiles
-    from madmax_lib.calibration.validate import folds
-
-    rows = known_rows()
-    held_out = folds(rows)
-    fitted = replace(fit(rows), residuals=interval_quantiles(held_out) | comparison_quantiles(held_out))
-    save(fitted, path)
-    return fitted
-
-
-if __name__ == "__main__":
-    ship(Path(str(files("madmax_lib") / "data" / "parameters.json")))

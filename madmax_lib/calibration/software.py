@@ -13,7 +13,7 @@ import numpy as np
 
 from madmax_lib import catalog
 from madmax_lib.simulator.estimate import family, machine_fields, matrix_fields
-from madmax_lib.simulator.memory import usable_bytes
+from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.specs import Cluster, Device
 
 __all__ = ["device_of", "machine_of", "number_of", "software_of", "text_of"]

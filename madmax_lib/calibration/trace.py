@@ -18,9 +18,9 @@ from madmax_lib import catalog
 from madmax_lib.kinds import collective_names
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import machine_fields, matrix_fields, model_fields, plan_fields
-from madmax_lib.simulator.parameters import Parameters, bounds, shipped
-from madmax_lib.simulator.step_time import step_time
-from madmax_lib.simulator.work import Work
+from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
+from madmax_lib.simulator.step.inputs import Work
+from madmax_lib.simulator.step.step_time import step_time
 from madmax_lib.specs import Cluster, Transformer
 from madmax_lib.timeline import Meta, Timeline
 

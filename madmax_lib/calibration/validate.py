@@ -10,12 +10,12 @@ from scipy.stats import spearmanr
 
 from madmax_lib.calibration.consistency import model_flops
 from madmax_lib.calibration.fit import fingerprint, fit, usable
-from madmax_lib.calibration.rows import read_rows, to_work
-from madmax_lib.calibration.spread import class_of, quantiles_of
+from madmax_lib.calibration.intervals import class_of, quantiles_of
+from madmax_lib.calibration.published_rows import read_rows, to_work
 from madmax_lib.plan import Plan
-from madmax_lib.simulator.memory import memory, peak_bytes
-from madmax_lib.simulator.parameters import Parameters, shipped
-from madmax_lib.simulator.step_time import step_time
+from madmax_lib.simulator.memory.memory import memory, peak_bytes
+from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.simulator.step.step_time import step_time
 
 __all__ = ["baseline", "errors", "folds", "layout_ranks", "predict", "score"]
 
@@ -147,7 +147,7 @@ def _fold_of(rows: pd.DataFrame, by: str) -> np.ndarray:
 
 
 def _memory_bytes(row: dict) -> float:
-    """Peak of the fullest device; NaN where the plan has no layout in `simulator.memory`.
+    """Peak of the fullest device; NaN where the plan has no layout in `simulator.memory.memory`.
 
     Recompute that a source does not state is the least that fits: none, selective or full.
     """

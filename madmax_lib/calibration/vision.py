@@ -14,13 +14,13 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import fingerprint, fit
-from madmax_lib.calibration.rows import to_work
+from madmax_lib.calibration.published_rows import to_work
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import machine_fields, matrix_fields, model_fields, plan_fields
-from madmax_lib.simulator.memory import memory, peak_bytes, usable_bytes
-from madmax_lib.simulator.parameters import shipped
-from madmax_lib.simulator.step_time import step_time
-from madmax_lib.simulator.work import FIELDS
+from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
+from madmax_lib.simulator.rates.parameters import shipped
+from madmax_lib.simulator.step.inputs import FIELDS
+from madmax_lib.simulator.step.step_time import step_time
 from madmax_lib.specs import Transformer
 
 __all__ = ["CONSTANTS", "WAYS", "compare_ways", "vision_errors", "vision_rows"]

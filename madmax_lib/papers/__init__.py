@@ -1,1 +1,12 @@
-"""The published models of other papers, each exactly as its paper or public release has it, on the shared engine."""
+"""What do the papers' own models say, exactly as published, and do their figures come out? One room a paper."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from madmax_lib.doors import open_room
+
+if TYPE_CHECKING:
+    from madmax_lib.papers import madmax as madmax, metis as metis, studies as studies, vtrain as vtrain
+
+__all__ = open_room(__name__)

@@ -1,1 +1,17 @@
-"""Which plan is best? Searches over stages, device groups and degrees, with one stated cost."""
+"""Which plan is best? Searches over every degree on equal and on mixed GPUs, with one stated cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from madmax_lib.doors import open_room
+
+if TYPE_CHECKING:
+    from madmax_lib.planner import hetero as hetero
+    from madmax_lib.planner.codesign import codesign as codesign, training as training
+    from madmax_lib.planner.search import search as search
+    from madmax_lib.planner.shortlist import shortlist as shortlist
+    from madmax_lib.planner.space import Space as Space, plan_of as plan_of
+    from madmax_lib.planner.variants import EXPOSED as EXPOSED, variants as variants
+
+__all__ = open_room(__name__)

@@ -15,10 +15,10 @@ import pandas as pd
 
 from madmax_lib.planner.space import Layout, Space, namespace, passes, shards
 from madmax_lib.simulator.estimate import work_of
-from madmax_lib.simulator.parameters import Parameters
-from madmax_lib.simulator.peaks import plans_peak_bytes
-from madmax_lib.simulator.power import device_energy_j
-from madmax_lib.simulator.step_time import step_time
+from madmax_lib.simulator.memory.peaks import plans_peak_bytes
+from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator.step.power import device_energy_j
+from madmax_lib.simulator.step.step_time import step_time
 from madmax_lib.specs import Cluster, Transformer
 
 __all__ = ["OBJECTIVES", "Found", "Problem", "evaluate", "merged"]

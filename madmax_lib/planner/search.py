@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from madmax_lib.plan import Plan
+from madmax_lib.planner.distribute import run_parts
 from madmax_lib.planner.evaluate import Found, Problem
-from madmax_lib.planner.shards import run_parts
 from madmax_lib.planner.space import Space, layouts, plan_of
-from madmax_lib.simulator.memory import usable_bytes
-from madmax_lib.simulator.parameters import Parameters, shipped
+from madmax_lib.simulator.memory.memory import usable_bytes
+from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.specs import DLRM, Cluster, Transformer
 
 __all__ = ["SearchResult", "search"]

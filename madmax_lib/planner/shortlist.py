@@ -1,7 +1,7 @@
 """Which of the best plans are worth measuring? Those that the model cannot tell from the best one.
 
 A predicted step is as sure as its 90 % interval, but plans of one model on one machine err together: two of them are
-compared with the spread of runs of the same source and model (`calibration.spread.comparison_quantiles`).
+compared with the spread of runs of the same source and model (`calibration.intervals.comparison_quantiles`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from madmax_lib.simulator.parameters import Parameters, shipped
-from madmax_lib.simulator.uncertainty import comparison_width
+from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.simulator.step.uncertainty import comparison_width
 from madmax_lib.specs import Transformer
 
 __all__ = ["shortlist"]

@@ -8,8 +8,8 @@ import pandas as pd
 
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import estimate
-from madmax_lib.simulator.fits import fits
-from madmax_lib.simulator.step_time import COMMUNICATION
+from madmax_lib.simulator.offload.fits import fits
+from madmax_lib.simulator.step.step_time import COMMUNICATION
 from madmax_lib.specs import Cluster, Model
 
 __all__ = ["EXPOSED", "variants"]

@@ -1,1 +1,17 @@
-"""Real training runs: models, data, every parallel dimension, launcher, meters; the only room that imports torch."""
+"""How is a model trained for real, in any layout, and what did it cost? Launch, train, bench and read runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from madmax_lib.doors import open_room
+
+if TYPE_CHECKING:
+    from madmax_lib.runs.launch import launch as launch, sweep as sweep
+    from madmax_lib.runs.measure.host_bench import host_table as host_table, offload_check as offload_check
+    from madmax_lib.runs.measure.microbench import SHAPES as SHAPES, gelu_table as gelu_table, mlp_table as mlp_table
+    from madmax_lib.runs.read import read_run as read_run, read_runs as read_runs, runs_table as runs_table
+    from madmax_lib.runs.spec import RunSpec as RunSpec
+    from madmax_lib.runs.summary import PROFILED as PROFILED, counted_steps as counted_steps
+
+__all__ = open_room(__name__)

@@ -24,7 +24,9 @@ from torch.utils.flop_counter import flop_registry
 
 from madmax_lib.plan import Plan
 from madmax_lib.plan_layers import chunk_layers
-from madmax_lib.runs import checks, models, parallel
+from madmax_lib.runs import checks
+from madmax_lib.runs.model import models
+from madmax_lib.runs.parallel import parallel
 from madmax_lib.runs.settings import Settings
 from madmax_lib.specs import Transformer
 
@@ -40,7 +42,7 @@ _COLLECTIVES = {
 }  # fmt: skip
 _SILENT = {"wait_tensor", "_wrap_tensor_autograd"}  # nothing is sent
 _GROUPS = ("tp", "cp", "ep", "pp", "fsdp", "edp")  # where two are the same group, the first names it
-_DIMENSIONS = {"fsdp": "dp"}  # dp x cp, as in `simulator.topology`
+_DIMENSIONS = {"fsdp": "dp"}  # dp x cp, as in `simulator.rates.topology`
 _METADATA = {"set_", "resize_", "detach_"}  # change what a tensor is, not what is in it
 _SMALL = 4096
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from madmax_lib.atomic import replacing
 from madmax_lib.datasets import PROJECT
 from madmax_lib.runs.checks import deepspeed_locks
-from madmax_lib.runs.data import Data
+from madmax_lib.runs.data.batches import Data
 from madmax_lib.runs.read import Run, last_checkpoint, read_json, read_run, write_json
 from madmax_lib.runs.spec import RunSpec, check
 from madmax_lib.runs.summary import write_summary

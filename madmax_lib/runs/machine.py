@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from madmax_lib.runs.peaks import device_name, peak_flops
+from madmax_lib.runs.measure.peaks import device_name, peak_flops
 
 __all__ = ["environment", "host_rss_bytes", "memory_bytes"]
 

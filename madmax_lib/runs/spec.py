@@ -13,7 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from madmax_lib.plan import Plan
-from madmax_lib.runs import checks, data, models
+from madmax_lib.runs import checks
+from madmax_lib.runs.data import batches as data
+from madmax_lib.runs.model import models
 from madmax_lib.runs.settings import Settings
 from madmax_lib.specs import Transformer
 
@@ -26,14 +28,14 @@ _ENGINES, _DEVICES = ("torch", "deepspeed"), ("auto", "cpu", "cuda")
 class RunSpec(Settings):
     """One training run; further fields are those of `Settings`.
 
-    model: a name of `runs.models`. strategy: text form of a Plan, perhaps with @deepspeed. ranks: processes, None for
-    as many as the strategy needs. data: a name of `runs.data`, generated data of the model's kind if empty; tokenizer:
-    bytes, or one of Hugging Face. download: missing data may be fetched. sizes: fields of the model to change, such as
-    {"layers": 2}. warmup: steps that the summary leaves out. profile: steps 2 to 4 are traced. validate_every: steps
-    between two validation losses, checkpoint_every: between two checkpoints, 0 for none. device: auto takes CUDA where
-    it is present. power: auto, none, or a CSV to replay. timeout_s: without progress for so long, it is ended. wandb:
-    steps are logged to Weights & Biases too.
-    Raises ValueError naming field, value and rule.
+    model: a name of `runs.model.models`. strategy: text form of a Plan, perhaps with @deepspeed. ranks: processes,
+    None for as many as the strategy needs. data: a name of `runs.data.batches`, generated data of the model's kind if
+    empty; tokenizer: bytes, or one of Hugging Face. download: missing data may be fetched. sizes: fields of the model
+    to change, such as {"layers": 2}. warmup: steps that the summary leaves out. profile: steps 2 to 4 are traced.
+    validate_every: steps between two validation losses, checkpoint_every: between two checkpoints, 0 for none.
+    device: auto takes CUDA where it is present. power: auto, none, or a CSV to replay. timeout_s: without progress
+    for so long, it is ended. wandb: steps are logged to Weights & Biases too. Raises ValueError naming field, value
+    and rule.
     """
 
     model: str = "gpt-tiny"

@@ -23,10 +23,12 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from madmax_lib.atomic import replacing
-from madmax_lib.runs import meter, parallel, read
-from madmax_lib.runs.data import Data
+from madmax_lib.runs import read
+from madmax_lib.runs.data.batches import Data
 from madmax_lib.runs.machine import environment, host_rss_bytes, memory_bytes
-from madmax_lib.runs.phases import profiler
+from madmax_lib.runs.measure import meter
+from madmax_lib.runs.measure.phases import profiler
+from madmax_lib.runs.parallel import parallel
 from madmax_lib.runs.spec import RunSpec
 from madmax_lib.runs.summary import write_summary
 from madmax_lib.runs.watch import guard, write_to
@@ -90,7 +92,7 @@ def _job(spec: RunSpec, device: str):
     """The model split over the ranks, by torch or DeepSpeed."""
     split = parallel.parallelize
     if spec.engine == "deepspeed":
-        from madmax_lib.runs import deepspeed
+        from madmax_lib.runs.parallel import deepspeed
 
         split = deepspeed.parallelize
     return split(spec.model, spec.plan, spec, device=device, sizes=spec.sizes)

@@ -1,1 +1,27 @@
-"""Predicting a training step: what is computed, how long it takes, in which order, in how much memory."""
+"""How long would a step take, what would it hold in memory, and why? Time, memory and timeline of any plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from madmax_lib.doors import open_room
+
+if TYPE_CHECKING:
+    from madmax_lib.simulator.estimate import estimate as estimate
+    from madmax_lib.simulator.memory.memory import (
+        by_phase as by_phase,
+        memory as memory,
+        peak_bytes as peak_bytes,
+        usable_bytes as usable_bytes,
+    )
+    from madmax_lib.simulator.offload.fits import fits as fits
+    from madmax_lib.simulator.offload.largest import largest_model as largest_model
+    from madmax_lib.simulator.offload.over_step import moments as moments
+    from madmax_lib.simulator.offload.placement import METHODS as METHODS, Policy as Policy
+    from madmax_lib.simulator.rates.measured import MeasuredCollectives as MeasuredCollectives
+    from madmax_lib.simulator.rates.parameters import Parameters as Parameters, bounds as bounds, shipped as shipped
+    from madmax_lib.simulator.simulate import simulate as simulate
+    from madmax_lib.simulator.step.power import power_phases as power_phases, step_energy as step_energy
+    from madmax_lib.simulator.step.step_time import step_time as step_time
+
+__all__ = open_room(__name__)

@@ -12,12 +12,12 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.plan import DEFAULTS, Plan
-from madmax_lib.simulator.offload import best_offload
-from madmax_lib.simulator.parameters import Parameters, shipped
-from madmax_lib.simulator.placement import Policy, normalised
-from madmax_lib.simulator.step_time import PARTS, step_time
-from madmax_lib.simulator.uncertainty import log_width
-from madmax_lib.simulator.work import Work
+from madmax_lib.simulator.offload.offload import best_offload
+from madmax_lib.simulator.offload.placement import Policy, normalised
+from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.simulator.step.inputs import Work
+from madmax_lib.simulator.step.step_time import PARTS, step_time
+from madmax_lib.simulator.step.uncertainty import log_width
 from madmax_lib.specs import DLRM, Cluster, Device, Model, Transformer
 
 __all__ = ["estimate", "family", "machine_fields", "matrix_fields", "model_fields", "plan_fields",

@@ -8,17 +8,17 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.plan import Plan
-from madmax_lib.simulator.engine import Program, to_timeline
 from madmax_lib.simulator.estimate import work_of
-from madmax_lib.simulator.layout import Step
-from madmax_lib.simulator.measured import MeasuredCollectives
-from madmax_lib.simulator.offload import best_offload
-from madmax_lib.simulator.ops import storage_bytes
-from madmax_lib.simulator.parameters import Parameters, shipped
-from madmax_lib.simulator.placement import Policy, normalised
-from madmax_lib.simulator.prices import DataSheet, Fitted
-from madmax_lib.simulator.topology import Group, member_name
-from madmax_lib.simulator.workload import blocks, chunk_blocks
+from madmax_lib.simulator.layers.ops import storage_bytes
+from madmax_lib.simulator.layers.workload import blocks, chunk_blocks
+from madmax_lib.simulator.offload.offload import best_offload
+from madmax_lib.simulator.offload.placement import Policy, normalised
+from madmax_lib.simulator.rates.measured import MeasuredCollectives
+from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.simulator.rates.topology import Group, member_name
+from madmax_lib.simulator.schedule.engine import Program, to_timeline
+from madmax_lib.simulator.schedule.layout import Step
+from madmax_lib.simulator.schedule.prices import DataSheet, Fitted
 from madmax_lib.specs import DLRM, Cluster, Model, Transformer
 from madmax_lib.timeline import Meta, Timeline
 

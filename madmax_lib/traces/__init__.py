@@ -1,1 +1,62 @@
-"""Reading, analysing, comparing and writing profiler traces."""
+"""What did the ranks do, where did the time go, what would help? Traces read, analysed, compared and written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from madmax_lib.doors import open_room
+
+if TYPE_CHECKING:
+    from madmax_lib.accounting import (
+        breakdown as breakdown,
+        exposed_by_collective as exposed_by_collective,
+        top_kernels as top_kernels,
+    )
+    from madmax_lib.traces import hta as hta
+    from madmax_lib.traces.advise import advise as advise
+    from madmax_lib.traces.comm.alignment import align as align, clock_offsets as clock_offsets
+    from madmax_lib.traces.comm.collectives import by_group as by_group, calls as calls, waiting as waiting
+    from madmax_lib.traces.critical_path import (
+        critical_path as critical_path,
+        faster_kinds as faster_kinds,
+        path_share as path_share,
+        what_if as what_if,
+    )
+    from madmax_lib.traces.diff import (
+        align_ranks as align_ranks,
+        align_steps as align_steps,
+        compare as compare,
+        compare_ops as compare_ops,
+        op_names as op_names,
+    )
+    from madmax_lib.traces.export import export_trace as export_trace
+    from madmax_lib.traces.launch_gain import launch_gain as launch_gain
+    from madmax_lib.traces.operators.memory import (
+        allocations as allocations,
+        growth as growth,
+        held_at_peak as held_at_peak,
+        memory_timeline as memory_timeline,
+        peak as peak,
+        read_memory_timeline as read_memory_timeline,
+    )
+    from madmax_lib.traces.operators.ops import (
+        kernel_types as kernel_types,
+        kernels as kernels,
+        modules as modules,
+        operators as operators,
+    )
+    from madmax_lib.traces.operators.roofline import mfu as mfu, roofline as roofline
+    from madmax_lib.traces.read.kineto import read_trace as read_trace
+    from madmax_lib.traces.stragglers import skew as skew, stragglers as stragglers
+    from madmax_lib.traces.waits.idle import idle as idle
+    from madmax_lib.traces.waits.launch import (
+        launch_bound as launch_bound,
+        launch_floor as launch_floor,
+        launches as launches,
+        queue_length as queue_length,
+        queue_series as queue_series,
+        short_kernels as short_kernels,
+    )
+    from madmax_lib.traces.waits.step_times import step_summary as step_summary, steps as steps
+
+__all__ = open_room(__name__)

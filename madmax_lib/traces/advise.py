@@ -13,10 +13,10 @@ import pandas as pd
 from madmax_lib.accounting import breakdown
 from madmax_lib.intervals import pack, subtraction, total
 from madmax_lib.timeline import Timeline, with_origin
-from madmax_lib.traces.collectives import arrivals, calls
-from madmax_lib.traces.idle import idle
-from madmax_lib.traces.launch import device_work, launch_bound
+from madmax_lib.traces.comm.collectives import arrivals, calls
 from madmax_lib.traces.stragglers import stragglers
+from madmax_lib.traces.waits.idle import idle
+from madmax_lib.traces.waits.launch import device_work, launch_bound
 from madmax_lib.units import NS_PER_S, format_bytes, format_s
 
 __all__ = ["COLUMNS", "advise"]

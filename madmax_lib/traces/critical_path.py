@@ -17,7 +17,7 @@ import pandas as pd
 
 from madmax_lib.intervals import pack, total
 from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
-from madmax_lib.traces.dependencies import Graph, graph
+from madmax_lib.traces.waits.dependencies import Graph, graph
 from madmax_lib.units import NS_PER_S
 
 __all__ = ["PATH_KINDS", "critical_path", "faster_kinds", "path_share", "what_if"]

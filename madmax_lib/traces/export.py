@@ -17,9 +17,9 @@ from isal import igzip
 
 from madmax_lib.atomic import replacing
 from madmax_lib.timeline import BUSY_KINDS, Timeline
-from madmax_lib.traces.events import FAR_NS, SOURCE_KEY
 from madmax_lib.traces.export_rows import rank_table
-from madmax_lib.traces.kernel_names import collective_of, original_name
+from madmax_lib.traces.read.events import FAR_NS, SOURCE_KEY
+from madmax_lib.traces.read.kernel_names import collective_of, original_name
 
 __all__ = ["export_trace"]
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from madmax_lib.accounting import breakdown
-from madmax_lib.traces.files import find_traces
-from madmax_lib.traces.kineto import TraceWarning, read_trace
+from madmax_lib.traces.read.files import find_traces
+from madmax_lib.traces.read.kineto import TraceWarning, read_trace
 
 if TYPE_CHECKING:
     from hta.trace_analysis import TraceAnalysis

@@ -13,7 +13,7 @@ import pandas as pd
 
 from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.critical_path import what_if
-from madmax_lib.traces.launch import launch_bound, launches
+from madmax_lib.traces.waits.launch import launch_bound, launches
 
 __all__ = ["launch_gain"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pandas as pd
 
 from madmax_lib.timeline import Timeline
-from madmax_lib.traces.collectives import arrivals
+from madmax_lib.traces.comm.collectives import arrivals
 
 __all__ = ["skew", "stragglers"]
 

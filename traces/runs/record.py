@@ -16,7 +16,7 @@ from pathlib import Path
 from madmax_lib.accounting import breakdown
 from madmax_lib.runs.launch import launch
 from madmax_lib.runs.spec import RunSpec
-from madmax_lib.traces.kineto import read_trace
+from madmax_lib.traces.read.kineto import read_trace
 
 HERE = Path(__file__).parent
 STEPS = 12  # two to warm up, three traced in the middle

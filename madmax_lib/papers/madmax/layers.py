@@ -1,0 +1,219 @@
+"""How much does each layer compute and move in the MAD-Max model, and how long does each piece take?
+
+The layers of MAD-Max [Hsia et al., ISCA 2024, arXiv 2310.02784] as its public release counts them (behaviour
+recorded), under the strategies and at the rates of `papers.madmax.rules`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from madmax_lib.papers.madmax.rules import (
+    GLOBAL,
+    TASKS,
+    TYPES,
+    Element,
+    Embedding,
+    Layer,
+    Rates,
+    Rules,
+    Work,
+    check_fields,
+    parse_classes,
+    rates_of,
+)
+
+__all__ = ["workload"]
+
+
+def workload(model: Mapping, system: Mapping, strategy: str, task: str, global_batch: float, rules: Rules) -> Work:
+    """All layers of a model on one GPU of a system, with amounts and durations.
+
+    Raises ValueError for fields that are missing or out of range, naming field, value and rule.
+    """
+    _check_inputs(model, system, task, global_batch)
+    devices, is_dlrm = int(system["num_devices"]), model["type"].startswith("DLRM")
+    split = parse_classes(strategy, _classes(model), devices, int(system["num_nodes"]))
+    rates = rates_of(system, model["bytes_per_nonemb_param"])
+    batches = {name: global_batch * _degree(elements, "tp") / devices for name, elements in split.items()}
+    layers = _layers(model, rates, split, batches, rules)
+    embed = _sharded_embedding if is_dlrm else _replicated_embedding
+    embedding = embed(model, rates, global_batch / devices, devices)
+    shards = {name: _degree(elements, "tp") * _degree(elements, "fsdp") for name, elements in split.items()}
+    held = {"embedding": embedding.weight_bytes}
+    for layer in layers:
+        held[layer.part] = held.get(layer.part, 0.0) + layer.weight_bytes / shards[_class(layer)]
+    if task == "finetune":
+        layers = _frozen(layers, rules.frozen)
+        embedding = embedding._replace(trained="embedding" not in rules.frozen)
+    gathers_ahead = rules.schedule == "optimised" or (rules.schedule == "released" and model["type"] == "ViT")
+    last = _class(layers[-1])
+    first = _first_gather(layers[-1], rates, split[last], shards[last], rules)
+    return Work(embedding, layers, first, gathers_ahead, is_dlrm, devices, batches[last], held)
+
+
+def _classes(model: Mapping) -> tuple[str, ...]:
+    """Classes of dense layers that may be split in different ways."""
+    mlp = ("bottom", "top") if "DLRM" in model["type"] else ()
+    return (*mlp, *(("attention", "fc") if "num_transformer_layers" in TYPES[model["type"]] else ()))
+
+
+def _class(layer: Layer) -> str:
+    return layer.name.partition(" ")[0]
+
+
+def _degree(elements: tuple[Element, ...], kind: str) -> int:
+    return math.prod(element.degree for element in elements if element.kind == kind)
+
+
+class _Shape(NamedTuple):
+    """A dense layer before it is split: parameter bytes, forward FLOPs and output bytes of the local batch."""
+
+    weight_bytes: float
+    flops: float
+    activation_bytes: float
+    experts: int = 0
+
+
+def _shapes(model: Mapping, local_batch: float) -> dict[str, _Shape]:
+    """Weights and work of an MLP layer, of attention (4 h x h) and of an FC pair (2 h x g); no scores, no gate."""
+    size, shapes = model["bytes_per_nonemb_param"], {}
+    experts, active = (model["num_experts"], model["num_active_experts"]) if "MoE" in model["type"] else (0, 1)
+    if "DLRM" in model["type"]:
+        params, activations = model["mlp_dim"] ** 2, local_batch * model["mlp_dim"] * size
+        shapes["bottom"] = _Shape(params * size, 2 * params * local_batch, activations)
+        shapes["top"] = _Shape(params * size, 2 * params * local_batch, activations)
+        if experts:
+            shapes["top"] = _Shape(experts * params * size, active * 2 * params * local_batch, activations, experts)
+    if "num_transformer_layers" in TYPES[model["type"]]:
+        hidden, tokens = model["attention_dim"], local_batch * _sequence(model)
+        attention, fc = 4 * hidden**2, 2 * hidden * model["transformer_fc_dim"]
+        activations = tokens * hidden * size
+        shapes["attention"] = _Shape(attention * size, 2 * attention * tokens, activations)
+        shapes["fc"] = _Shape(max(experts, 1) * fc * size, active * 2 * fc * tokens, activations, experts)
+    return shapes
+
+
+def _sequence(model: Mapping) -> float:
+    """Tokens of a sample; a ViT has one per patch and no class token."""
+    return (model["image_size"] // model["patch_dim"]) ** 2 if model["type"] == "ViT" else model["transformer_seq_len"]
+
+
+def _layers(
+    model: Mapping, rates: Rates, split: dict[str, tuple[Element, ...]], batches: dict[str, float], rules: Rules
+) -> list[Layer]:
+    """The dense layers in forward order: bottom MLP, transformer blocks, top MLP, as the model type has them.
+
+    With tp, an MLP sums its activations after every second layer (Megatron's column-row pairs), attention and FC
+    each after themselves. In the backward pass of DLRM-Transformer the sum after an FC does not block (as released).
+    """
+    shapes = {name: _shapes(model, batch)[name] for name, batch in batches.items()}
+    blank = {name: _layer(name, shape, rates, split[name], rules) for name, shape in shapes.items()}
+    is_dlrm = "bottom" in shapes
+    if is_dlrm and "fc" in shapes and not rules.blocking_fc:
+        backward = tuple(c._replace(blocking=False) for c in blank["fc"].backward)
+        blank["fc"] = blank["fc"]._replace(backward=backward)
+    blocks = int(model["num_transformer_layers"]) if "fc" in shapes else 0
+    layers = _mlp(blank["bottom"], model["num_bot_mlp_layers"], "bottom", False) if is_dlrm else []
+    for i in range(blocks):
+        part = "head" if i == blocks - 1 and not is_dlrm else "transformer"
+        layers += [blank[name]._replace(name=f"{name} {i}", part=part) for name in ("attention", "fc")]
+    return layers + _mlp(blank["top"], model["num_top_mlp_layers"], "head", True) if is_dlrm else layers
+
+
+def _mlp(blank: Layer, count: float, part: str, after_embedding: bool) -> list[Layer]:
+    """A stack of MLP layers: activations are summed after odd layers forward, after even layers backward."""
+    blank = blank._replace(part=part, after_embedding=after_embedding)
+    inner = tuple(c for c in blank.backward if c.what != "activations")
+    return [
+        blank._replace(name=f"{blank.name} {i}", backward=inner)
+        if i % 2
+        else blank._replace(name=f"{blank.name} {i}", forward=())
+        for i in range(int(count))
+    ]
+
+
+def _layer(name: str, shape: _Shape, rates: Rates, elements: tuple[Element, ...], rules: Rules) -> Layer:
+    """One layer under a strategy; each element acts on the layer as split by the elements after it.
+
+    An element of degree 1 communicates nothing: ours, no recorded output has two elements in a single node. Ours too
+    is "tp,fsdp", which the release lacks: tp has split the weights before fsdp gathers them.
+    """
+    gather, exchange, forward, backward = None, None, (), ()
+    for k, (kind, degree, level) in enumerate(elements):
+        size_bytes = shape.weight_bytes / _degree(elements[k + 1 :], "tp")
+        if degree == 1:
+            continue
+        if kind == "tp":
+            total = rates.collective("all_reduce", shape.activation_bytes, level, "activations", blocking=True)
+            forward, backward = (total,), (*backward, total)
+            if shape.experts:
+                exchange = rates.collective("all_to_all", shape.activation_bytes / shape.experts, level, "tokens")
+        elif kind == "fsdp":
+            size_bytes /= _degree(elements[:k], "tp")
+            gather = rates.collective("all_gather", size_bytes, level, "weights")
+            backward = (*backward, rates.collective("reduce_scatter", size_bytes, level, "gradients"))
+        else:
+            if rules.sharded_ddp:  # elements before this one are inside the node and have split the gradients too
+                size_bytes /= _degree(elements[:k], "tp") * _degree(elements[:k], "fsdp")
+            backward = (*backward, rates.collective("all_reduce", size_bytes, level, "gradients"))
+    forward_s = shape.flops / _degree(elements, "tp") / rates.flops_per_s
+    return Layer(name, "", shape.weight_bytes, forward_s, 2 * forward_s, gather, exchange, forward, backward, True)
+
+
+def _sharded_embedding(model: Mapping, rates: Rates, samples: float, devices: int) -> Embedding:
+    """DLRM: tables are spread over all devices; an All2All hands out what was looked up, another the gradients."""
+    row_bytes = model["emb_dim"] * model["bytes_per_emb_param"]
+    lookup_bytes = model["num_tables"] * model["pooling_size"] * row_bytes * samples
+    moved_bytes = 2 * lookup_bytes / devices if devices > 1 else 0.0
+    exchange = rates.collective("all_to_all", moved_bytes, GLOBAL, "activations", blocking=True)
+    weight_bytes = model["num_tables"] * model["entries_per_table"] * row_bytes / devices
+    backward = exchange._replace(what="gradients")
+    return Embedding(weight_bytes, lookup_bytes / rates.memory_bytes_per_s, exchange, backward, True)
+
+
+def _replicated_embedding(model: Mapping, rates: Rates, samples: float, devices: int) -> Embedding:
+    """LLM, ViT: token (patch) and position tables on every device; the AllReduce carries the rows looked up."""
+    row_bytes, sequence = model["attention_dim"] * model["bytes_per_emb_param"], _sequence(model)
+    lookup_bytes = 2 * samples * sequence * row_bytes
+    entries = 3 * model["patch_dim"] ** 2 if model["type"] == "ViT" else model["entries_per_table"]
+    backward = rates.collective("all_reduce", lookup_bytes if devices > 1 else 0.0, GLOBAL, "gradients")
+    return Embedding((entries + sequence) * row_bytes, lookup_bytes / rates.memory_bytes_per_s, None, backward, True)
+
+
+def _first_gather(last: Layer, rates: Rates, elements: tuple[Element, ...], sharding: int, rules: Rules):
+    """The AllGather before the optimised backward pass; as released also without fsdp, sized by the first element."""
+    _, degree, level = elements[0]
+    if last.gather or degree == 1 or not rules.stray_gather:
+        return last.gather
+    return rates.collective("all_gather", last.weight_bytes / sharding * degree, level, "stray")
+
+
+def _frozen(layers: list[Layer], frozen: tuple[str, ...]) -> list[Layer]:
+    """Fine-tuning: a frozen layer only passes gradients on (1x forward), and not even that with nothing to train below.
+
+    A trained layer costs 2x forward as in pre-training, also the lowest one.
+    """
+    result, trained_below = [], False
+    for layer in layers:
+        if layer.part not in frozen:
+            trained_below = True
+        elif trained_below or (layer.after_embedding and "embedding" not in frozen):
+            backward = tuple(c for c in layer.backward if c.what == "activations")
+            layer = layer._replace(backward_s=layer.forward_s, backward=backward)
+        else:
+            layer = layer._replace(backward_s=0.0)
+        result.append(layer)
+    return result
+
+
+def _check_inputs(model: Mapping, system: Mapping, task: str, global_batch: float) -> None:
+    if task not in TASKS:
+        raise ValueError(f"task={task!r} is not one of {', '.join(TASKS)}")
+    if model["type"] not in TYPES:
+        raise ValueError(f"type={model['type']!r} of model {model.get('name', '')} is not one of {', '.join(TYPES)}")
+    check_fields("model", model, ("bytes_per_nonemb_param", "bytes_per_emb_param", *TYPES[model["type"]]))
+    check_fields("system", system, ("num_devices", "num_nodes"))
+    check_fields("case of", {**model, "global_batch": global_batch}, ("global_batch",))

@@ -1,0 +1,220 @@
+"""What does a pipeline stage take in Metis' model: speed, memory, and each term of the cost?
+
+Stage performance, memory demand and costs of Metis [Um et al., USENIX ATC 2024] as its public release computes them
+(behaviour recorded), defects included: a mixed replica runs at the speed of its first GPU, memory is that of the first
+GPU type and of a batch split over the whole cluster, traffic between nodes takes the bandwidth inside them, pipeline
+bytes are counted as elements. Times in ms, memory in MB, sums from left to right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from madmax_lib.papers.metis.job import Job
+from madmax_lib.planner.hetero.nodes import Node
+from madmax_lib.planner.hetero.profiles import plain_sum
+
+__all__ = ["Layout", "NotProfiled", "Stage", "cost_ms"]
+
+_MEMORY_FACTOR, _MEMORY_LEAST = 5.0, 0.001  # MB that even an empty stage demands
+_PER_GB_PER_MS = 1024 * 1024  # a GB/s is taken as this many units per ms
+
+
+class NotProfiled(KeyError):
+    """A term of the cost needs a batch that is not in the profiles; Metis drops such a plan."""
+
+
+class Layout:
+    """The cluster in one order of its GPU types: the ranks of a type follow one another, node by node.
+
+    The release takes the size of the first node in the host file for that of all.
+    """
+
+    def __init__(self, nodes: Sequence[Node], order: Sequence[str], job: Job):
+        self.job, self.nodes, self.order = job, nodes, tuple(order)
+        of_type = {device: [node for node in nodes if node.device == device] for device in order}
+        self._per_node = nodes[0].gpus
+        self.types = [device for device in order for node in of_type[device] for _ in range(node.gpus)]
+        self.checked_types = [device for device in order for _ in range(len(of_type[device]) * self._per_node)]
+        self._node_types = [device for device in order for _ in of_type[device]]
+        self._intra = {device: [node.intra_gb_per_s for node in of_type[device]] for device in order}
+        self._memory_mb = {device: of_type[device][0].memory_gb * 1024 for device in order}
+        self._stages: dict[tuple[int, int, int, int], Stage] = {}
+        self._between: dict[tuple[int, int], float] = {}
+        self._shares: dict[tuple[int, int, int], list[int]] = {}
+
+    def stage(self, start: int, gpus: int, dp: int, batches: int) -> Stage:
+        """The stage on ranks start to start + gpus with this degree and number of micro-batches."""
+        key = (start, gpus, dp, batches)
+        if key not in self._stages:
+            self._stages[key] = Stage(self, *key)
+        return self._stages[key]
+
+    def memory_mb(self, start: int, gpus: int) -> float:
+        """Memory of all GPUs of a stage together."""
+        return plain_sum(self._memory_mb[device] for device in self.types[start : start + gpus])
+
+    def bandwidth(self, ranks: Iterable[int]) -> float:
+        """GB/s of a group of ranks; beyond a node the release takes the least bandwidth inside the nodes involved."""
+        nodes = {rank // self._per_node for rank in ranks}
+        if max(nodes) >= len(self._node_types):
+            sizes = sorted({node.gpus for node in self.nodes})
+            raise ValueError(f"nodes differ in size ({', '.join(map(str, sizes))} GPUs), the first is not the largest")
+        types = {self._node_types[node] for node in nodes}
+        if len(nodes) == 1:
+            return self._intra[types.pop()][0]
+        return min(min(self._intra[device]) for device in types)
+
+    def bandwidth_between(self, start: int, end: int) -> float:
+        """GB/s over all ranks from start to end."""
+        if (start, end) not in self._between:
+            self._between[start, end] = self.bandwidth(range(start, end))
+        return self._between[start, end]
+
+    def split(self, types: Sequence[str], block: int, dp: int, tp: int, samples: int) -> list[int]:
+        """Samples of each replica, proportional to the speed of the first GPU of its block; largest remainders."""
+        if (dp - 1) * block >= len(types):
+            raise ValueError(f"nodes differ in size: {len(types)} GPUs by the size of the first, {dp * block} in all")
+        speeds = [1 / self.job.full_ms(types[replica * block], tp, 1) for replica in range(dp)]
+        total = plain_sum(speeds)
+        exact = [samples * (speed / total) for speed in speeds]
+        whole = [int(value) for value in exact]
+        by_rest = sorted(range(dp), key=lambda replica: whole[replica] - exact[replica])
+        for replica in by_rest[: samples - sum(whole)]:
+            whole[replica] += 1
+        return whole
+
+    def cluster_split(self, dp: int, tp: int, samples: int) -> list[int]:
+        """Samples of each replica if all GPUs were one stage."""
+        key = (dp, tp, samples)
+        if key not in self._shares:
+            self._shares[key] = self.split(self.checked_types, len(self.types) // dp, *key)
+        return self._shares[key]
+
+
+class Stage:
+    """`gpus` ranks from `start` on as dp replicas of tp GPUs, in a step of `batches` micro-batches."""
+
+    def __init__(self, layout: Layout, start: int, gpus: int, dp: int, batches: int):
+        self.layout, self.start, self.gpus, self.dp, self.batches = layout, start, gpus, dp, batches
+        self.tp = gpus // dp
+        job = layout.job
+        self.samples = job.global_batch // batches  # of all replicas
+        self.micro_batch = job.global_batch // dp // batches
+        self.valid = 1 <= self.micro_batch <= job.max_bs and self.tp <= job.max_tp
+        self.degrees = [dp, self.tp]
+        self._types = layout.types[start : start + gpus]
+        self._mixed = len(set(self._types)) > 1
+        self._mixed_ms: dict[tuple[int, int], float] = {}
+        self._mixed_mb: dict[tuple[int, int], float] = {}
+
+    @cached_property
+    def halved(self) -> Stage | None:
+        """The same ranks with half the replicas, twice the tensor parallel degree."""
+        if self.dp == 1:
+            return None
+        return self.layout.stage(self.start, self.gpus, self.dp // 2, self.batches)
+
+    @cached_property
+    def _replicas(self) -> list[tuple[str, list[int]]]:
+        """GPU type and batches (powers of two, descending) of each replica of a stage of several types."""
+        block = self.gpus // self.dp
+        samples = self.layout.split(self._types, block, self.dp, self.tp, self.samples)
+        return [(self._types[number * block], _powers(count)) for number, count in enumerate(samples) if count]
+
+    @cached_property
+    def performance(self) -> float:
+        """Micro-batches per ms if the stage had all layers."""
+        full_ms = self.layout.job.full_ms
+        if not self._mixed:
+            return 1 / full_ms(self._types[0], self.tp, self.micro_batch)
+        times = (plain_sum(full_ms(device, self.tp, part) for part in parts) for device, parts in self._replicas)
+        return 1 / max(times)
+
+    @cached_property
+    def _memory(self) -> list[list[list[float]]]:
+        """Memory tables that add up to the demand: one, or one per part of each replica."""
+        types = self.layout.checked_types[self.start : self.start + self.gpus]
+        if len(set(types)) == 1:
+            batches = [self.micro_batch]
+        else:
+            split = self.layout.cluster_split(self.dp, self.tp, self.samples)
+            batches = [part for count in split for part in _powers(count)]
+        return [self.layout.job.slices("memory_mb", self.layout.order[0], self.tp, batch) for batch in batches]
+
+    def demand_mb(self, x: int, y: int) -> float:
+        """Memory that Metis expects for layers x to y."""
+        tables = self._memory
+        if len(tables) == 1:
+            return _MEMORY_LEAST + _MEMORY_FACTOR * tables[0][x][y - x]
+        if (x, y) not in self._mixed_mb:
+            self._mixed_mb[x, y] = plain_sum([_MEMORY_LEAST, *(_MEMORY_FACTOR * table[x][y - x] for table in tables)])
+        return self._mixed_mb[x, y]
+
+    @cached_property
+    def _layer_ms(self) -> list[list[float]]:
+        return self.layout.job.slices("layer_ms", self._types[0], self.tp, self.micro_batch)
+
+    def compute_ms(self, x: int, y: int) -> float:
+        """Time of a micro-batch in layers x to y. Raises NotProfiled for a part above the largest batch."""
+        if not self._mixed:
+            return self._layer_ms[x][y - x]
+        if (x, y) not in self._mixed_ms:
+            job = self.layout.job
+            if max(parts[0] for _, parts in self._replicas) > job.max_bs:
+                raise NotProfiled
+            self._mixed_ms[x, y] = max(
+                plain_sum(job.slices("layer_ms", device, self.tp, part)[x][y - x] for part in parts)
+                for device, parts in self._replicas
+            )
+        return self._mixed_ms[x, y]
+
+    @cached_property
+    def all_reduce_ms_per_byte(self) -> float:
+        """Of the ring all-reduce of gradients over the dp replicas."""
+        groups = (range(self.start + first, self.start + self.gpus, self.dp) for first in range(self.dp))
+        bandwidth = min(map(self.layout.bandwidth, groups))
+        return 2 * (self.dp - 1) / (self.dp * (bandwidth * _PER_GB_PER_MS))
+
+    @cached_property
+    def sync_ms(self) -> float:
+        """Forward and backward time outside of layers. Raises NotProfiled where a type has none."""
+        table = self.layout.job.profiles.table
+        keys = [(device, self.tp, self.micro_batch) for device in set(self._types)]
+        times = [table[key].sync_ms if key in table else 0.0 for key in keys]
+        if not all(times):
+            raise NotProfiled
+        return max(times)
+
+
+def cost_ms(stages: Sequence[Stage], partition: Sequence[int], costed: int) -> float:
+    """Metis' cost of a step in ms, of the first `costed` stages. Raises NotProfiled where the plan is dropped.
+
+    partition: (stages + 1,) layer boundaries. (batches - 1) x slowest stage + all stages + time outside of layers +
+    slowest optimizer + slowest gradient all-reduce + pipeline transfers + batch generator.
+    """
+    layout, job, batches = stages[0].layout, stages[0].layout.job, stages[0].batches
+    compute, transfers, reduces, optimizers = [], 0, [], []
+    optimizer_ms = 2 * job.model.optimizer_ms
+    for number in range(costed):
+        stage, x, y = stages[number], partition[number], partition[number + 1]
+        compute.append(stage.compute_ms(x, y))
+        reduces.append(stage.all_reduce_ms_per_byte * (job.parameters_bytes[x][y] / stage.tp))
+        optimizers.append(optimizer_ms / stage.tp * ((y - x) / job.layers))
+        if number < costed - 1:
+            width = job.vocab / stage.tp if y == job.layers - 1 else job.hidden
+            bandwidth = layout.bandwidth_between(stage.start, stage.start + stage.gpus + stages[number + 1].gpus)
+            transfers += stage.micro_batch * job.sequence * width / (bandwidth * _PER_GB_PER_MS)
+    execution = (batches - 1) * max(compute) + plain_sum(compute)
+    sync = stages[costed - 1].sync_ms * batches
+    return execution + sync + max(optimizers) + max(reduces) + transfers + job.model.batch_generator_ms * batches
+
+
+def _powers(number: int) -> list[int]:
+    """Powers of two that sum to a number, descending.
+
+    >>> _powers(11)
+    [8, 2, 1]
+    """
+    return [1 << bit for bit in range(number.bit_length() - 1, -1, -1) if number >> bit & 1]

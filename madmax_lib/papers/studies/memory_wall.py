@@ -1,0 +1,175 @@
+"""Which models of the heterogeneous-training study can be trained on its two machines, how fast, and what holds them?
+
+dheerj188/HeterogeneousTraining-IISc lists GPT-2 shapes of 3B to 41B parameters and names two machines, four V100-32GB
+with 192 GB and a DGX H100 with 2 TB; it stores no times. All rows here are predictions of `simulator`, beside the
+largest models that it and others report (`data/scale_limits.csv`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib import catalog
+from madmax_lib.papers.origin import with_origin
+from madmax_lib.plan import Plan
+from madmax_lib.simulator.estimate import estimate, work_of
+from madmax_lib.simulator.offload.fits import fits
+from madmax_lib.simulator.offload.hosts import rates
+from madmax_lib.simulator.offload.largest import gpt_shape, largest_model
+from madmax_lib.simulator.offload.offload import best_offload, offload_times
+from madmax_lib.simulator.offload.placement import METHODS, Policy, normalised, split_of
+from madmax_lib.simulator.rates.parameters import shipped
+from madmax_lib.simulator.step.power import step_energy
+from madmax_lib.simulator.step.step_time import COMMUNICATION, COMPUTE
+from madmax_lib.specs import Cluster, Transformer
+
+__all__ = ["STUDY_METHODS", "adam_published", "hypotheses_table", "limits_table", "measured_host", "methods_table",
+           "seed_model", "seed_models", "share_table"]  # fmt: skip
+
+STUDY_METHODS = {
+    "DDP": ("z0", None),
+    "ZeRO-1": ("z1", None),
+    "ZeRO-2": ("z2", None),
+    "ZeRO-3": ("z3", None),
+    "ZeRO-Offload": ("z2.offload-optimizer", None),
+    "ZeRO-3 Offload": ("z3.offload-all", 1.0),
+    "Gemini, static": ("z3.offload-chunks", 1.0),
+    "Gemini, dynamic": ("z3.offload-chunks", None),
+}
+_MACHINE_FILES = ("clusters.csv", "devices.csv", "hosts.csv", "links.csv", "parameters.json")
+_RULES = "predicted by the simulator"
+_CAUSES = {
+    "compute": COMPUTE,
+    "communication": COMMUNICATION,
+    "offload": ("offload_s",),
+    "host": ("launch_s", "overhead_s", "bubble_s"),
+}
+
+
+def seed_models() -> list[str]:
+    """Names of the shapes, the smallest first."""
+    return catalog.table("hetero_models")["name"].tolist()
+
+
+def seed_model(name: str) -> Transformer:
+    """A shape by name. Raises ValueError for an unknown one."""
+    rows = catalog.table("hetero_models").set_index("name")
+    if name not in rows.index:
+        raise ValueError(f"model {name!r} is not one of {', '.join(rows.index)}")
+    row = rows.loc[name]
+    shape = gpt_shape(int(row["hidden"]), int(row["layers"]), int(row["sequence"]), int(row["heads"]))
+    return replace(shape, name=name)
+
+
+def methods_table(cluster: Cluster, models: Iterable[str] | None = None, *, micro_batch: int = 16) -> pd.DataFrame:
+    """Every model by every method on all devices of a cluster, full recompute, one micro-batch per device.
+
+    model, parameters, method, plan, fits, bound (place with the least room left), share (of what may leave the device,
+    the fastest that fits), step_s, low_s, high_s, tokens_per_s, offload_s, bottleneck (compute, communication, offload
+    or host: the largest exposed part), tflops (8 x parameters x tokens over time and devices, as the study counts) and
+    token_j with token_low_j and token_high_j. What does not fit has no times.
+    """
+    rows = []
+    for name in models or seed_models():
+        model = seed_model(name)
+        for method, (text, share) in STUDY_METHODS.items():
+            plan = Plan.parse(f"dp{cluster.world_size}.mb{micro_batch}.full.{text}")
+            rows.append({"model": name, "parameters": model.parameters, "method": method, "plan": str(plan),
+                         **_row(model, cluster, plan, Policy(share=share))})  # fmt: skip
+    return with_origin(pd.DataFrame(rows), "hetero_models.csv", *_MACHINE_FILES, rules=_RULES)
+
+
+def limits_table() -> pd.DataFrame:
+    """The largest model per published method and machine: system, method, machine, published and ours (1e9 parameters),
+    ratio, bound (place that is full) and confidence. A published size is what was tried, so ours should not be less.
+    """
+    rows = []
+    for row in catalog.table("scale_limits").to_dict("records"):
+        cluster = replace(catalog.cluster(row["cluster"]), devices_per_node=int(row["devices"]))
+        found = largest_model(cluster, row["method"])
+        published, ours = float(row["params_e9"]), found.parameters / 1e9
+        rows.append({"system": row["system"], "method": row["method"],
+                     "machine": f"{row['devices']} x {cluster.device.name}, {float(row['host_memory_gb']):.0f} GB",
+                     "published": published, "ours": ours, "ratio": ours / published, "bound": found.result.bound,
+                     "confidence": row["confidence"]})  # fmt: skip
+    return with_origin(pd.DataFrame(rows), "scale_limits.csv", *_MACHINE_FILES, rules=_RULES)
+
+
+def _row(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -> dict:
+    batch = plan.dp * plan.micro_batch
+    found = fits(model, cluster, plan, global_batch=batch, dtype="fp16", policy=policy if plan.offload else None)
+    row = {"fits": found.fits, "bound": found.bound}
+    if not found.fits:
+        return row
+    times = estimate(model, cluster, plan, global_batch=batch, dtype="fp16", policy=policy).iloc[0]
+    parts = {cause: sum(times.get(name, 0.0) for name in names) for cause, names in _CAUSES.items()}
+    tokens = batch * model.sequence
+    share = times.get("offload_share", float("nan"))
+    energy = step_energy(times, cluster, tokens, _host_busy_s(model, cluster, plan, share))
+    tflops = 8 * model.parameters * tokens / times["step_s"] / cluster.world_size / 1e12
+    return row | {
+        "share": share,
+        **{name: times[name] for name in ("step_s", "low_s", "high_s", "tokens_per_s")},
+        "offload_s": times.get("offload_s", 0.0), "bottleneck": max(parts, key=parts.get), "tflops": tflops,
+        **{name: energy[name] for name in ("token_j", "token_low_j", "token_high_j")},
+    }  # fmt: skip
+
+
+def _host_busy_s(model: Transformer, cluster: Cluster, plan: Plan, share: float) -> float:
+    """Seconds of CPU Adam in a step."""
+    if plan.offload is None:
+        return 0.0
+    plan = normalised(plan, model, "fp16")
+    owned = model.parameters / (plan.dp if plan.zero else 1)
+    return rates(cluster).adam_s(float(split_of(METHODS[plan.offload], share).states) * owned)
+
+
+def hypotheses_table(cluster: Cluster, *, micro_batch: int = 16) -> pd.DataFrame:
+    """Static full offload with gradients in the chunks of weights (14 bytes per parameter), or beside them (16, 18).
+
+    model, bytes per parameter, host_gb (states in host memory), fits.
+    """
+    rows = []
+    for name in ("gpt2_9b", "gpt2_10b", "gpt2_14b"):
+        model = seed_model(name)
+        plan = Plan(dp=cluster.world_size, micro_batch=micro_batch, zero=3, recompute="full", offload="chunks")
+        for gradients in (0, 2, 4):
+            policy = Policy(share=1.0, gradient_bytes=gradients)
+            found = fits(model, cluster, plan, global_batch=plan.dp * micro_batch, dtype="fp16", policy=policy)
+            rows.append((name, 14 + gradients, (14 + gradients) * model.parameters / 1e9, found.fits))
+    return pd.DataFrame(rows, columns=["model", "bytes per parameter", "host_gb", "fits"])
+
+
+def share_table(model: Transformer, cluster: Cluster, plan: Plan, *, global_batch: int) -> pd.DataFrame:
+    """Exposed seconds by the share that leaves the device, whether it fits or not; `.attrs["best"]` is what is found.
+
+    Columns of `OffloadTimes`.
+    """
+    plan = normalised(plan, model, "fp16")
+    work = work_of(model, cluster, plan, global_batch, dtype="fp16")
+    times = offload_times(model, cluster, plan, work, shipped(), np.linspace(0, 1, 101), global_batch=global_batch)
+    _, best = best_offload(model, cluster, plan, work, shipped(), global_batch=global_batch, dtype="fp16")
+    table = pd.DataFrame(vars(times))
+    table.attrs["best"] = float(best.share[0])
+    return table
+
+
+def measured_host() -> pd.DataFrame:
+    """What `runs.measure.host_bench` measured on the machine that the source column names."""
+    table = catalog.table("host_measured")
+    numbers = [name for name in table if name not in ("what", "how", "machine", "source", "date")]
+    table = table.astype(dict.fromkeys(numbers, float)).astype({"threads": int})
+    return with_origin(table, "host_measured.csv", rules="as measured")
+
+
+def adam_published() -> pd.DataFrame:
+    """Published seconds of CPU Adam beside ours: parameters, published_s, ours_s, ratio."""
+    table = catalog.table("adam_published").astype({"parameters": float, "seconds": float})
+    ours = [rates(replace(catalog.cluster(row.machine), devices_per_node=1)).adam_s(row.parameters)
+            for row in table.itertuples()]  # fmt: skip
+    return pd.DataFrame({"parameters": table["parameters"], "published_s": table["seconds"], "ours_s": ours,
+                         "ratio": ours / table["seconds"]})  # fmt: skip

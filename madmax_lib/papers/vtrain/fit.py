@@ -1,0 +1,170 @@
+"""Which operator times reproduce vTrain's own predictions? Five constants per group, found by linear least squares.
+
+vTrain's table `ground_truth_single` is output of the simulator, so it can be taken apart exactly. For a step of m
+micro-batches, L layers on p stages (n = L/p each), without recomputation [derived from the graph of Bang et al., MICRO
+2024; A: tensor-parallel all-reduce, P: send, D: slowest gradient all-reduce]:
+
+  T = (m+p-1) n (l + 4A) + e' + m g + (m+2p-3) P [p > 1] + n w + w0 + D,  e' = e, or m e without a pipeline
+
+l: a layer forward and backward, e: embedding, g: output and loss, w: update of a layer, w0: of the embedding, in
+seconds; they depend on hidden size, heads, sequence, tensor parallelism and micro-batch. T is linear in them, so what
+a group's rows determine is a matter of rank: a row outside their span is not predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.papers.vtrain.comm import Nccl, gradient_bytes, gradient_s, send_s, tensor_s
+from madmax_lib.papers.vtrain.config import TABLE, Shape, shape_of
+from madmax_lib.papers.vtrain.graph import Operators
+from madmax_lib.papers.vtrain.rules import Rules, parse_rules
+
+__all__ = ["CONSTANTS", "GROUP", "Group", "Profile", "data_parallel_pairs", "fit", "known_s", "predict", "terms"]
+
+CONSTANTS = ("layer_s", "embedding_s", "output_s", "layer_update_s", "embedding_update_s")
+GROUP = ("hidden", "heads", "sequence", "tp", "micro_batch")
+TIME = "iteration time (ms)"
+_SPAN = 1e-9  # singular values and residues below this share count as zero
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the rows of one group tell. values: of CONSTANTS in seconds, meaningful in combinations inside `span` only.
+
+    scale, span: columns were divided by scale; the rows of span (rank, 5) are an orthonormal basis of what is known.
+    """
+
+    rows: int
+    values: np.ndarray
+    scale: np.ndarray
+    span: np.ndarray
+    worst_s: float
+
+    def covers(self, terms: np.ndarray) -> np.ndarray:
+        """Does each row (n, 5) follow from what is known?"""
+        scaled = terms / self.scale
+        rest = scaled - scaled @ self.span.T @ self.span
+        return np.linalg.norm(rest, axis=1) <= _SPAN * np.linalg.norm(scaled, axis=1)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The groups of a fit by (hidden, heads, sequence, tp, micro_batch), with the tables and rules they were fitted by.
+
+    As a table: `profile.table`.
+    """
+
+    groups: dict[tuple[int, ...], Group]
+    nccl: Nccl
+    rules: Rules
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row per group: rows, rank, determined (rank 5), CONSTANTS (NaN unless determined), worst residual."""
+        rows = []
+        for key, group in self.groups.items():
+            rank = len(group.span)
+            values = group.values if rank == len(CONSTANTS) else np.full(len(CONSTANTS), np.nan)
+            rows.append((*key, group.rows, rank, rank == len(CONSTANTS), *values, group.worst_s))
+        return pd.DataFrame(rows, columns=[*GROUP, "rows", "rank", "determined", *CONSTANTS, "worst_s"])
+
+    def operators(self) -> dict[tuple[int, int, int], Operators]:
+        """Operator times of the determined groups by (hidden, tp, micro-batch).
+
+        The table does not show how a time is split into forward and backward: here a third is forward.
+        """
+        rows = self.table[self.table["determined"]].to_dict("records")
+        return {(row["hidden"], row["tp"], row["micro_batch"]): Operators.of_totals(*(row[name] for name in CONSTANTS))
+                for row in rows}  # fmt: skip
+
+
+def fit(table: pd.DataFrame, nccl: Nccl, rules: str | Rules = "released") -> Profile:
+    """The constants of each group that the rows determine.
+
+    table: in the columns of vTrain's ground truth, with "iteration time (ms)". rules: of the all-reduces and sends;
+    recomputation has no part in this table. Raises ValueError for a missing column or a time that is not positive.
+    """
+    rules = parse_rules(rules)
+    shape = shape_of(table)
+    if TIME not in table.columns:
+        raise ValueError(f"the table lacks the column {TIME}")
+    time_s = pd.to_numeric(table[TIME], errors="coerce").to_numpy(float) / 1e3
+    if not (time_s > 0).all():
+        raise ValueError(f"{TIME} of row {table.index[int(np.argmin(time_s > 0))]} is not a positive number")
+    rest_s, columns = time_s - known_s(shape, nccl, rules), terms(shape)
+    groups = {key: _solve(columns[rows], rest_s[rows]) for key, rows in _groups(table)}
+    return Profile(groups, nccl, rules)
+
+
+def predict(profile: Profile, table: pd.DataFrame) -> np.ndarray:
+    """Seconds of each row (n,), NaN where the fitted rows do not determine it.
+
+    table: in the columns of vTrain's ground truth; a time column is not looked at.
+    """
+    shape = shape_of(table)
+    known, columns = known_s(shape, profile.nccl, profile.rules), terms(shape)
+    result = np.full(len(table), np.nan)
+    for key, rows in _groups(table):
+        if group := profile.groups.get(key):
+            covered = rows[group.covers(columns[rows])]
+            result[covered] = known[covered] + columns[covered] @ group.values
+    return result
+
+
+def data_parallel_pairs(table: pd.DataFrame, nccl: Nccl, rules: str | Rules = "released") -> pd.DataFrame:
+    """Pairs of rows that differ in data parallelism only, with as many sequences per replica.
+
+    Columns: dp_1, dp_2, given_ms (difference of the table's times), table_ms (difference of two all-reduces), beyond
+    (one of them is larger than the tables). Output of the simulator agrees to its rounding, no measurement would.
+    """
+    rules, shape = parse_rules(rules), shape_of(table)
+    gradient_ms = 1e3 * np.fmax.reduce(np.broadcast_arrays(*gradient_s(shape, nccl, rules)))
+    largest = np.fmax(*(gradient_bytes(shape, first=a, last=b) for a, b in ((True, shape.pp == 1), (False, True))))
+    rows = pd.DataFrame({**{name: table[TABLE[name]].to_numpy() for name in (*GROUP, "layers", "pp", "dp")},
+                         "micro_batches": shape.micro_batches, "time_ms": table[TIME].to_numpy(float),
+                         "gradient_ms": gradient_ms, "large": (largest > 1024.5 * 2**20) & (shape.dp > 1)})  # fmt: skip
+    pairs = rows.merge(rows, on=[*GROUP, "layers", "pp", "micro_batches"], suffixes=("_1", "_2"))
+    pairs = pairs[pairs["dp_1"] < pairs["dp_2"]].reset_index(drop=True)
+    return pd.DataFrame({
+        "dp_1": pairs["dp_1"], "dp_2": pairs["dp_2"], "given_ms": pairs["time_ms_2"] - pairs["time_ms_1"],
+        "table_ms": pairs["gradient_ms_2"] - pairs["gradient_ms_1"], "beyond": pairs["large_1"] | pairs["large_2"],
+    })  # fmt: skip
+
+
+def known_s(shape: Shape, nccl: Nccl, rules: Rules) -> np.ndarray:
+    """Seconds of a step (n,) that need no constant: all-reduces and sends on its longest path."""
+    s = shape
+    passes = (s.micro_batches + s.pp - 1) * (s.layers // s.pp)
+    gradients = np.fmax.reduce(np.broadcast_arrays(*gradient_s(s, nccl, rules)))
+    sends = np.where(np.asarray(s.pp) > 1, (s.micro_batches + 2 * s.pp - 3) * send_s(s, rules), 0.0)
+    return 4 * passes * tensor_s(s, nccl, rules) + gradients + sends
+
+
+def terms(shape: Shape) -> np.ndarray:
+    """How often each of CONSTANTS is on the longest path of a step (n, 5)."""
+    m, pp, layers = shape.micro_batches, shape.pp, shape.layers // shape.pp
+    embeddings = np.where(np.asarray(pp) == 1, m, 1)
+    columns = np.broadcast_arrays((m + pp - 1) * layers, embeddings, m, layers, 1)
+    return np.stack(columns, axis=-1).astype(float)
+
+
+def _groups(table: pd.DataFrame) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """(key, positions of its rows) of each group."""
+    keys = np.stack([table[TABLE[name]].to_numpy(dtype="int64") for name in GROUP], axis=-1)
+    found, codes = np.unique(keys, axis=0, return_inverse=True)
+    for code, key in enumerate(found):
+        yield tuple(key.tolist()), np.flatnonzero(codes.reshape(-1) == code)
+
+
+def _solve(columns: np.ndarray, rest_s: np.ndarray) -> Group:
+    """Least squares with columns scaled to length 1; the smallest solution where the rank is not full."""
+    scale = np.linalg.norm(columns, axis=0)
+    left, size, span = np.linalg.svd(columns / scale, full_matrices=False)
+    kept = size > _SPAN * size[0]
+    values = (left[:, kept].T @ rest_s / size[kept]) @ span[kept] / scale
+    return Group(len(rest_s), values, scale, span[kept], float(np.abs(columns @ values - rest_s).max()))

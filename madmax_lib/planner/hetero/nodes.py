@@ -1,0 +1,88 @@
+"""Which GPUs stand in which node, and how are they joined?
+
+Host file ("ADDRESS slots=N" a line) and cluster file (JSON by address) of Metis [Um et al., USENIX ATC 2024]. Memory
+is in GB of 1024 MB, bandwidth in GB/s, as in the files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from madmax_lib.atomic import replacing
+from madmax_lib.planner.hetero.profiles import read_json
+
+__all__ = ["Node", "load_cluster", "write_cluster"]
+
+_HOST = re.compile(r"(?P<address>\S+)\s+slots\s*=\s*(?P<slots>\d+)")
+_MOST_GB = 1e5  # above, a memory or a bandwidth is given in bytes
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node: GPUs of one type. Memory per GPU in GB of 1024 MB; bandwidth in GB/s inside the node and beyond it."""
+
+    address: str
+    device: str
+    gpus: int
+    memory_gb: float
+    intra_gb_per_s: float
+    inter_gb_per_s: float
+
+    def __post_init__(self):
+        for name in ("gpus", "memory_gb", "intra_gb_per_s", "inter_gb_per_s"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value!r} is not a number above 0")
+            if value > _MOST_GB:
+                raise ValueError(f"{name}={value:g} is over {_MOST_GB:g}: is it in bytes?")
+
+
+def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, ...]:
+    """The nodes in the order of the host file.
+
+    Raises FileNotFoundError, or ValueError naming file, line or field and rule.
+    """
+    types = read_json(Path(clusterfile))
+    nodes = []
+    for number, line in enumerate(Path(hostfile).read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{hostfile} line {number}"
+        if not (found := _HOST.fullmatch(line.strip())):
+            raise ValueError(f"{where}: {line.strip()!r} is not ADDRESS slots=N")
+        if found["address"] not in types:
+            raise ValueError(f"{where}: {found['address']} is not in {clusterfile}")
+        try:
+            about = types[found["address"]]
+            values = (about[k] for k in ("memory", "intra_bandwidth", "inter_bandwidth"))
+            nodes.append(Node(found["address"], str(about["instance_type"]), int(found["slots"]), *values))
+        except KeyError as error:
+            raise ValueError(f"{clusterfile}: {found['address']} has no {error.args[0]}") from None
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}, {clusterfile}: {error}") from None
+    if not nodes:
+        raise ValueError(f"{hostfile}: no line such as '10.0.0.1 slots=4'")
+    return tuple(nodes)
+
+
+def write_cluster(nodes: Iterable[Node], hostfile: str | Path, clusterfile: str | Path) -> None:
+    """The host file and the cluster file of nodes, as `load_cluster` reads them."""
+    nodes = list(nodes)
+    types = {
+        node.address: {
+            "instance_type": node.device,
+            "inter_bandwidth": node.inter_gb_per_s,
+            "intra_bandwidth": node.intra_gb_per_s,
+            "memory": node.memory_gb,
+        }
+        for node in nodes
+    }
+    with replacing(hostfile) as temporary:
+        temporary.write_text("".join(f"{node.address} slots={node.gpus}\n" for node in nodes))
+    with replacing(clusterfile) as temporary:
+        temporary.write_text(json.dumps(types, indent=4))

@@ -1,0 +1,169 @@
+"""What does a layer cost on a GPU type, and which GPUs stand where? The two inputs of heterogeneous planning.
+
+`Prices` holds times and memory of every layer by (GPU type, tp, recompute, batch): from profiles in Metis' format
+here, from the workbench's own simulator in `planner.hetero.model`. A `Fleet` is a cluster in one order of its types:
+ranks run through all GPUs of the first type, node by node, then the second. Units are those of the profiles: ms, MB
+of 2^20 bytes, and GB/s of 2^20 bytes per ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import permutations
+
+import numpy as np
+
+from madmax_lib.planner.hetero.nodes import Node
+from madmax_lib.planner.hetero.profiles import Profiles
+
+__all__ = ["Fleet", "Price", "Prices", "between", "bits", "fleets", "prices_of"]
+
+BYTES_PER_GBPS_MS = 2**20  # what a bandwidth of 1 GB/s moves in a ms, as Metis counts
+
+
+@dataclass(frozen=True, eq=False)
+class Price:
+    """One (GPU type, tp, recompute, batch); arrays have an entry per layer, memory is that of one GPU.
+
+    memory_mb: held all the time. live_mb: of each micro-batch between its forward and backward pass. base_mb: held
+    whatever the layers.
+    """
+
+    layer_ms: np.ndarray
+    memory_mb: np.ndarray
+    live_mb: np.ndarray
+    sync_ms: float = 0.0
+    generator_ms: float = 0.0
+    base_mb: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Prices by (GPU type, tp, recompute, batch).
+
+    parameters_bytes: (layers,), whole, as the gradient all-reduce sends them. optimizer_ms: update of the whole model
+    on one GPU, by type. ways: the (tp, recompute) with a price on some type, in order.
+    """
+
+    table: Mapping[tuple[str, int, str, int], Price]
+    parameters_bytes: np.ndarray
+    optimizer_ms: Mapping[str, float]
+    ways: tuple[tuple[int, str], ...] = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "ways", tuple(sorted({(tp, recompute) for _, tp, recompute, _ in self.table})))
+
+    @property
+    def layers(self) -> int:
+        """Layers, with embedding and head."""
+        return len(self.parameters_bytes)
+
+    def get(self, device: str, tp: int, recompute: str, batch: int) -> Price:
+        """The price of a key; ValueError naming what is missing."""
+        if (found := self.table.get((device, tp, recompute, batch))) is None:
+            there = sorted(key[1:] for key in self.table if key[0] == device)
+            listed = {} if not there else {"tp": {tp for tp, _, _ in there}, "batch": {b for *_, b in there}}
+            known = "; ".join(f"{name} {', '.join(map(str, sorted(values)))}" for name, values in listed.items())
+            more = "" if recompute == "none" else f" with recompute={recompute}"
+            raise ValueError(f"no profile for {device} tp {tp} batch {batch}{more}; there are {known or 'none of it'}")
+        return found
+
+
+def prices_of(profiles: Profiles) -> Prices:
+    """Prices of profiles in Metis' format: memory as the table has it, nothing recomputed.
+
+    The optimizer's time is stored as one of two updates and falls with tp; the smallest degree is scaled to one GPU.
+    """
+    table, optimizer_ms = {}, {}
+    for (device, tp, batch), p in sorted(profiles.table.items()):
+        layer_ms, memory_mb = np.array(p.layer_ms), np.array(p.memory_mb, float)
+        table[device, tp, "none", batch] = Price(layer_ms, memory_mb, np.zeros_like(memory_mb), p.sync_ms,
+                                                 p.batch_generator_ms)  # fmt: skip
+        optimizer_ms.setdefault(device, 2 * p.optimizer_ms * tp)
+    return Prices(table, np.array(profiles.named(None).parameters_bytes, float), optimizer_ms)
+
+
+@dataclass(frozen=True, eq=False)
+class Fleet:
+    """A cluster in one order of its GPU types.
+
+    types: names in order. ends: (types,) rank after the last of each type. bounds: ranks at which a node begins, and
+    the number of GPUs. capacity_mb, intra, inter: of each type.
+    """
+
+    types: tuple[str, ...]
+    ends: np.ndarray
+    bounds: np.ndarray
+    capacity_mb: np.ndarray
+    intra: np.ndarray
+    inter: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """GPUs."""
+        return int(self.ends[-1])
+
+    def type_of(self, rank):
+        """Number of the type of a rank."""
+        return np.searchsorted(self.ends, rank, side="right")
+
+    def node_of(self, rank):
+        """Number of the node of a rank."""
+        return np.searchsorted(self.bounds, rank, side="right") - 1
+
+    def in_one_node(self, start, end):
+        """Whether ranks start..end-1 lie in one node."""
+        return self.node_of(start) == self.node_of(np.asarray(end) - 1)
+
+    def range_inter(self, low, high):
+        """Least bandwidth beyond a node among types low..high."""
+        return between(self.inter, np.min)[low, high]
+
+
+def fleets(nodes: Iterable[Node]) -> list[Fleet]:
+    """The cluster in every order of its types, the alphabetical one first, so that ties do not hang on a file's order.
+
+    Raises ValueError where nodes of one type differ in memory or bandwidth: such a type is two.
+    """
+    by_type: dict[str, list[Node]] = {}
+    for node in nodes:
+        same = by_type.setdefault(node.device, [])
+        for name in ("memory_gb", "intra_gb_per_s", "inter_gb_per_s"):
+            if same and getattr(same[0], name) != getattr(node, name):
+                one, other = getattr(same[0], name), getattr(node, name)
+                raise ValueError(f"nodes of type {node.device} have {name}={one:g} and {other:g}: that makes two types")
+        same.append(node)
+    return [_fleet([by_type[name] for name in order]) for order in permutations(sorted(by_type))]
+
+
+def _fleet(groups: list[list[Node]]) -> Fleet:
+    sizes = [node.gpus for group in groups for node in group]
+    first = [group[0] for group in groups]
+    return Fleet(
+        types=tuple(node.device for node in first),
+        ends=np.cumsum([sum(node.gpus for node in group) for group in groups]),
+        bounds=np.cumsum([0, *sizes]),
+        capacity_mb=np.array([node.memory_gb * 1024 for node in first]),
+        intra=np.array([node.intra_gb_per_s for node in first], float),
+        inter=np.array([node.inter_gb_per_s for node in first], float),
+    )
+
+
+def between(values: np.ndarray, extreme: Callable) -> np.ndarray:
+    """(types, types, ...) the least or largest of the values of types i to j, in either order; extreme: np.min, np.max.
+
+    >>> between(np.array([3, 1, 2]), np.max).tolist()
+    [[3, 3, 3], [3, 1, 2], [3, 2, 2]]
+    """
+    types = range(len(values))
+    return np.array([[extreme(values[min(i, j) : max(i, j) + 1], axis=0) for j in types] for i in types])
+
+
+def bits(samples: int) -> list[int]:
+    """Powers of two that add up to a number of samples, the largest first.
+
+    >>> bits(11)
+    [8, 2, 1]
+    """
+    return [1 << k for k in reversed(range(samples.bit_length())) if samples >> k & 1]

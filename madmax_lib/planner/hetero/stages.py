@@ -1,0 +1,270 @@
+"""Which stages are possible, and what does each cost? Arrays over groups, degrees and layer slices.
+
+For one order of the GPU types and one number of micro-batches. A group of n GPUs at a position is of a class: groups
+of one type differ by type, size and whether they lie in one node only, mixed groups by position too. An entry is a
+class with (dp, tp, recompute); its replicas come in runs of equal ones (all of type 1, one across the border, all of
+type 2, ...), so samples are shared in closed form. The numbers are those of `hetero.cost`, which counts rank by rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from madmax_lib.planner.hetero.grid import Layout
+from madmax_lib.planner.hetero.prices import BYTES_PER_GBPS_MS, Fleet, Prices, between, bits
+from madmax_lib.planner.hetero.stage_plan import Rules
+
+__all__ = ["Space", "Stages"]
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """Stages over some layer slices, entries sorted by class.
+
+    entry: (e,) numbers in the space. classes: those that occur; starts: where each begins. parts: (e, rows) times of a
+    micro-batch, the gradient all-reduce and the optimizer; infinite where impossible. extra_ms: (e,) beside these.
+    """
+
+    entry: np.ndarray
+    classes: np.ndarray
+    starts: np.ndarray
+    parts: tuple[np.ndarray, np.ndarray, np.ndarray]
+    extra_ms: np.ndarray
+
+    def least(self, values: np.ndarray, classes: int) -> np.ndarray:
+        """(classes + 1, rows) the least value of each class; infinite where there is none, and in the last row."""
+        result = np.full((classes + 1, values.shape[1]), np.inf)
+        if len(self.entry):
+            result[self.classes] = np.minimum.reduceat(values, self.starts, axis=0)
+        return result
+
+
+class Space:
+    """Stages of one fleet order and number of micro-batches, over a layout.
+
+    group: (n, places + 1) class of the group of each size at each position, `classes` where it ends beyond the GPUs.
+    kind: (n, places + 1) what the stage before must know of it, a number in `kinds`: (lies in the node of the rank
+    before it, least bandwidth beyond a node).
+    """
+
+    def __init__(self, fleet: Fleet, batches: int, prices: Prices, rules: Rules, layout: Layout):
+        self.fleet, self.batches, self.prices, self.rules, self.layout = fleet, batches, prices, rules, layout
+        self.samples = rules.global_batch // batches
+        self._classes()
+        self._entries()
+
+    def _classes(self) -> None:
+        fleet, layout = self.fleet, self.layout
+        start = np.arange(layout.places + 1) * layout.grid
+        end = start + layout.sizes[:, None]
+        inside = end <= fleet.size
+        start, stop = np.broadcast_to(start, end.shape)[inside], end[inside]
+        low, high = fleet.type_of(start), fleet.type_of(stop - 1)
+        one_node = fleet.in_one_node(start, stop)
+        fitting = self._fitting_degrees(start, stop)
+        place = np.where(low == high, -1, start)
+        key = np.stack([stop - start, place, low, high, one_node, fitting], axis=1)
+        known, first, number = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        self.classes = len(known)
+        self.start, self.size = start[first], (stop - start)[first]
+        self.low, self.high, self.one_node, self.fits_node = low[first], high[first], one_node[first], fitting[first]
+        self.inter = fleet.range_inter(self.low, self.high)
+        self.group = np.full(end.shape, self.classes)
+        self.group[inside] = number.reshape(-1)
+        nearby = one_node & (start > 0) & (fleet.node_of(start) == fleet.node_of(np.maximum(start - 1, 0)))
+        values = np.stack([nearby, fleet.range_inter(low, high)], axis=1)
+        self.kinds, code = np.unique(values, axis=0, return_inverse=True)
+        self.kind = np.zeros(end.shape, int)
+        self.kind[inside] = code.reshape(-1)
+
+    def _fitting_degrees(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """Bit mask of the ways whose replicas each lie in one node; all where that is not asked for."""
+        every = np.full(len(start), (1 << len(self.prices.ways)) - 1)
+        if not self.rules.tp_in_node:
+            return every
+        for number, (tp, _) in enumerate(self.prices.ways):
+            for rest in range(tp):
+                crossed = np.append(self.fleet.bounds[self.fleet.bounds % tp != rest], self.fleet.size + 1)
+                here = start % tp == rest
+                cut = crossed[np.searchsorted(crossed, start[here], side="right")] < stop[here]
+                every[here] &= ~(cut.astype(int) << number)
+        return every
+
+    def _entries(self) -> None:
+        ways, parts = self.prices.ways, []
+        known = np.array([[any((name, tp, way, 1 << k) in self.prices.table for k in range(64)) for tp, way in ways]
+                          for name in self.fleet.types])  # fmt: skip
+        every = np.arange(self.classes)
+        for number, (tp, _) in enumerate(ways):
+            unknown = np.cumsum(np.insert(~known[:, number], 0, False))
+            usable = (self.size % tp == 0) & (self.size // tp <= self.samples) & (self.fits_node >> number & 1 == 1)
+            usable &= unknown[self.high + 1] == unknown[self.low]
+            parts.append(np.stack([every[usable], np.full(usable.sum(), number)], axis=1))
+        table = np.concatenate(parts)
+        table = table[np.lexsort((table[:, 1], table[:, 0]))]
+        self.of_class, self.way = table.T
+        self.tp = np.array([tp for tp, _ in ways])[self.way]
+        self.dp = self.size[self.of_class] // self.tp
+        self._share()
+
+    def _share(self) -> None:
+        """Forms of each entry: the (type, way, samples) of its replicas, as codes into the prices of `_priced`."""
+        counts, low, high = self._runs()
+        types, ways = len(self.fleet.types), len(self.prices.ways)
+        whole_ms = self._whole_model_ms()
+        weight = 1 / whole_ms[low, high, self.way[:, None]]
+        weight[(counts.astype(bool).sum(axis=1) == 1)] = 1.0  # equal replicas need no profile at batch 1
+        weight = np.where(counts > 0, weight, 0.0)
+        with np.errstate(invalid="ignore"):
+            exact = self.samples * weight / (counts * weight).sum(axis=1, keepdims=True)
+        lost = ~np.isfinite(exact).all(axis=1) | ((weight == 0) & (counts > 0)).any(axis=1)
+        exact[lost] = 0.0
+        least = np.floor(exact).astype(int)
+        left = self.samples - (counts * least).sum(axis=1)
+        order = np.argsort(-np.round(exact - least, 9), axis=1, kind="stable")
+        sorted_counts = np.take_along_axis(counts, order, axis=1)
+        before = np.cumsum(sorted_counts, axis=1) - sorted_counts
+        more = np.empty_like(counts)
+        np.put_along_axis(more, order, np.clip(left[:, None] - before, 0, sorted_counts), axis=1)
+        forms = []  # (entries,) codes, -1 for none
+        for run in range(counts.shape[1]):
+            for extra, used in ((1, more[:, run] > 0), (0, more[:, run] < counts[:, run])):
+                for kind in range(types):
+                    used_here = used & (low[:, run] <= kind) & (kind <= high[:, run]) & ~lost
+                    code = (kind * ways + self.way) * (self.samples + 1) + least[:, run] + extra
+                    forms.append(np.where(used_here, code, -1))
+        forms = -np.sort(-np.stack(forms, axis=1), axis=1)
+        forms = forms[:, : max(int((forms >= 0).sum(axis=1).max(initial=1)), 1)]
+        self.codes, place = np.unique(np.where(forms < 0, forms[:, :1], forms), return_inverse=True)
+        self.forms = place.reshape(forms.shape)
+        self.most = np.where(forms >= 0, forms % (self.samples + 1), 0).max(axis=1)
+
+    def _runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Replicas of each run of an entry and the types they span, (entries, runs) each; empty runs count 0."""
+        fleet, types = self.fleet, len(self.fleet.types)
+        start, stop = self.start[self.of_class], (self.start + self.size)[self.of_class]
+        tp, counts, low, high = self.tp, [], [], []
+        seen = np.full(len(start), -1)
+        for kind in range(types):
+            begin, end = np.maximum(np.append(0, fleet.ends)[kind], start), np.minimum(fleet.ends[kind], stop)
+            full = np.maximum((end - start) // tp - -(-(begin - start) // tp), 0) * (end > begin)
+            counts.append(full)
+            low.append(np.full(len(start), kind))
+            high.append(np.full(len(start), kind))
+            across = (fleet.ends[kind] - start) // tp
+            mixed = (start < fleet.ends[kind]) & (fleet.ends[kind] < stop) & ((fleet.ends[kind] - start) % tp > 0)
+            new = mixed & (across != seen)
+            seen = np.where(mixed, across, seen)
+            counts.append(new.astype(int))
+            first = np.where(new, start + across * tp, 0)
+            low.append(fleet.type_of(first))
+            high.append(fleet.type_of(np.where(new, first + tp - 1, 0)))
+        return np.stack(counts, axis=1), np.stack(low, axis=1), np.stack(high, axis=1)
+
+    def _whole_model_ms(self) -> np.ndarray:
+        """(types, types, ways) time of the model at batch 1 on the slowest of types low..high; infinite if unknown."""
+        one = np.full((len(self.fleet.types), len(self.prices.ways)), np.inf)
+        for kind, name in enumerate(self.fleet.types):
+            for number, (tp, way) in enumerate(self.prices.ways):
+                if price := self.prices.table.get((name, tp, way, 1)):
+                    one[kind, number] = price.layer_ms.sum()
+        return between(one, np.max)
+
+    @cached_property
+    def _priced(self) -> dict[str, np.ndarray]:
+        """For each code: sums over the first layers of time and memory, (codes, layers + 1), sync and generator."""
+        rows, capacity_mb = [], np.zeros(len(self.codes))
+        for place, code in enumerate(self.codes.tolist()):
+            rest, samples = divmod(max(code, 0), self.samples + 1)
+            kind, way = divmod(rest, len(self.prices.ways))
+            capacity_mb[place] = self.fleet.capacity_mb[kind]
+            key = (self.fleet.types[kind], *self.prices.ways[way], samples)
+            if key not in self.layout.sums:
+                self.layout.sums[key] = self._sums(*key)
+            rows.append(self.layout.sums[key])
+        names = ("known", "base_mb", "layer_ms", "memory_mb", "live_mb", "sync_ms", "generator_ms")
+        rows.append(self._sums("", 0, "", 0))  # gives the columns their shape where there is no code
+        found = {name: np.array(column)[:-1] for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+        return found | {"capacity_mb": capacity_mb, "known": found["known"] & (self.codes >= 0)}
+
+    def _sums(self, device: str, tp: int, way: str, samples: int) -> tuple:
+        """A row of `_priced`; a replica without samples holds memory all the same."""
+        pieces = [self.prices.table.get((device, tp, way, bit)) for bit in bits(max(samples, 1))]
+        nothing = np.zeros(self.layout.layers + 1)
+        if None in pieces:
+            return False, 0.0, nothing, nothing, nothing, -np.inf, -np.inf
+        memory_mb, live_mb, layer_ms = (
+            np.append(0.0, np.cumsum(values)) for values in
+            (pieces[0].memory_mb, sum(p.live_mb for p in pieces), sum(p.layer_ms for p in pieces))
+        )  # fmt: skip
+        if not samples:
+            return True, pieces[0].base_mb, nothing, memory_mb, live_mb, -np.inf, -np.inf
+        ends = (sum(p.sync_ms for p in pieces), sum(p.generator_ms for p in pieces))
+        return True, pieces[0].base_mb, layer_ms, memory_mb, live_mb, *ends
+
+    def stages(self, where: str, in_flight: int = 1, *, lacking: bool = False) -> Stages:
+        """Stages over the middle, first or last slices or the whole model, with micro-batches in flight.
+
+        lacking: in place of times, MB that the fullest GPU lacks.
+        """
+        rows, layout = getattr(self.layout, where), self.layout
+        entry = np.arange(len(self.of_class))
+        if where != "middle":  # the first stage begins at rank 0, the last ends at the last
+            usable = self.start[self.of_class] == 0 if where in ("first", "whole") else np.ones(len(entry), bool)
+            if where in ("last", "whole"):
+                ending = self.group[np.arange(len(layout.sizes)), layout.places - layout.steps]
+                usable &= np.isin(self.of_class, ending)
+            if where in ("first", "whole"):
+                usable = np.isin(self.of_class, self.group[:, 0]) & (usable | (self.low == self.high)[self.of_class])
+            entry = entry[usable]
+        forms, priced = self.forms[entry], self._priced
+        time_ms = _largest(_slices(priced["layer_ms"], rows), forms)
+        missing_mb = np.zeros_like(time_ms)
+        if self.rules.memory_factor:
+            held_mb = _slices(priced["memory_mb"] + in_flight * priced["live_mb"], rows) + priced["base_mb"][:, None]
+            missing_mb = self.rules.memory_factor * held_mb - priced["capacity_mb"][:, None]
+            missing_mb = np.maximum(_largest(missing_mb, forms), 0.0)
+        unknown = ~priced["known"][forms].all(axis=1)
+        time_ms = missing_mb if lacking else np.where(missing_mb > 0, np.inf, time_ms)
+        time_ms[unknown] = np.inf
+        classes, starts = np.unique(self.of_class[entry], return_index=True)
+        extra_ms = np.zeros(len(entry))
+        for name, places in (("generator_ms", ("first", "whole")), ("sync_ms", ("last", "whole"))):
+            if where in places and len(entry):
+                extra_ms += self.batches * np.where(unknown, 0.0, priced[name][forms].max(axis=1))
+        return Stages(entry, classes, starts, (time_ms, *self._updates_ms(entry, rows)), extra_ms)
+
+    def _updates_ms(self, entry: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Gradient all-reduce and optimizer of entries over slices."""
+        of, dp, tp, prices = self.of_class[entry], self.dp[entry], self.tp[entry], self.prices
+        bandwidth = np.where(self.one_node[of], self.fleet.intra[self.low[of]], self.inter[of])
+        size_bytes = _slices(np.append(0.0, np.cumsum(prices.parameters_bytes))[None], rows)
+        gradients_ms = (2 * (dp - 1) / (dp * bandwidth * BYTES_PER_GBPS_MS) / tp)[:, None] * size_bytes
+        slowest = between(np.array([prices.optimizer_ms[name] for name in self.fleet.types]), np.max)
+        share = (rows[1] - rows[0]) / prices.layers
+        return gradients_ms, (slowest[self.low[of], self.high[of]] / tp)[:, None] * share
+
+    def send_ms(self, entry: np.ndarray) -> np.ndarray:
+        """(kinds, entries) time to send to a next stage of each kind."""
+        of, rules = self.of_class[entry], self.rules
+        nearby, inter = self.kinds[:, :1] > 0, self.kinds[:, 1:]
+        intra, inter = self.fleet.intra[self.low[of]], np.minimum(inter, self.inter[of])
+        bandwidth = np.where(nearby & self.one_node[of], intra, inter)
+        size_bytes = self.most[entry] * rules.sequence * rules.hidden * rules.bytes_per_element
+        return size_bytes / (bandwidth * BYTES_PER_GBPS_MS)
+
+
+def _slices(sums: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Sums over slices from sums over the first layers."""
+    return sums[:, rows[1]] - sums[:, rows[0]]
+
+
+def _largest(values: np.ndarray, forms: np.ndarray) -> np.ndarray:
+    """(entries, rows) the largest of the values of each entry's forms."""
+    result = values[forms[:, 0]]
+    for column in forms.T[1:]:
+        np.maximum(result, values[column], out=result)
+    return result

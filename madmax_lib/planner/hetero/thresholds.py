@@ -1,0 +1,147 @@
+"""Which plan is best of all? Best-first search over thresholds, exact to a stated gap.
+
+The cost has three maxima over stages: (batches - 1) x stage time, gradient all-reduce and optimizer. Below a corner of
+thresholds for them a sweep gives the least rest, and a plan whose actual maxima bound its cost from above; the lower
+corner of a box of thresholds bounds it from below. Boxes of all type orders and numbers of micro-batches wait in one
+queue, the most promising first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from madmax_lib.planner.hetero.sweep import Chain, Sweeper
+
+__all__ = ["Outcome", "search"]
+
+_NEAR = 1.02  # of the least bottleneck: a corner at which the second trial plan of a space is looked for
+_KEPT_BYTES = 256e6  # of tables; the others are built again when needed
+_OPEN = (np.inf, np.inf, np.inf)
+
+
+@dataclass
+class Outcome:
+    """Best plan so far, its cost, the least any plan can cost, and the sweeps it took."""
+
+    chain: Chain | None = None
+    cost_ms: float = np.inf
+    bound_ms: float = 0.0
+    sweeps: int = 0
+    stopped: bool = False
+
+    @property
+    def gap(self) -> float:
+        """Share of the cost that a better plan could save at most."""
+        return max(self.cost_ms - self.bound_ms, 0.0) / self.cost_ms if np.isfinite(self.cost_ms) else np.inf
+
+
+@dataclass(order=True)
+class _Box:
+    """Thresholds from low to high of one space; chain: best below high, or below a corner further up."""
+
+    bound_ms: float
+    number: int
+    space: int = field(compare=False)
+    low: np.ndarray = field(compare=False)
+    high: np.ndarray = field(compare=False)
+    chain: Chain = field(compare=False)
+
+
+def search(spaces: list[Callable[[], Sweeper]], weights: list[np.ndarray], *, gap: float,
+           tick: Callable[[Outcome], None]) -> Outcome:  # fmt: skip
+    """The best chain over all spaces.
+
+    spaces: makers of a Sweeper each. weights: (3,) of the maxima of each. tick is called after every sweep. A
+    KeyboardInterrupt ends the search with the best so far.
+    """
+    run = _Search(spaces, weights, gap, tick)
+    try:
+        run.all()
+    except KeyboardInterrupt:
+        run.outcome.stopped = True
+    return run.outcome
+
+
+class _Search:
+    def __init__(self, spaces, weights, gap, tick):
+        self.make, self.weights, self.gap, self.tick = spaces, weights, gap, tick
+        self.outcome, self.number = Outcome(), count()
+        self.kept: dict[int, Sweeper] = {}
+        self.queue: list[_Box] = []
+
+    def all(self) -> None:
+        opened = [
+            (chain.total, space, chain) for space in range(len(self.make)) if (chain := self._chain(space, _OPEN))
+        ]
+        for _, space, chain in sorted(opened, key=lambda one: one[:2]):
+            self._open(space, chain)
+        while self.queue:
+            box = heapq.heappop(self.queue)
+            self.outcome.bound_ms = min(box.bound_ms, self.outcome.cost_ms)
+            if box.bound_ms >= self._goal():
+                return
+            for part in self._parts(box):
+                self._push(part)
+        self.outcome.bound_ms = self.outcome.cost_ms
+
+    def _goal(self) -> float:
+        return self.outcome.cost_ms * (1 - self.gap)
+
+    def _sweeper(self, space: int) -> Sweeper:
+        found = self.kept.pop(space, None) or self.make[space]()
+        self.kept[space] = found
+        while len(self.kept) > 1 and sum(sweeper.size_bytes for sweeper in self.kept.values()) > _KEPT_BYTES:
+            del self.kept[next(iter(self.kept))]
+        return found
+
+    def _chain(self, space: int, corner) -> Chain | None:
+        chain = self._sweeper(space).chain(tuple(corner))
+        self.outcome.sweeps += 1
+        if chain is not None:
+            cost_ms = chain.total + float(self.weights[space] @ chain.largest)
+            if cost_ms < self.outcome.cost_ms:
+                self.outcome.chain, self.outcome.cost_ms = chain, cost_ms
+        self.tick(self.outcome)
+        return chain
+
+    def _open(self, space: int, chain: Chain) -> None:
+        """The first box of a space: from the least bottlenecks to no limit."""
+        low, weights = np.zeros(3), self.weights[space]
+        for part in range(3):
+            low[part] = self._sweeper(space).bottleneck(part)
+            self.outcome.sweeps += 1
+            if weights @ low + chain.total >= self._goal():
+                return
+            if part == 0:
+                self._chain(space, (_NEAR * low[0], np.inf, np.inf))
+        self._push(self._box(space, low, np.full(3, np.inf), chain))
+
+    def _push(self, box: _Box) -> None:
+        if box.bound_ms < self._goal():
+            heapq.heappush(self.queue, box)
+
+    def _parts(self, box: _Box) -> Iterator[_Box]:
+        """Smaller boxes that hold every better plan of a box."""
+        weights = self.weights[box.space]
+        with np.errstate(divide="ignore"):
+            cut = np.where(weights > 0, box.low + (self.outcome.cost_ms - box.bound_ms) / weights, np.inf)
+        high = np.minimum(box.high, cut)
+        if (high < box.chain.largest).any():
+            if (chain := self._chain(box.space, high)) is not None:
+                yield self._box(box.space, box.low, high, chain)
+            return
+        axis = int((weights * (box.chain.largest - box.low)).argmax())
+        middle = (box.low[axis] + box.chain.largest[axis]) / 2
+        upper, lower = box.low.copy(), high.copy()
+        upper[axis] = lower[axis] = middle
+        yield self._box(box.space, upper, high, box.chain)
+        if (chain := self._chain(box.space, lower)) is not None:
+            yield self._box(box.space, box.low, lower, chain)
+
+    def _box(self, space: int, low: np.ndarray, high: np.ndarray, chain: Chain) -> _Box:
+        return _Box(float(self.weights[space] @ low + chain.total), next(self.number), space, low, high, chain)

@@ -1,0 +1,1 @@
+"""What is learned from? Images, text and synthetic batches."""

@@ -1,0 +1,164 @@
+"""Which batch does step k see? Data by name, offline by default, and the same global batch on every rank.
+
+A batch is drawn from (seed, step) alone: epoch after epoch of shuffled samples, cut into batches without remainder, so
+no batch is short. A dataset that is not on this machine is replaced by generated data of the same kind, with a
+DataWarning; who asked finds the reason in `note`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from madmax_lib.runs.data import hub
+from madmax_lib.runs.data.synthetic import SyntheticImages, arithmetic_problem, digits
+from madmax_lib.runs.data.text import cached_tokens, chat, example, tokenizer, windows
+
+__all__ = ["NAMES", "Data", "DataWarning", "canonical", "default_name", "get_data", "kind_of"]
+
+_GENERATED = 50_000  # samples of a generated dataset, as many as CIFAR-100 has
+_VALIDATION = 2_000
+_MOST = 50_000  # samples of a real text that are tokenized
+_PROBLEM = 96  # bytes that an arithmetic problem takes in the chat format, at most
+_IMAGES = ("synthetic-images", "digits", *(name for name, source in hub.SOURCES.items() if source.classes))
+NAMES = (*_IMAGES, "arithmetic", *(name for name, source in hub.SOURCES.items() if not source.classes))
+
+Read = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+class DataWarning(UserWarning):
+    """Another dataset than the one asked for is used."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """A dataset: its samples by split and number, and batches of them.
+
+    name: what it really is. note: why it is not what was asked for, else empty. kind: images or text. classes: labels
+    of images. vocab: tokens of the tokenizer. sizes: samples of train and validation. read: of each split, samples
+    (n,) to inputs and targets: images (n, 3, H, W) and labels (n,), or tokens and targets (n, S).
+    """
+
+    name: str
+    kind: str
+    sizes: dict[str, int]
+    read: dict[str, Read]
+    classes: int = 0
+    vocab: int = 0
+    note: str = ""
+
+    def batch(self, step: int, size: int, seed: int = 0, split: str = "train") -> dict[str, np.ndarray]:
+        """The global batch of a step: {"images", "labels"} or {"tokens", "targets"}, equal on every rank."""
+        inputs, targets = self.read[split](self.indices(step, size, seed, split))
+        if self.kind == "images":
+            return {"images": inputs, "labels": targets}
+        return {"tokens": inputs.astype(np.int64), "targets": targets}
+
+    def indices(self, step: int, size: int, seed: int = 0, split: str = "train") -> np.ndarray:
+        """Samples (size,) of a step: places step x size and on in a sequence of shuffled epochs."""
+        count = self.sizes[split]
+        places = np.arange(step * size, (step + 1) * size)
+        epochs = {epoch: np.random.default_rng([seed, epoch, 3]).permutation(count) for epoch in set(places // count)}
+        return np.array([epochs[place // count][place % count] for place in places.tolist()])
+
+
+def default_name(kind: str) -> str:
+    """Data that is always at hand: synthetic-images for images, arithmetic for text."""
+    return "synthetic-images" if kind == "images" else "arithmetic"
+
+
+def kind_of(name: str) -> str:
+    """images or text, of a dataset's canonical name."""
+    return "images" if name in _IMAGES else "text"
+
+
+def canonical(name: str) -> str:
+    """The spelling of a dataset's name: CIFAR100 and cifar_100 are cifar-100. Raises ValueError with the nearest."""
+    letters = {re.sub(r"[^a-z0-9]", "", known): known for known in NAMES}
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    if plain in letters:
+        return letters[plain]
+    near = difflib.get_close_matches(name.lower(), NAMES, n=3, cutoff=0.0)
+    raise ValueError(f"unknown data {name!r}; nearest: {', '.join(near)}")
+
+
+def get_data(name: str, allow_download: bool = False, *, image: int = 32, classes: int = 10, sequence: int = 128,
+             by: str = "bytes", seed: int = 0) -> Data:  # fmt: skip
+    """The dataset of a name, without a download unless `allow_download`.
+
+    image: pixels of a side. classes: of generated images. sequence: tokens per sample. by: the tokenizer, bytes or one
+    of Hugging Face by name or folder. seed: of generated data.
+    What is not on this machine is replaced by generated data of its kind, with a DataWarning.
+    Raises ValueError for an unknown name.
+    """
+    name = canonical(name)
+    kind = kind_of(name)
+
+    def generated(by: str) -> Data:
+        if kind == "images":
+            return _endless("synthetic-images", kind, SyntheticImages(image, classes, seed), classes=classes)
+        tokens = tokenizer(by, allow_download)
+        return _endless("arithmetic", kind, partial(_problems, tokens, sequence, seed), vocab=tokens.vocab)
+
+    if name == default_name(kind):
+        return generated(by)
+    try:
+        if name == "digits":
+            return _split_images(*digits(image))
+        if kind == "images":
+            return _real_images(name, allow_download, image)
+        return _real_text(name, allow_download, sequence, by)
+    except (ModuleNotFoundError, FileNotFoundError) as reason:
+        note = f"{default_name(kind)} in place of {name}: {reason}"
+        warnings.warn(note, DataWarning, stacklevel=2)
+        return replace(generated("bytes"), note=note)
+
+
+def _endless(name: str, kind: str, read: Read, **more) -> Data:
+    """Generated data: samples of validation are those after the ones to train on."""
+    parts = {"train": read, "validation": lambda indices: read(np.asarray(indices) + _GENERATED)}
+    return Data(name, kind, {"train": _GENERATED, "validation": _VALIDATION}, parts, **more)
+
+
+def _problems(tokens, sequence: int, seed: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As many arithmetic problems per sample as surely fit."""
+    many = max(sequence // _PROBLEM, 1)
+    rows = [example([tokens.chat(*arithmetic_problem(many * index + part, seed)) for part in range(many)],
+                    sequence, tokens.pad) for index in np.asarray(indices).tolist()]  # fmt: skip
+    return tuple(np.stack(part) for part in zip(*rows, strict=True))
+
+
+def _split_images(images: np.ndarray, labels: np.ndarray) -> Data:
+    """Digits: every tenth sample is for validation."""
+    held = np.arange(len(labels)) % 10 == 9
+    parts = {"train": (images[~held], labels[~held]), "validation": (images[held], labels[held])}
+    return _in_memory("digits", "images", parts, classes=int(labels.max()) + 1)
+
+
+def _real_images(name: str, allow_download: bool, image: int) -> Data:
+    train, validation = hub.read(name, allow_download, image)
+    sizes = {"train": len(train), "validation": len(validation)}
+    return Data(name, "images", sizes, {"train": train, "validation": validation}, classes=hub.SOURCES[name].classes)
+
+
+def _real_text(name: str, allow_download: bool, sequence: int, by: str) -> Data:
+    tokens, parts = tokenizer(by, allow_download), {}
+    for split, texts in zip(("train", "validation"), hub.read(name, allow_download, 0), strict=True):
+        make = windows if isinstance(texts[0], str) else chat
+        key = f"{name} {split} {tokens.name} {sequence} {len(texts)} {texts[0]} {texts[-1]}"
+        parts[split] = cached_tokens(key, partial(make, texts, tokens, sequence, _MOST))
+    return _in_memory(name, "text", parts, vocab=tokens.vocab)
+
+
+def _in_memory(name: str, kind: str, parts: dict[str, tuple[np.ndarray, np.ndarray]], **more) -> Data:
+    def reader(inputs: np.ndarray, targets: np.ndarray) -> Read:
+        return lambda indices: (inputs[indices], targets[indices].astype(np.int64))
+
+    sizes = {split: len(targets) for split, (_, targets) in parts.items()}
+    return Data(name, kind, sizes, {split: reader(*arrays) for split, arrays in parts.items()}, **more)

@@ -1,0 +1,1 @@
+"""What do runs and machines cost? Phases, meters, benches."""

@@ -1,0 +1,1 @@
+"""What is trained? Layers, networks, losses, fused kernels, adapters, published weights."""

@@ -1,0 +1,73 @@
+"""How can bias + GELU be computed? Eager, compiled or as one Triton kernel, forward and backward.
+
+GELU with tanh [arXiv 1606.08415]: y = u/2 (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3))), u = x + bias. It is bound by
+memory: a fused forward pass reads x and writes y, a fused backward pass reads x and dy and writes dx. Eager PyTorch
+writes u and reads it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+
+__all__ = ["HOWS", "bias_gelu", "moved_bytes", "unavailable"]
+
+HOWS = ("eager", "compiled", "triton")
+
+
+def bias_gelu(x: torch.Tensor, bias: torch.Tensor, how: str = "eager") -> torch.Tensor:
+    """GELU of x + bias. x: (..., n), bias: (n,), same dtype and device; the result is like x and differentiable.
+
+    how: eager; compiled (torch.compile, the first call of a shape takes seconds); triton (a GPU, or a CPU with
+    TRITON_INTERPRET=1). Raises ValueError for another `how` or shapes that do not fit, ModuleNotFoundError without
+    triton.
+    """
+    if bias.ndim != 1 or x.shape[-1:] != bias.shape:
+        raise ValueError(f"bias of shape {tuple(bias.shape)} does not fit x of shape {tuple(x.shape)}")
+    if x.dtype != bias.dtype:
+        raise ValueError(f"x is {x.dtype}, bias is {bias.dtype}: they must be alike")
+    return _function(how)(x, bias)
+
+
+def unavailable(how: str, device: str) -> str:
+    """Why this way cannot be taken on a device (cpu or cuda), empty if it can. Raises ValueError for another `how`."""
+    _check(how)
+    if how != "triton":
+        return ""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from madmax_lib.runs.model import triton_kernels
+
+    return "" if device != "cpu" or triton_kernels.INTERPRETED else "Triton needs a GPU, or TRITON_INTERPRET=1"
+
+
+def moved_bytes(x: torch.Tensor, direction: str) -> int:
+    """Bytes that one fused pass must move: forward reads x and writes y, backward reads x and dy and writes dx.
+
+    The bias and its gradient are n values against rows x n and do not count.
+    """
+    return {"forward": 2, "backward": 3}[direction] * x.numel() * x.element_size()
+
+
+@lru_cache(maxsize=len(HOWS))
+def _function(how: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    _check(how)
+    if how != "triton":
+        return torch.compile(_eager) if how == "compiled" else _eager
+    if find_spec("triton") is None:
+        raise ModuleNotFoundError("bias_gelu(how='triton') needs triton: pip install triton")
+    from madmax_lib.runs.model.triton_kernels import BiasGelu
+
+    return BiasGelu.apply
+
+
+def _check(how: str) -> None:
+    if how not in HOWS:
+        raise ValueError(f"how={how!r} is not one of {', '.join(HOWS)}")
+
+
+def _eager(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x + bias, approximate="tanh")

@@ -1,0 +1,132 @@
+"""What is a transformer layer made of? Norms, attention and feed-forward blocks in plain torch, sized by a spec.
+
+Pre-norm layers as in GPT-2 [Radford et al. 2019] and LLaMA [arXiv 2302.13971]: layer or rms norms, learned or rotary
+positions [arXiv 2104.09864], grouped heads [arXiv 2305.13245], GELU (tanh) or gated SiLU. Heads are counted from the
+weights' own shapes, so that a tensor-parallel shard runs the same code.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from madmax_lib.runs.model.context import Exchange
+from madmax_lib.runs.model.experts import Mixture
+from madmax_lib.specs import Transformer
+
+__all__ = ["Attention", "FeedForward", "Layer", "norm", "rotate"]
+
+_EPSILON = {"layer": 1e-5, "rms": 1e-6}  # GPT-2's and Qwen2.5's own
+rerun = partial(checkpoint, use_reentrant=False)
+_ROPE_BASE = 1e6  # Qwen2.5 [arXiv 2412.15115]
+
+
+def norm(spec: Transformer) -> nn.Module:
+    """A layer norm or an rms norm over the hidden channels."""
+    kind = nn.LayerNorm if spec.norm == "layer" else nn.RMSNorm
+    epsilon = 1e-12 if spec.image else _EPSILON[spec.norm]  # ViT's own [arXiv 2010.11929, released code]
+    return kind(spec.hidden, eps=epsilon)
+
+
+def rotate(heads: Tensor) -> Tensor:
+    """Rotary positions: channel pairs (i, i + d/2) of heads (B, H, S, d) turned by position x base^(-2i/d)."""
+    length, width = heads.shape[-2:]
+    frequency = _ROPE_BASE ** (-torch.arange(0, width, 2, device=heads.device, dtype=torch.float32) / width)
+    angle = torch.outer(torch.arange(length, device=heads.device, dtype=torch.float32), frequency)
+    cosine, sine = angle.cos().to(heads.dtype), angle.sin().to(heads.dtype)
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+def _unfused(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    """softmax(QK/sqrt(d))V with the scores in memory."""
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores.softmax(-1) @ value
+
+
+class Attention(nn.Module):
+    """Self-attention (B, S, hidden) -> (B, S, hidden). `exchange` swaps sequence for heads under Ulysses.
+
+    Separate projections, so that each can be split by columns whatever the number of key-value heads.
+    """
+
+    def __init__(self, spec: Transformer, kind: str = "flash"):
+        super().__init__()
+        inner, bias = spec.heads * spec.head_dim, spec.attention_bias
+        shared = spec.kv_heads * spec.head_dim
+        self.head_dim, self.kind = spec.head_dim, kind
+        self.causal, self.rope = not spec.image, spec.positions == "rope" and not spec.image
+        self.query = nn.Linear(spec.hidden, inner, bias=bias != "none")
+        self.key = nn.Linear(spec.hidden, shared, bias=bias != "none")
+        self.value = nn.Linear(spec.hidden, shared, bias=bias != "none")
+        self.projection = nn.Linear(inner, spec.hidden, bias=bias == "all")
+        self.exchange, self.recompute = Exchange(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, S, hidden), S being this rank's part of the sequence."""
+        heads = [project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value)]
+        query, key, value = (part.transpose(1, 2) for part in self.exchange.to_heads(heads))
+        if self.rope:
+            query, key = rotate(query), rotate(key)
+        mixed = rerun(self._core, query, key, value) if self.recompute else self._core(query, key, value)
+        return self.projection(self.exchange.to_sequence(mixed.transpose(1, 2)).flatten(-2))
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        if self.kind == "unfused":
+            return _unfused(query, key, value, self.causal)
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+
+
+class FeedForward(nn.Module):
+    """(B, S, hidden) -> (B, S, hidden): GELU (tanh), or SiLU times a gate."""
+
+    def __init__(self, spec: Transformer):
+        super().__init__()
+        bias = spec.mlp_bias
+        self.gate = nn.Linear(spec.hidden, spec.ffn, bias=bias) if spec.gated else None
+        self.up = nn.Linear(spec.hidden, spec.ffn, bias=bias)
+        self.down = nn.Linear(spec.ffn, spec.hidden, bias=bias)
+        self.exact = bool(spec.image)  # ViT has the exact GELU, GPT-2 its tanh form
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, S, hidden)."""
+        if self.gate is not None:
+            return self.down(functional.silu(self.gate(x)) * self.up(x))
+        return self.down(functional.gelu(self.up(x), approximate="none" if self.exact else "tanh"))
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then + feed-forward(norm(x)).
+
+    recompute: none, full (all of the layer runs again in the backward pass), or selective (attention's core does, which
+    is cheap to run and large to keep [arXiv 2205.05198]).
+    """
+
+    def __init__(self, spec: Transformer, attention: str = "flash"):
+        super().__init__()
+        self.attention_norm, self.attention = norm(spec), Attention(spec, attention)
+        self.feed_forward_norm = norm(spec)
+        self.feed_forward = Mixture(spec) if spec.experts else FeedForward(spec)
+        self.recompute = False
+
+    def checkpoint(self, recompute: str) -> None:
+        """Choose what runs again in the backward pass: none, selective or full."""
+        self.recompute, self.attention.recompute = recompute == "full", recompute == "selective"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, S, hidden)."""
+        return rerun(self._forward, x) if self.recompute else self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))

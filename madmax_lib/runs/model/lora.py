@@ -1,0 +1,49 @@
+"""How is a large model fine-tuned with few parameters? Low-rank updates of queries and values [arXiv 2106.09685].
+
+All weights are frozen but the head; query and value projections gain B A x, with A (rank, in) drawn and B (out, rank)
+zero, so that training starts at the model itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from madmax_lib.runs.model.layers import Layer
+from madmax_lib.runs.model.network import Network, named_generator
+
+__all__ = ["LowRank", "adapt", "freeze_ends"]
+
+
+class LowRank(nn.Linear):
+    """A frozen linear layer plus a trained update of low rank, scaled by 1. Keeps the names of the linear layer."""
+
+    def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.down = nn.Parameter(torch.empty(rank, base.in_features, device=base.weight.device))
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device))
+        with torch.no_grad():
+            self.down.normal_(0.0, base.in_features**-0.5, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in) to (..., out)."""
+        return super().forward(x) + functional.linear(functional.linear(x, self.down), self.up)
+
+
+def adapt(layer: Layer, name: str, rank: int, seed: int) -> None:
+    """Freeze a layer and add low-rank updates to its queries and values, in place."""
+    layer.requires_grad_(False)
+    for part in ("query", "value"):
+        base = getattr(layer.attention, part)
+        generator = named_generator(seed, f"{name}.attention.{part}.down", base.weight.device)
+        setattr(layer.attention, part, LowRank(base, rank, generator))
+
+
+def freeze_ends(network: Network) -> None:
+    """Freeze embedding and last norm; the head is trained."""
+    for end in (network.embedding, network.norm):
+        if end is not None:
+            end.requires_grad_(False)

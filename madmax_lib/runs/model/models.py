@@ -1,0 +1,82 @@
+"""Which models can be trained here, and with what sizes? Names to specs, without torch, and specs to modules.
+
+vit-base, vit-huge, gpt2-large and qwen2.5-3b are the catalog's entries, so that a run and a simulation share one
+vocabulary; the tiny ones have the same parts and train in seconds on a CPU.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from madmax_lib import catalog
+from madmax_lib.specs import Transformer
+
+if TYPE_CHECKING:
+    from madmax_lib.runs.model.network import Network
+
+__all__ = ["MODELS", "build", "name", "spec"]
+
+_BYTES = 256 + 8  # rows of the byte tokenizer's table: all bytes and eight special ones
+_DECODER = {"hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 192, "sequence": 128, "vocab": _BYTES, "gated": True,
+            "norm": "rms", "positions": "rope", "attention_bias": "none", "mlp_bias": False, "tied": False}  # fmt: skip
+
+_TINY = {
+    "vit-tiny": {"layers": 4, "hidden": 64, "heads": 4, "ffn": 256, "image": 32, "patch": 4, "classes": 100},
+    "gpt-tiny": {"layers": 4, **_DECODER},
+    "moe-tiny": {"layers": 4, **_DECODER, "experts": 4, "active_experts": 2, "expert_ffn": 96},
+}
+MODELS = (*_TINY, "vit-base", "vit-huge", "gpt2-large", "qwen2.5-3b")
+
+
+def name(text: str) -> str:
+    """Canonical name of a spelling: GPT_Tiny is gpt-tiny. Raises ValueError with the nearest names.
+
+    >>> name("ViT_Huge")
+    'vit-huge'
+    """
+    plain = re.sub(r"[\s_]+", "-", text.strip().lower())
+    if plain in MODELS:
+        return plain
+    near = get_close_matches(plain, MODELS, n=3, cutoff=0.0)
+    raise ValueError(f"no model {text!r} to run; nearest: {', '.join(near)}")
+
+
+def spec(text: str, **sizes) -> Transformer:
+    """Sizes of a model, with some of them changed.
+
+    sizes: fields of `Transformer`, such as layers=2. Raises ValueError for an unknown name, field, or sizes that do not
+    fit together.
+
+    >>> spec("gpt2-large").parameters, spec("gpt2-large", layers=2).layers
+    (774030080, 2)
+    """
+    known = name(text)
+    if unknown := set(sizes) - {f.name for f in fields(Transformer)} | set(sizes) & {"name"}:
+        raise ValueError(f"{sorted(unknown)[0]!r} is not a size of {known}")
+    found = Transformer(known, **_TINY[known]) if known in _TINY else catalog.model(known)
+    derived = {"kv_heads": ("heads",), "head_dim": ("hidden", "heads"), "v_head_dim": ("hidden", "heads", "head_dim"),
+               "expert_ffn": ("ffn",)}  # fmt: skip
+    # a size that follows from another one is worked out again when that one changes
+    again = {field: 0 for field, sources in derived.items() if set(sources) & set(sizes)}
+    if found.image:
+        again["sequence"] = 0
+    return replace(found, **{**again, **sizes})
+
+
+def build(text: str, *, seed: int = 0, device: str = "cpu", attention: str = "flash", weights: str | Path = "",
+          **sizes) -> Network:  # fmt: skip
+    """The whole model on one device: tokens (B, S) to logits (B, S, V), or images (B, 3, H, W) to logits (B, classes).
+
+    Every parameter is drawn from a generator seeded by `seed` and the parameter's name, so that a stage or a shard of
+    the model holds the numbers of the whole. attention: flash, or unfused with the scores in memory.
+    weights: directory of published ones, see `weights.Weights`.
+    """
+    from madmax_lib.runs.model.network import Network
+    from madmax_lib.runs.model.weights import Weights
+
+    model = Network(spec(text, **sizes), attention=attention)
+    return model.materialise(seed, device, Weights(weights, model.spec) if weights else None)

@@ -1,0 +1,1 @@
+"""How is training split over ranks? Mesh, sharding, tensors, pipeline, experts, optimizers, checkpoints."""

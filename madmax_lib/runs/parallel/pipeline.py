@@ -1,0 +1,113 @@
+"""How do stages on different ranks share a step? Schedules of torch.distributed.pipelining over stages of one model.
+
+gpipe [arXiv 1811.06965], 1f1b and its interleaved form [arXiv 2104.04473], zero-bubble [arXiv 2401.10241]. Stages are
+told the shapes they exchange; left to find out, they would run once on memory that was never written.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from madmax_lib.plan import Plan
+from madmax_lib.runs.measure.phases import Phases
+from madmax_lib.runs.model import losses
+from madmax_lib.runs.model.network import Network
+from madmax_lib.runs.parallel.mesh import Mesh
+from madmax_lib.runs.settings import Settings
+
+__all__ = ["Pipeline"]
+
+_SCHEDULES = {
+    ("gpipe", False): schedules.ScheduleGPipe,
+    ("gpipe", True): schedules.ScheduleLoopedBFS,
+    ("1f1b", False): schedules.Schedule1F1B,
+    ("1f1b", True): schedules.ScheduleInterleaved1F1B,
+    ("zero-bubble", False): schedules.ScheduleInterleavedZeroBubble,
+    ("zero-bubble", True): schedules.ScheduleInterleavedZeroBubble,
+}
+
+
+class _Stage(PipelineStage):
+    """A stage whose passes are timed, and computed under the job's autocast."""
+
+    phases: Phases
+    autocast: AbstractContextManager
+
+    def forward_one_chunk(self, *args, **kwargs):
+        with self.phases("forward"), self.autocast:
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args, **kwargs):
+        with self.phases("backward"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args, **kwargs):
+        with self.phases("backward"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+
+class Pipeline:
+    """Runs the stages of this rank.
+
+    called: the modules to call, networks: what is in them. dtype: of what stages exchange.
+    """
+
+    def __init__(self, called: list[nn.Module], networks: list[Network], plan: Plan, mesh: Mesh, settings: Settings,
+                 dtype: torch.dtype, device: torch.device, *, phases: Phases,
+                 autocast: AbstractContextManager):  # fmt: skip
+        place, group = mesh.coordinate("pp"), mesh["pp"].get_group()
+        self.first, self.last = place == 0, place == plan.pp - 1
+        parts = []
+        for chunk, (module, network) in enumerate(zip(called, networks, strict=True)):
+            inputs, outputs = _shapes(network, plan, settings.sequence, dtype, device)
+            stage = _Stage(module, chunk * plan.pp + place, plan.pp * plan.interleave, device, input_args=inputs,
+                           output_args=outputs, group=group)  # fmt: skip
+            stage.phases, stage.autocast = phases, autocast
+            parts.append(stage)
+        kind = _SCHEDULES[plan.schedule, plan.interleave > 1]
+        single = issubclass(kind, schedules.PipelineScheduleSingle)
+        self.schedule = kind(parts[0] if single else parts, plan.micro_batches(settings.global_batch),
+                             loss_fn=self._loss, scale_grads=False)  # fmt: skip
+        self._right: list[Tensor] = []
+        self._scale = 1.0
+
+    def run(self, inputs: Tensor, targets: Tensor, scale: float, train: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Forward, and with `train` backward, of all micro-batches; (sum of losses, right targets) on the last stage.
+
+        scale: what each loss is multiplied by before the backward pass.
+        """
+        self._scale, self._right = scale, []
+        found: list[Tensor] = []
+        args = (inputs,) if self.first else ()
+        ends = {"target": targets, "losses": found} if self.last else {}
+        if train:
+            self.schedule.step(*args, return_outputs=False, **ends)
+        else:
+            with torch.no_grad():
+                self.schedule.eval(*args, return_outputs=False, **ends)
+        if not self.last:
+            return None, None
+        return torch.stack([loss.detach() for loss in found]).sum() / scale, torch.stack(self._right).sum()
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        self._right.append(losses.correct(logits, targets))
+        return losses.total(logits, targets) * self._scale
+
+
+def _shapes(network: Network, plan: Plan, sequence: int, dtype: torch.dtype, device: torch.device
+            ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Empty input and output of a stage, as this rank sees them."""
+    spec, samples, tokens = network.spec, plan.micro_batch, sequence // plan.cp
+    between = tokens // plan.tp if plan.tp > 1 and plan.sequence_parallel else tokens
+    inputs = outputs = torch.empty(samples, between, spec.hidden, dtype=dtype, device=device, requires_grad=True)
+    if network.embedding is not None:
+        shape = (samples, 3, spec.image, spec.image) if spec.image else (samples, tokens)
+        inputs = torch.empty(shape, dtype=torch.float32 if spec.image else torch.int64, device=device)
+    if network.head is not None:
+        shape = (samples, spec.classes) if spec.image else (samples, tokens, spec.vocab)
+        outputs = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+    return inputs, outputs

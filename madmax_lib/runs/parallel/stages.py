@@ -1,0 +1,68 @@
+"""How is a part of a model laid over the ranks of its pipeline stage? In the one order in which the dimensions combine.
+
+Layer by layer: draw its numbers (or read them), add low-rank updates, cut experts, split by tp, choose what to
+recompute, compile, shard by dp. So no rank ever holds more than one whole layer. Then the same for embedding and head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from madmax_lib.plan import Plan
+from madmax_lib.runs.model import lora
+from madmax_lib.runs.model.context import Exchange
+from madmax_lib.runs.model.experts import Mixture
+from madmax_lib.runs.model.layers import Layer
+from madmax_lib.runs.model.network import Network, draw
+from madmax_lib.runs.model.weights import Weights
+from madmax_lib.runs.parallel import tensor
+from madmax_lib.runs.parallel.mesh import Mesh
+from madmax_lib.runs.parallel.sharding import Sharding
+from madmax_lib.runs.settings import Settings
+from madmax_lib.specs import Transformer
+
+__all__ = ["build"]
+
+
+def build(part: range, spec: Transformer, plan: Plan, mesh: Mesh, sharding: Sharding, settings: Settings,
+          device: torch.device) -> tuple[Network, nn.Module]:  # fmt: skip
+    """Layers `part` of a model, with embedding or head at its ends: the stage itself, and the module to call."""
+    network = Network(spec, attention=plan.attention, part=part)
+    weights = Weights(settings.weights, spec) if settings.weights else None
+    for name, layer in network.units():
+        draw(layer, name, spec, settings.seed, device, weights)
+        if settings.lora_rank:
+            lora.adapt(layer, name, settings.lora_rank, settings.seed)
+        _share_layer(layer, plan, mesh)
+        layer.checkpoint(plan.recompute)
+        if settings.compile:
+            layer.compile()
+        sharding.wrap_unit(layer)
+    for name, end in network.ends():
+        draw(end, name, spec, settings.seed, device, weights)
+    network.tie()
+    if settings.lora_rank:
+        lora.freeze_ends(network)
+    _share_ends(network, plan, mesh, settings)
+    return network, sharding.wrap_root(network)
+
+
+def _share_layer(layer: Layer, plan: Plan, mesh: Mesh) -> None:
+    """Lay a layer over cp, ep and tp."""
+    layer.attention.exchange = Exchange(mesh.group("cp"))
+    if isinstance(layer.feed_forward, Mixture):
+        layer.feed_forward.share(*((mesh.coordinate(name), mesh.size(name), mesh.group(name)) for name in ("ep", "tp")))
+    if plan.tp > 1:
+        tensor.split_layer(layer, mesh["tp"], plan.sequence_parallel)
+
+
+def _share_ends(network: Network, plan: Plan, mesh: Mesh, settings: Settings) -> None:
+    """Lay embedding and head over cp and tp."""
+    if network.embedding is not None and not network.spec.image:
+        parts, part = plan.cp, mesh.coordinate("cp")
+        if plan.tp > 1 and plan.sequence_parallel:
+            parts, part = plan.cp * plan.tp, part * plan.tp + mesh.coordinate("tp")
+        network.embedding.offset = part * (settings.sequence // parts)
+    if plan.tp > 1:
+        tensor.split_ends(network, mesh["tp"], plan.sequence_parallel, settings.loss_parallel)

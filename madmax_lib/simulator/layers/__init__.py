@@ -1,0 +1,1 @@
+"""What does a layer compute, move and send? Operations of transformers, mixtures and DLRM."""

@@ -1,0 +1,165 @@
+"""What does one operation compute, move and communicate, forward and backward? The parts that a layer is made of.
+
+An `Op` is the forward work of one kernel or a few fused ones, per device and micro-batch; `backward` derives what its
+backward pass does. Products count 2 FLOPs per multiply-add and every operand once in memory traffic. Amounts may be
+arrays: all formulas broadcast over NumPy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["BYTES", "Block", "Comm", "Op", "attention", "backward", "gemm", "mirror", "phases", "pointwise",
+           "storage_bytes", "wide"]  # fmt: skip
+
+BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5, "int8": 1}
+_FLASH_BACKWARD = 2.5  # five products instead of two: the scores are computed again [arXiv 2205.14135, appendix B]
+_MIRROR = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "copy", "copy": "all_reduce",
+           "all_to_all": "all_to_all"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """Forward work of one device on one micro-batch.
+
+    kind: gemm, attention, pointwise or lookup. shape: (count, m, n, k) of products of (m, k) by (k, n), else empty.
+    weights: the second operand is a parameter, so its gradient can be computed later. input_grad: False where nothing
+    before needs one. core: attention scores, which selective recompute repeats.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    flops: float = 0.0
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
+    shape: tuple = ()
+    weights: bool = False
+    input_grad: bool = True
+    core: bool = False
+
+    @property
+    def traffic_bytes(self) -> float:
+        """Read and written."""
+        return self.read_bytes + self.written_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Comm:
+    """A collective among tp, cp, ep or dp devices. size_bytes: as in `rates.collectives`. copy: nothing moves."""
+
+    kind: str
+    group: str
+    size_bytes: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """What is computed between two collectives: an embedding, a part of a layer, a head.
+
+    unit: blocks of one unit are sharded and recomputed together. parameters: held by the device before data-parallel
+    sharding; expert: they are laid over the experts' data-parallel group. before, after: collectives of the forward
+    pass, in order; the backward pass runs their mirror images. ring_bytes: keys and values that context-parallel
+    devices pass on while the block is computed in cp steps. recomputed: by full recompute. table: looked-up rows whose
+    exchange only later blocks wait for, unless they are `beside` it.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    parameters: float = 0.0
+    unit: str = ""
+    before: tuple[Comm, ...] = ()
+    after: tuple[Comm, ...] = ()
+    ring_bytes: float = 0.0
+    expert: bool = False
+    recomputed: bool = False
+    table: bool = False
+    beside: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "unit", self.unit or self.name)
+
+    @property
+    def flops(self) -> float:
+        """Of the forward pass."""
+        return sum(op.flops for op in self.ops)
+
+    @property
+    def traffic_bytes(self) -> float:
+        """Memory traffic of the forward pass."""
+        return sum(op.traffic_bytes for op in self.ops)
+
+
+def wide(dtype: str) -> str:
+    """What attention, heads and memory keep when matrix products run in 8 or 4 bit."""
+    return dtype if BYTES[dtype] >= 2 else "bf16"
+
+
+def storage_bytes(dtype: str) -> int:
+    """Of an activation, weight or gradient in memory and on the network.
+
+    >>> storage_bytes("fp8"), storage_bytes("tf32")
+    (2, 4)
+    """
+    return BYTES[wide(dtype)]
+
+
+def gemm(name: str, m, n, k, dtype: str, *, count=1.0, kind: str = "gemm", **flags) -> Op:
+    """`count` products of (m, k) by (k, n)."""
+    read = count * (m * k + k * n) * BYTES[dtype]
+    return Op(name, kind, dtype, 2 * count * m * n * k, read, count * m * n * storage_bytes(dtype), (count, m, n, k),
+              **flags)  # fmt: skip
+
+
+def pointwise(name: str, read, written, dtype: str, *, kind: str = "pointwise", **flags) -> Op:
+    """Work that is all memory traffic; read and written in elements."""
+    width = storage_bytes(dtype)
+    return Op(name, kind, wide(dtype), 0.0, read * width, written * width, **flags)
+
+
+def attention(name: str, flops, read, written, dtype: str) -> Op:
+    """Scores, softmax and weighted values in one kernel; read and written in elements."""
+    width = storage_bytes(dtype)
+    return Op(name, "attention", wide(dtype), flops, read * width, written * width, core=True)
+
+
+def backward(op: Op) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """What the backward pass of an op computes: (gradients of inputs, gradients of weights).
+
+    A product becomes the products for its two operands, so it takes twice the FLOPs; fused attention two and a half
+    times; all else reads what it read and the gradient of what it wrote, and writes the gradient of what it read.
+    """
+    if op.shape:
+        count, m, n, k = op.shape
+        same = {"count": count, "kind": op.kind, "core": op.core}
+        first = gemm(f"{op.name} dgrad", m, k, n, op.dtype, **same)
+        second = gemm(f"{op.name} wgrad", k, n, m, op.dtype, **same)
+        inputs = (first,) if op.input_grad else ()
+        return (inputs, (second,)) if op.weights else ((first, second), ())
+    flops = _FLASH_BACKWARD * op.flops if op.kind == "attention" else op.flops
+    read = op.read_bytes + (2 if op.kind == "attention" else 1) * op.written_bytes  # output and its gradient
+    return (Op(f"{op.name} grad", op.kind, op.dtype, flops, read, op.read_bytes, core=op.core),), ()
+
+
+def mirror(comms: tuple[Comm, ...]) -> tuple[Comm, ...]:
+    """The collectives of the backward pass in place of those of the forward pass, in their order.
+
+    >>> mirror((Comm("copy", "tp", 8.0), Comm("all_gather", "cp", 8.0)))[0].kind
+    'reduce_scatter'
+    """
+    return tuple(Comm(_MIRROR[comm.kind], comm.group, comm.size_bytes) for comm in reversed(comms))
+
+
+def phases(block: Block, recompute: str) -> dict[str, tuple[Op, ...]]:
+    """Ops of a block by phase: forward, recompute, backward (gradients of inputs), weight (of weights).
+
+    recompute: none, selective (attention scores) or full (everything in a layer), as in Plan.
+    """
+    pairs = [backward(op) for op in reversed(block.ops)]
+    again = {"none": (), "selective": tuple(op for op in block.ops if op.core), "full": block.ops}[recompute]
+    return {
+        "forward": block.ops,
+        "recompute": again if block.recomputed else (),
+        "backward": tuple(op for inputs, _ in pairs for op in inputs),
+        "weight": tuple(op for _, weights in pairs for op in weights),
+    }

@@ -1,0 +1,1 @@
+"""How many bytes does a device hold, and of what? Weights, gradients, optimizer, activations."""

@@ -1,0 +1,211 @@
+"""Does a step fit? Bytes on a device by pipeline stage and component, and their peak.
+
+Model states are in `states`, activations follow arXiv 2205.05198 (`activations`). A step has three moments that
+may set the peak: the loss of the last stage (logits), the backward pass of a layer (what was recomputed, gradients on
+their way) and the optimizer (its temporaries); `peak_bytes` takes the largest on top of what is always there.
+`stage_bytes` holds the formulas and broadcasts over arrays of plans and stages, `memory` is its table for one plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib import catalog
+from madmax_lib.plan import Plan
+from madmax_lib.plan_layers import chunk_layers
+from madmax_lib.simulator.layers.ops import BYTES
+from madmax_lib.simulator.memory.activations import dropout_bytes, in_flight, layer_bytes
+from madmax_lib.simulator.memory.states import default_stack, software_of, stage_parameters, state_bytes, width_of
+from madmax_lib.specs import DLRM, Device, Model, Transformer
+
+__all__ = ["FRAGMENTATION", "PHASES", "by_phase", "dlrm_bytes", "held_layers", "memory", "moment_peak", "peak_bytes",
+           "stage_bytes", "usable_bytes"]  # fmt: skip
+
+PHASES = {
+    "weights": "always", "gradients": "always", "optimizer": "always", "buckets": "always", "activations": "pass",
+    "gathered weights": "pass", "logits": "loss", "block at work": "backward", "optimizer temporaries": "step",
+    "context": "always", "fragmentation": "always",
+}  # fmt: skip
+_FUSED_LOGITS = 4  # logits and their gradient in 16 bits, the rest stays in registers [flash-attn cross_entropy]
+# Nobody publishes these three apart. Chosen once, round, so that the 37 published rows of device memory (BLOOM,
+# torchtitan) come out with little bias; other rows publish what the allocator handed out and do not see them
+_CUDA_BYTES = 0.5e9  # context and kernels of one process
+_COMMUNICATOR_BYTES = 0.5e9  # buffers of NCCL, per group of ranks
+FRAGMENTATION = 0.07  # of the allocated peak: held by the caching allocator, in no tensor
+
+
+def memory(
+    model: Model,
+    plan: Plan,
+    *,
+    sequence: int | None = None,
+    dtype: str = "bf16",
+    global_batch: int | None = None,
+    optimizer: str = "adam",
+    stack: str | None = None,
+    fused_loss: bool = False,
+    trainable: float = 1.0,
+) -> pd.DataFrame:
+    """Bytes on one device of each pipeline stage: columns stage, component, phase, size_bytes.
+
+    sequence: tokens per sample, the model's own if None. global_batch: samples per step, which limits the micro-batches
+    a stage can hold; as many as the pipeline wants if None. stack: whose habits, a name of `states.STACKS`,
+    `default_stack` if None. fused_loss: cross entropy without fp32 logits. trainable: share of the parameters with
+    gradients. phase: when the bytes are there, see `peak_bytes`. Offload is not counted, all lies on the device: see
+    `fits` for it.
+    Raises ValueError for an unknown optimizer, stack or dtype, for gpipe without global_batch, a DLRM with tp or pp.
+
+    >>> gpt = catalog.model("gpt2-large")
+    >>> parts = memory(gpt, Plan(dp=4, zero=3)).set_index("component")["size_bytes"]  # FSDP: 4 + 4 + 8 bytes
+    >>> (parts[["weights", "gradients", "optimizer"]] / gpt.parameters).tolist()  # of which each rank holds a quarter
+    [1.0, 1.0, 2.0]
+    """
+    options = {"dtype": dtype, "optimizer": optimizer, "stack": stack or default_stack(plan), "trainable": trainable}
+    if isinstance(model, DLRM):
+        stages, parts = np.zeros(1, dtype=int), dlrm_bytes(model, plan, **options)
+    else:
+        if plan.schedule == "gpipe" and global_batch is None:
+            raise ValueError("schedule='gpipe' keeps every micro-batch, global_batch is needed")
+        batches = np.inf if global_batch is None else np.ceil(global_batch / (plan.dp * plan.micro_batch))
+        layers, mixtures = held_layers(model, plan)
+        stages = np.arange(plan.pp)
+        parts = stage_bytes(model, plan, stages, layers, mixtures, sequence=sequence, micro_batches=batches,
+                            fused_loss=fused_loss, **options)  # fmt: skip
+    rows = [(int(stage), name, PHASES[name], float(np.broadcast_to(size, stages.shape)[stage]))
+            for stage in stages for name, size in parts.items()]  # fmt: skip
+    return pd.DataFrame(rows, columns=["stage", "component", "phase", "size_bytes"])
+
+
+def held_layers(model: Transformer, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Layers of each pipeline stage, and how many of them have experts, (pp,) each."""
+    first = model.dense_layers if model.experts else model.layers  # layer with experts
+    held = [[layer for chunk in stage for layer in chunk] for stage in chunk_layers(model.layers, plan)]
+    layers, mixtures = np.array([(len(of), sum(layer >= first for layer in of)) for of in held]).T
+    return layers, mixtures
+
+
+def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:
+    """Bytes of the fullest stage at its fullest moment.
+
+    A stage holds what is there always, and either its pass, with the loss or a layer's backward on top, or the
+    optimizer's temporaries. allocated: without context and fragmentation, as torch.cuda.max_memory_allocated counts.
+
+    >>> gpt = catalog.model("gpt2-large")
+    >>> [round(peak_bytes(memory(gpt, Plan(dp=4, zero=zero))) / 1e9, 1) for zero in range(4)]
+    [21.6, 9.1, 7.9, 7.2]
+    """
+    if allocated:
+        table = table[~table["component"].isin(["context", "fragmentation"])]
+    stage, phase, size_bytes = (table[name].to_numpy() for name in ("stage", "phase", "size_bytes"))
+    sums = {name: np.bincount(stage, np.where(phase == name, size_bytes, 0.0)) for name in PHASES.values()}
+    return float(moment_peak(sums).max())
+
+
+def usable_bytes(device: Device) -> float:
+    """Memory a process can have, where someone has published it, else the data sheet's."""
+    known = catalog.table("published_memory")
+    known = known[(known["quantity"] == "usable") & (known["device"] == device.name)]
+    return float(known["value"].iloc[-1]) * 2**30 if len(known) else device.memory_bytes
+
+
+def stage_bytes(
+    model: Transformer,
+    plan: Plan,
+    stage,
+    layers,
+    mixtures=0,
+    *,
+    stack: str,
+    sequence: int | None = None,
+    dtype: str = "bf16",
+    micro_batches=np.inf,
+    optimizer: str = "adam",
+    fused_loss: bool = False,
+    trainable: float = 1.0,
+) -> dict[str, np.ndarray]:
+    """Bytes by component of a pipeline stage; plan, stage, layers, mixtures and micro_batches may be arrays.
+
+    plan: a Plan, or anything with its fields, each a value or an array. layers: of the stage; `mixtures` of them have
+    experts. Options as in `memory`. Raises ValueError for an unknown stack, optimizer or dtype.
+    """
+    p, software, width = _fields(plan), software_of(stack, dtype), width_of(dtype)
+    stage, layers, mixtures = np.asarray(stage), np.asarray(layers), np.asarray(mixtures)
+    sequence = sequence or model.sequence
+    tokens = p.micro_batch * sequence / p.cp
+    held = in_flight(p.schedule, stage, p.pp, p.interleave, micro_batches)
+    shapes = {"tp": p.tp, "sequence_parallel": p.sequence_parallel, "width": width, "flash": p.attention == "flash",
+              "product_width": min(BYTES[dtype], width) if software.stored_8bit else width,
+              "load": np.where(p.capacity > 0, p.capacity, 1.0)}  # fmt: skip
+    kept, moving = 0.0, 0.0
+    for mixture, number in ((False, layers - mixtures), (True, mixtures)):
+        layer = layer_bytes(model, tokens, sequence, mixture=mixture and model.experts > 0, **shapes)
+        one = layer.kept(p.recompute, by_products=stack == "torch")
+        again = np.where(p.recompute == "none", 0.0, layer.whole - one)
+        kept = kept + number * one
+        moving = np.maximum(moving, np.where(number > 0, again + layer.passing, 0.0))
+    masks = dropout_bytes(model) * tokens * model.hidden / layer.shards  # of the embedding, in the first chunk only
+    masks = np.where(stage == 0, masks * in_flight(p.schedule, stage, p.pp, 1, micro_batches), 0.0)
+    sent = np.where(p.pp > 1, layer.input, 0.0) * software.engine
+    outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
+    waiting = np.where(p.schedule == "gpipe", held, 1.0)  # logits of micro-batches whose backward has not begun
+    logits = (_FUSED_LOGITS if fused_loss else software.logits) * waiting * outputs / p.tp + 2 * layer.input
+    count = stage_parameters(model, p, stage, layers, mixtures)
+    parts = state_bytes(p, count, software, optimizer, trainable) | {
+        "activations": held * (kept + sent) + masks,
+        "logits": np.where(stage == p.pp - 1, logits, 0.0),
+        "block at work": moving,
+    }
+    return parts | _overhead(p, parts)
+
+
+def dlrm_bytes(model: DLRM, plan: Plan, *, stack: str, dtype: str, optimizer: str, trainable: float = 1.0) -> dict:
+    """Bytes by component of a recommendation model: fp16 tables over all devices, fp32 dense layers by ZeRO stage.
+
+    Tables are updated in their backward pass by row-wise Adagrad, one fp32 number per row [FBGEMM]. Fields of the plan
+    may be arrays. Raises ValueError for tp, pp or cp.
+    """
+    p = _fields(plan)
+    if np.any(p.tp * p.pp * p.cp > 1):
+        raise ValueError(f"{model.name}: recommendation models are split by dp only, got {plan}")
+    width_of(dtype)
+    tables, dense = model.embedding_parameters, model.parameters - model.embedding_parameters
+    count = SimpleNamespace(dense=dense, experts=0.0, ends=0.0, block=max(model.mlp_dim**2, 4 * model.attention_dim**2))
+    parts = state_bytes(p, count, software_of(stack, "fp32"), optimizer, trainable)
+    parts["weights"] = parts["weights"] + 2 * tables / p.dp
+    parts["optimizer"] = parts["optimizer"] + 4 * tables / model.embedding_dim / p.dp
+    pooled = 2 * 2 * model.tables * model.embedding_dim  # before and after the exchange, fp16
+    products = 4 * model.mlp_dim * (model.bottom_layers + model.top_layers * max(model.active_experts, 1))
+    tokens = (
+        4 * model.transformer_layers * model.transformer_sequence * (6 * model.attention_dim + model.transformer_ffn)
+    )
+    parts |= {"activations": p.micro_batch * (pooled + products + tokens)}
+    return parts | _overhead(p, parts)
+
+
+def _fields(plan) -> SimpleNamespace:
+    return SimpleNamespace(**{name: np.asarray(getattr(plan, name)) for name in Plan.__dataclass_fields__})
+
+
+def _overhead(p, parts: dict) -> dict:
+    """CUDA context and communicators, and what the caching allocator cannot hand out."""
+    groups = sum((np.asarray(degree) > 1).astype(int) for degree in (p.tp, p.dp * p.cp, p.pp, p.ep))
+    peak = moment_peak(by_phase(parts.items()))
+    return {"context": _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, "fragmentation": FRAGMENTATION * peak}
+
+
+def by_phase(sizes: Iterable[tuple[str, np.ndarray]], phases: dict[str, str] = PHASES) -> dict[str, np.ndarray]:
+    """Sums of (component, bytes) over the components of each phase."""
+    sums = dict.fromkeys(phases.values(), 0.0)
+    for name, size in sizes:
+        sums[phases[name]] = sums[phases[name]] + size
+    return sums
+
+
+def moment_peak(sizes):
+    """Bytes of the fullest moment from the sums by phase."""
+    during = sizes["pass"] + np.maximum(sizes["loss"], sizes["backward"])
+    return sizes["always"] + np.maximum(during, sizes["step"])

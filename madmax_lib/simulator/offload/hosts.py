@@ -1,0 +1,71 @@
+"""How fast does a host work for one device? Its share of host memory, of the links to the devices and of the drives.
+
+All devices of a node move and update at the same time, so each has its share. CPU Adam is bound by memory traffic:
+weights, two moments and gradient read; the first three and a 16-bit copy written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from madmax_lib.simulator.offload.fits import host_of
+from madmax_lib.simulator.offload.placement import Method, Split
+from madmax_lib.specs import Cluster
+
+__all__ = ["ACCUMULATE_BYTES", "ADAM_BYTES", "ADAM_SHARE", "Offloaded", "Rates", "rates"]
+
+ADAM_BYTES = 28  # fp32 weight, two moments, 16-bit gradient and copy, rounded to whole numbers of fp32
+ACCUMULATE_BYTES = 6  # a 16-bit gradient and the sum so far read, the sum written
+# of the memory bandwidth: 1e9 parameters in 0.22 s, 1e10 in 2.57 s on the 256 GB/s of a DGX-2 [arXiv 2101.06840
+# Table 4, from memory]
+ADAM_SHARE = 0.45
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes/s that one device has of its host: link (one way), adam (achieved host memory traffic), drives."""
+
+    link: float
+    adam: float
+    nvme_read: float = 0.0
+    nvme_write: float = 0.0
+
+    def adam_s(self, parameters: float) -> float:
+        """Seconds of CPU Adam."""
+        return ADAM_BYTES * parameters / self.adam
+
+
+def rates(cluster: Cluster) -> Rates:
+    """Rates of each device while all devices of its node are at work. Raises ValueError for a cluster without host."""
+    host, devices = host_of(cluster), cluster.devices_per_node
+    link = host.link_bytes_per_s * min(1.0, (host.uplinks or devices) / devices)
+    link = min(link, host.memory_bandwidth_bytes_per_s / devices)
+    return Rates(link, ADAM_SHARE * host.memory_bandwidth_bytes_per_s / devices,
+                 host.nvme_read_bytes_per_s / devices, host.nvme_write_bytes_per_s / devices)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """What an offloaded step needs to know beside its plan. checkpoint_bytes: of a layer, 0 if they stay."""
+
+    method: Method
+    split: Split
+    rates: Rates
+    micro_batches: int
+    delayed: bool = False
+    checkpoint_bytes: float = 0.0
+
+    @property
+    def returned(self) -> float:
+        """Share of the weights that is on the device, but updated by the host."""
+        return min(self.split.states, 1 - self.split.weights)
+
+    @property
+    def drives(self) -> bool:
+        """Whether states lie on drives."""
+        return self.method.to == "nvme"
+
+    @property
+    def gradient_passes(self) -> int:
+        """How often a gradient crosses the drive's link per micro-batch: sums are read before they are written."""
+        return 2 if self.micro_batches > 1 else 1

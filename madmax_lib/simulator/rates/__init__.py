@@ -1,0 +1,1 @@
+"""How fast is the hardware? Compute, collectives, groups on links, and the fitted constants."""

@@ -1,0 +1,1 @@
+"""How do the ranks talk? Collectives, what is known about each call, clocks."""

@@ -1,0 +1,190 @@
+"""How long, how large and how fast is each collective, and which calls of the ranks belong together?
+
+`calls` has one row per communication span. Bandwidths follow the NCCL tests: algorithm bandwidth is message size over
+time; bus bandwidth is that times 2(n-1)/n for all-reduce, (n-1)/n for all-gather, reduce-scatter and all-to-all, 1 for
+the rest, so that it compares with the speed of a link (NVIDIA nccl-tests, doc/PERFORMANCE.md).
+
+Calls of several ranks are the same call when group and sequence number agree; where the trace has no numbers, as the
+k-th occurrence of the same group, collective and step; sends and receives as the k-th between two ranks in a step.
+A call's time on a rank is transfer plus waiting for the last rank to arrive. The shortest time among the ranks
+approximates the transfer, and its rank arrived last: only durations are compared, so clocks need not agree. On
+timelines with one clock (`alignment.align`, simulations) the latest start counts instead. Traces that name no process
+groups are taken as one group, which is wrong where several groups run the same collective.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.intervals import covered_before, pack, union
+from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.traces.comm.call_metadata import call_metadata
+from madmax_lib.units import NS_PER_S
+
+__all__ = ["arrivals", "by_group", "calls", "waiting"]
+
+_TELLS = ("collective", "group", "group_size", "dtype", "size_bytes", "sequence", "source_rank", "target_rank")
+_TIMES = {"total_s": "sum", "mean_s": "mean", "min_s": "min", "max_s": "max"}
+
+
+def calls(timeline: Timeline) -> pd.DataFrame:
+    """One row per communication span, in order of the spans.
+
+    row: its number in the spans. rank, stream, step. collective (as kinds.COLLECTIVES, and send, recv), group with its
+    ranks ("" if unknown), group_size, dtype ("" if unknown), size_bytes (message by the field's convention, see
+    `call_metadata`), sequence, source_rank, target_rank (-1 if unknown). start_s: from the first span of the timeline.
+    duration_s, exposed_s (not under compute of its rank). algorithm_bytes_per_s and bus_bytes_per_s, NaN where the
+    size is unknown or the duration 0. call: the same number for the same call on several ranks, -1 where there is only
+    one. `.attrs["unmatched"]` has {name: spans} of calls that some ranks of a group made and others did not;
+    `.attrs["one_group_assumed"]` is true for three or more ranks without named process groups.
+    """
+    spans = timeline.spans
+    row = np.flatnonzero(spans["kind"] == "comm")
+    comm = spans[["name", "rank", "stream", "step", "start_ns", "dur_ns"]].iloc[row].reset_index(drop=True)
+    table = comm[["rank", "stream", "step"]].join(call_metadata(timeline, row)[list(_TELLS)])
+    table.insert(0, "row", row)
+    duration_s = comm["dur_ns"] / NS_PER_S
+    factor = _bus_factor(table["collective"], table["group_size"])
+    table["start_s"] = (comm["start_ns"] - (spans["start_ns"].min() if len(spans) else 0)) / NS_PER_S
+    table["duration_s"] = duration_s
+    table["exposed_s"] = _exposed_ns(timeline, comm["rank"], comm["start_ns"], comm["dur_ns"]) / NS_PER_S
+    table["algorithm_bytes_per_s"] = table["size_bytes"] / duration_s.where(duration_s > 0)
+    table["bus_bytes_per_s"] = table["algorithm_bytes_per_s"] * factor
+    table["call"], lost = _match(table, comm["start_ns"])
+    unnamed = len(timeline.ranks) > 2 and bool((table["call"] >= 0).any()) and bool((table["group"] == "").all())
+    unmatched = comm.loc[lost, "name"].astype(str).value_counts().to_dict()
+    return with_origin(table, timeline, unmatched=unmatched, one_group_assumed=unnamed)
+
+
+def arrivals(timeline: Timeline) -> pd.DataFrame:
+    """The calls that are matched across ranks, one row per call and rank, sorted by call and rank.
+
+    Columns of `calls`, and last_rank (arrived last), wait_s (waited for it), exposed_wait_s (the part of the waiting
+    that no compute hides) and skew_s (last arrival - first arrival of the call). `.attrs["by"]` says how arrivals are
+    compared: by "start" on timelines with one clock, else by "duration".
+    """
+    return _arrivals(timeline, calls(timeline if len(timeline.ranks) > 1 else timeline.select(ranks=[])))
+
+
+def waiting(timeline: Timeline) -> pd.DataFrame:
+    """Waiting inside collectives: rank, waits_for, count, wait_s; one row per pair of ranks that occurs.
+
+    Calls that cannot be matched are left out; for `.attrs` see `calls`. Empty for a single rank.
+    """
+    pairs = arrivals(timeline)
+    pairs = pairs[pairs["rank"] != pairs["last_rank"]]
+    table = pairs.groupby(["rank", "last_rank"])["wait_s"].agg(["count", "sum"]).reset_index()
+    table.columns = ["rank", "waits_for", "count", "wait_s"]
+    table.attrs.update(pairs.attrs)
+    return table
+
+
+def by_group(timeline: Timeline) -> pd.DataFrame:
+    """One row per process group and collective, over all ranks, longest total first.
+
+    group, collective, group_size, dtype (several joined by a comma), ranks (seen), count (spans), calls (what several
+    ranks did together counts once), size_bytes (of all calls, NaN if one is unknown). total_s, mean_s, min_s, max_s of
+    the spans, exposed_s in all. transfer_s: sum over the calls of the shortest time among the ranks, which includes
+    waiting where only one rank is seen. wait_s: waiting of all ranks. skew_s, skew_max_s: last arrival - first arrival,
+    mean and largest. Both are NaN where no call is matched. algorithm_bytes_per_s, bus_bytes_per_s: size over transfer,
+    of the calls that tell their size.
+    """
+    table = calls(timeline)
+    waits = _arrivals(timeline, table).set_index("row")[["wait_s", "skew_s"]]
+    own = pd.Series(-1 - np.arange(len(table)))
+    attrs, table = table.attrs, table.join(waits, on="row").assign(call=table["call"].where(table["call"] >= 0, own))
+    spans = table.groupby(["group", "collective"], sort=False)
+    each = _distinct_calls(table).groupby(["group", "collective"], sort=False)
+    sums = each[["transfer_s", "sized_s", "sent_bytes", "bus_bytes"]].sum()
+    result = pd.DataFrame(
+        {
+            "group_size": spans["group_size"].max(),
+            "dtype": spans["dtype"].agg(lambda dtypes: ", ".join(sorted(set(dtypes) - {""}))),
+            "ranks": spans["rank"].nunique(),
+            "count": spans.size(),
+            "calls": each.size(),
+            "size_bytes": each["size_bytes"].agg(lambda sizes: sizes.sum(skipna=False)),
+            **{name: spans["duration_s"].agg(how) for name, how in _TIMES.items()},
+            "exposed_s": spans["exposed_s"].sum(),
+            "transfer_s": sums["transfer_s"],
+            "wait_s": spans["wait_s"].sum(min_count=1),
+            "skew_s": each["skew_s"].mean(),
+            "skew_max_s": each["skew_s"].max(),
+            "algorithm_bytes_per_s": sums["sent_bytes"] / sums["sized_s"].where(sums["sized_s"] > 0),
+            "bus_bytes_per_s": sums["bus_bytes"] / sums["sized_s"].where(sums["sized_s"] > 0),
+        }
+    )
+    result = result.reset_index().sort_values("total_s", ascending=False, kind="stable").reset_index(drop=True)
+    result.attrs.update(attrs)
+    return result
+
+
+def _distinct_calls(table: pd.DataFrame) -> pd.DataFrame:
+    """What each call of `by_group` moved in its shortest time; bytes and sized_s only where both are known."""
+    of_call = table.groupby(["group", "collective", "call"], sort=False)
+    shortest = {"group_size": "max", "size_bytes": "mean", "duration_s": "min", "skew_s": "first"}
+    each = of_call.agg(shortest).reset_index().rename(columns={"duration_s": "transfer_s"})
+    known = each["size_bytes"].notna() & (each["transfer_s"] > 0)
+    each["sized_s"], each["sent_bytes"] = each["transfer_s"].where(known), each["size_bytes"].where(known)
+    each["bus_bytes"] = each["sent_bytes"] * _bus_factor(each["collective"], each["group_size"])
+    return each
+
+
+def _arrivals(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
+    """`arrivals` from the table of calls."""
+    one_clock = timeline.meta.source == "simulated" or "clock_offsets_s" in timeline.meta.provenance
+    attrs = {**table.attrs, "by": "start" if one_clock else "duration"}
+    table = table[table["call"] >= 0].sort_values(["call", "rank"]).reset_index(drop=True)
+    table.attrs.update(attrs)
+    spans = timeline.spans[["start_ns", "dur_ns"]].iloc[table["row"]].reset_index(drop=True)
+    start_ns, dur_ns, of_call = spans["start_ns"], spans["dur_ns"], table["call"]
+    lateness_ns = start_ns if one_clock else -dur_ns
+    last = lateness_ns.groupby(of_call).transform("idxmax").astype(np.int64)
+    behind_ns = pd.Series(lateness_ns.to_numpy()[last] - lateness_ns)
+    wait_ns = behind_ns.clip(upper=dur_ns.clip(lower=0))
+    table["last_rank"] = table["rank"].to_numpy()[last]
+    table["wait_s"] = wait_ns / NS_PER_S
+    table["exposed_wait_s"] = _exposed_ns(timeline, table["rank"], start_ns, wait_ns) / NS_PER_S
+    table["skew_s"] = behind_ns.groupby(of_call).transform("max") / NS_PER_S
+    return table
+
+
+def _bus_factor(collective: pd.Series, group_size: pd.Series) -> pd.Series:
+    """Bytes on the busiest link per byte of message, for a group of n ranks (nccl-tests)."""
+    share = (group_size - 1) / group_size
+    one_way = collective.isin(("all_gather", "reduce_scatter", "all_to_all"))
+    return share.where(one_way, 1.0).mask(collective == "all_reduce", 2 * share)
+
+
+def _exposed_ns(timeline: Timeline, rank: pd.Series, start_ns: pd.Series, dur_ns: pd.Series) -> np.ndarray:
+    """How much (n,) of each interval does not lie under compute of its rank."""
+    compute = timeline.spans[timeline.spans["kind"] == "compute"]
+    rows_of = compute.groupby("rank").indices
+    exposed, start, end = dur_ns.to_numpy().copy(), start_ns.to_numpy(), (start_ns + dur_ns).to_numpy()
+    for number, rows in rank.groupby(rank).indices.items():
+        here = compute.iloc[rows_of.get(number, [])]
+        busy = union(pack(here["start_ns"], here["dur_ns"]))
+        exposed[rows] -= covered_before(busy, end[rows]) - covered_before(busy, start[rows])
+    return exposed
+
+
+def _match(table: pd.DataFrame, start_ns: pd.Series) -> tuple[pd.Series, pd.Series]:
+    """Number of the matched call of each row, -1 without; and which rows lack a partner that their group has."""
+    rank = table["rank"]
+    peers = (table["source_rank"] >= 0) & (table["target_rank"] >= 0)
+    ends = table["source_rank"].astype(str) + " > " + table["target_rank"].astype(str)
+    who, what = table["group"].where(~peers, ends), table["collective"].where(~peers, "send_recv")
+    numbered = (table["sequence"] >= 0) & ~peers
+    step, sequence = table["step"].where(~numbered, -1), table["sequence"].where(numbered, -1)
+    key = table.groupby([who, what.where(~numbered, ""), step, sequence], sort=False).ngroup()
+    turn = start_ns.groupby([key, rank]).rank(method="first").astype(np.int64)
+    call = table.groupby([key, turn], sort=False).ngroup()
+    size = key.groupby([key, rank]).transform("size")
+    in_group = rank.groupby([who, what]).transform("nunique")
+    complete = rank.groupby(key).transform("nunique") == in_group
+    complete &= size.groupby(key).transform("min") == size.groupby(key).transform("max")
+    one_sided = table["collective"].isin(("send", "recv")) & ~peers  # to or from whom is not known
+    met = rank.groupby(call).transform("nunique") > 1
+    matched = met & (complete | numbered) & ~one_sided
+    return call.where(matched, -1), ~matched & (in_group > 1)

@@ -1,0 +1,1 @@
+"""What is each operator's share? Nesting, FLOPs, roofs, memory."""

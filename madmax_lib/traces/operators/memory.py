@@ -1,0 +1,306 @@
+"""Who holds the memory, and since when? Allocator events become totals over time, allocations and the peak's holders.
+
+PyTorch's profiler with profile_memory=True records an event for every allocation and every free, with the totals after
+it; they are `Timeline.details["memory"]`, the only source here, so a timeline without them gives empty tables. Times
+are the host's: a caching allocator takes a block back when the host lets go of it, while kernels may still read it.
+What was allocated before the recording began is known only as a sum, "before the trace".
+
+The raw export of torch's memory timeline tells categories instead of operators; `read_memory_timeline` sums it up.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import re
+import zlib
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pandas as pd
+
+from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.traces.operators.nesting import Nest, thread_of
+from madmax_lib.traces.operators.ops import OUTSIDE
+from madmax_lib.units import NS_PER_S
+
+__all__ = ["BEFORE", "CATEGORIES", "allocations", "growth", "held_at_peak", "memory_timeline", "peak",
+           "read_memory_timeline"]  # fmt: skip
+
+# by their number in the raw export [torch.profiler._memory_profiler, order of _CATEGORY_TO_COLORS]
+CATEGORIES = ("parameter", "optimizer_state", "input", "temporary", "activation", "gradient", "autograd_detail",
+              "unknown")  # fmt: skip
+
+BEFORE = "before the trace"  # allocated there, or anywhere else that no event tells
+_OTHERS = "other operators"
+_OBJECT = r" object at 0x[0-9a-f]+"  # of "<built-in method add_ of Tensor object at 0x7fc740c438d0>"
+_PHASES = (
+    ("backward", r"^autograd::engine|\b(backward|bwd)\b"),
+    ("optimizer", r"^Optimizer\.|\boptimi[sz]er\b"),
+    ("forward", r"\b(forward|fwd)\b"),
+)
+_POOL = ["rank", "device"]
+
+
+def memory_timeline(timeline: Timeline, device: str | None = None) -> pd.DataFrame:
+    """Memory in use after every allocator event: rank, device, time_s, step, allocated_bytes, before_bytes,
+    reserved_bytes.
+
+    time_s counts from the first span or event. Where an event does not tell the total, it is the last one known plus
+    the sizes since; a device that never tells one starts at the bytes it frees without having allocated them.
+    before_bytes: the part of it from before the trace. reserved_bytes: what the allocator took from the device, NaN
+    where unknown (a CPU has no such pool). Raises ValueError for a device that the timeline does not have.
+    """
+    events = _events(timeline)
+    known = sorted(events["device"].unique())
+    if device is not None and known and device not in known:
+        raise ValueError(f"device {device!r} has no allocator events; the timeline has {', '.join(known)}")
+    events = events if device is None else events[events["device"] == device]
+    table = _placed(timeline, events)
+    return with_origin(
+        table[[*_POOL, "time_s", "step", "allocated_bytes", "before_bytes", "reserved_bytes"]].reset_index(drop=True),
+        timeline,
+    )
+
+
+def allocations(timeline: Timeline) -> pd.DataFrame:
+    """One row per allocation: rank, device, step, size_bytes, start_s, end_s, lifetime_s, operator, annotation,
+    module, phase.
+
+    An allocation ends with the next event at its address; end_s and lifetime_s are NaN when it outlives the trace.
+    operator: the innermost operator open on the thread that asked, else the innermost Python function or label.
+    annotation, module (nn.Module, in traces with stacks) and phase (forward, backward, optimizer) enclose it, "" where
+    nothing tells them. Frees of older blocks and events without an address are no rows here.
+    """
+    events = _events(timeline)
+    born = events[events["born"]]
+    table = _placed(timeline, born).rename(columns={"time_s": "start_s"})
+    end_ns = events["time_ns"].to_numpy()[born["end"]] if len(born) else np.zeros(0, dtype=np.int64)
+    lifetime_s = np.where(born["end"] >= 0, (end_ns - born["time_ns"]) / NS_PER_S, np.nan)
+    table = table.assign(end_s=table["start_s"] + lifetime_s, lifetime_s=lifetime_s, operator=_operator(timeline, born))
+    for column, names in _enclosing(timeline, born).items():
+        table[column] = names
+    columns = ["step", "size_bytes", "start_s", "end_s", "lifetime_s", "operator", "annotation", "module", "phase"]
+    return with_origin(table[[*_POOL, *columns]].reset_index(drop=True), timeline)
+
+
+def peak(timeline: Timeline) -> pd.DataFrame:
+    """The most memory in use on each device: rank, device, peak_bytes, time_s, step, before_bytes, reserved_bytes,
+    unused_bytes.
+
+    The first of equal peaks. before_bytes: the part from before the trace. unused_bytes: reserved at that moment but
+    not allocated (fragmentation and cache), NaN where the reserve is unknown.
+    """
+    table = _placed(timeline, _peaks(_events(timeline)))
+    table["unused_bytes"] = table["reserved_bytes"] - table["peak_bytes"]
+    columns = ["peak_bytes", "time_s", "step", "before_bytes", "reserved_bytes", "unused_bytes"]
+    return with_origin(table[[*_POOL, *columns]].reset_index(drop=True), timeline)
+
+
+def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
+    """Whose allocations the peak of each device is made of: rank, device, operator, size_bytes, count, share (0..1).
+
+    The `top` operators by bytes, then "other operators" and "before the trace" (count NaN) where there are any; the
+    bytes of a device sum to its peak. Raises ValueError for a top below 1.
+    """
+    if top < 1:
+        raise ValueError(f"top={top} is not at least 1")
+    events = _events(timeline)
+    peaks = _peaks(events)
+    live, of_pool = _held(events, peaks), peaks.set_index("pool")
+    live = live.assign(operator=_operator(timeline, live))
+    held = live.groupby(["pool", "operator"])["size_bytes"].agg(["sum", "count"]).reset_index()
+    held = held.sort_values(["pool", "sum", "operator"], ascending=[True, False, True])
+    rest = held.groupby("pool").cumcount() >= top
+    others = held[rest].groupby("pool")[["sum", "count"]].sum().reset_index().assign(operator=_OTHERS)
+    known = held.groupby("pool")["sum"].sum().reindex(of_pool.index, fill_value=0)
+    before = (of_pool["peak_bytes"] - known).rename("sum").reset_index().assign(operator=BEFORE, count=np.nan)
+    parts = [part for part in (held[~rest], others, before[before["sum"] != 0]) if len(part)]
+    table = pd.concat(parts) if parts else held
+    table = table.sort_values("pool", kind="stable").rename(columns={"sum": "size_bytes"})
+    table = table.join(of_pool[[*_POOL, "peak_bytes"]], on="pool")
+    table["share"] = table["size_bytes"] / table["peak_bytes"].clip(lower=1)
+    table = table.astype({"rank": "int32", "size_bytes": "int64", "count": "float64"})
+    return with_origin(table[[*_POOL, "operator", "size_bytes", "count", "share"]].reset_index(drop=True), timeline)
+
+
+def growth(timeline: Timeline) -> pd.DataFrame:
+    """Does a step give back what it took? rank, device, steps, first_bytes, last_bytes, bytes_per_step.
+
+    first_bytes, last_bytes: allocated at the end of the first and of the last step. bytes_per_step: median change from
+    one step's end to the next, so that a single allocation kept for good is no leak; NaN with less than two steps.
+    """
+    events = _placed(timeline, _events(timeline))
+    ends = events[events["step"] >= 0].groupby(["pool", "step"]).tail(1).sort_values(["pool", "step"])
+    ends = ends.assign(change=ends.groupby("pool")["allocated_bytes"].diff())
+    grouped = ends.groupby("pool")
+    table = grouped[_POOL].first().assign(steps=grouped.size(), bytes_per_step=grouped["change"].median())
+    for when in ("first", "last"):
+        table[f"{when}_bytes"] = grouped["allocated_bytes"].agg(when)
+    table = table[[*_POOL, "steps", "first_bytes", "last_bytes", "bytes_per_step"]].reset_index(drop=True)
+    return with_origin(table, timeline)
+
+
+def read_memory_timeline(path: str | Path) -> pd.DataFrame:
+    """Memory by category over time, from torch's `export_memory_timeline("x.raw.json.gz")`: time_s, category,
+    size_bytes.
+
+    The file, JSON or gzip of it, is a list of [time in ns, action, bytes, category], bytes signed and time -1 for what
+    existed before; each moment has a row for each of CATEGORIES, time_s from the first. Raises FileNotFoundError, and
+    ValueError for a file that is something else.
+    """
+    data = Path(path).read_bytes()
+    try:
+        text = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+        rows = np.array(msgspec.json.decode(text, type=list[tuple[int, int, int, int]]), dtype=np.int64).reshape(-1, 4)
+    except (msgspec.DecodeError, OSError, EOFError, zlib.error, OverflowError) as error:
+        raise ValueError(f"{path}: not a raw export of torch's memory timeline ({error})") from None
+    known = np.isin(rows[:, 1], (1, 2, 3, 4)) & (rows[:, 3] >= 0) & (rows[:, 3] < len(CATEGORIES))
+    if not known.all():
+        wrong = f"unknown action or category in {rows[~known][0].tolist()}"
+        raise ValueError(f"{path}: not a raw export of torch's memory timeline ({wrong})")
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    time_ns = np.maximum(rows[:, 0], rows[rows[:, 0] >= 0, 0].min(initial=np.iinfo(np.int64).max))
+    last = np.flatnonzero(np.diff(rows[:, 0], append=-2))  # last row of each moment
+    change = np.where(rows[:, 3:] == np.arange(len(CATEGORIES)), rows[:, 2:3], 0)
+    sizes = np.cumsum(change, axis=0)[last]
+    table = pd.DataFrame(
+        {
+            "time_s": np.repeat((time_ns[last] - time_ns[:1]) / NS_PER_S, len(CATEGORIES)),
+            "category": pd.Categorical(np.tile(CATEGORIES, len(last)), CATEGORIES),
+            "size_bytes": sizes.ravel(),
+        }
+    )
+    origin = {"name": Path(path).name, "sha256": hashlib.sha256(data).hexdigest()}
+    table.attrs.update(provenance={"files": {"0": origin}, "rules": "raw export"}, source="measured")
+    return table
+
+
+def _events(timeline: Timeline) -> pd.DataFrame:
+    """Allocator events by device and time, with what follows from their order.
+
+    pool: number of the (rank, device). end: row of the next event at the same address, -1 without. born: it is an
+    allocation that can be followed. allocated_bytes without gaps, before_bytes what of it cannot be followed,
+    reserved_bytes NaN where unknown.
+    """
+    events = timeline.details["memory"]
+    events = events.assign(device=events["device"].astype(str), pool=events.groupby(_POOL, observed=True).ngroup())
+    events = events.sort_values(["pool", "time_ns"], kind="stable").reset_index(drop=True)
+    size, pool = events["size_bytes"], events["pool"]
+    end = _next_at_address(pool.to_numpy(), events["address"].to_numpy(), size.to_numpy())
+    born = (size > 0) & (events["address"] != -1)
+    known = size.where(born, 0).to_numpy()  # change of the bytes that can be followed
+    freed = end[known_end := (born & (end >= 0)).to_numpy()]
+    known[freed] -= size.to_numpy()[known_end]
+    older = (-size).where((size < 0) & (known == 0), 0).groupby(pool).transform("sum")
+    reserved = events["reserved_bytes"].where(events["reserved_bytes"] > 0).astype("float64")
+    total = _without_gaps(events["allocated_bytes"], size, pool, older)
+    before = total - pd.Series(known).groupby(pool).cumsum()
+    return events.assign(end=end, born=born, allocated_bytes=total, before_bytes=before, reserved_bytes=reserved)
+
+
+def _without_gaps(total: pd.Series, size: pd.Series, pool: pd.Series, unknown: pd.Series) -> np.ndarray:
+    """Totals (n,), those below 0 integrated from the sizes: from the last known, else the next, else from `unknown`."""
+    running = size.groupby(pool).cumsum().to_numpy()
+    told = pd.Series(total.index, dtype="float64").where(total >= 0)
+    told = told.groupby(pool).ffill().groupby(pool).bfill()
+    level = unknown.to_numpy() + running
+    near = told.dropna().to_numpy(dtype=np.int64)  # integers all the way: floats lose bytes beyond 2**53
+    level[told.notna()] = (total.to_numpy() - running)[near] + running[told.notna()]
+    return level
+
+
+def _next_at_address(pool: np.ndarray, address: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Row (n,) of the next event with the same pool and address, -1 without; rows are in time order."""
+    known = np.flatnonzero((address != -1) & (size != 0))
+    order = known[np.lexsort((known, address[known], pool[known]))]
+    here, later = order[:-1], order[1:]
+    same = (pool[here] == pool[later]) & (address[here] == address[later])
+    following = np.full(len(pool), -1)
+    following[here[same]] = later[same]
+    return following
+
+
+def _peaks(events: pd.DataFrame) -> pd.DataFrame:
+    """The event of each pool that reaches the peak, with `row` and `peak_bytes`.
+
+    Where no event reaches what the first one found, that is the peak, and its row is before all events of the pool.
+    """
+    top = events.loc[events.groupby("pool")["allocated_bytes"].idxmax()]
+    first = events.groupby("pool").head(1)
+    found = (first["allocated_bytes"] - first["size_bytes"]).to_numpy()
+    falls = found > top["allocated_bytes"].to_numpy()
+    rows = np.where(falls, first.index - 1, top.index)
+    peaks = events.loc[np.where(falls, first.index, top.index)]
+    peak_bytes, before_bytes = (np.where(falls, found, peaks[of]) for of in ("allocated_bytes", "before_bytes"))
+    return peaks.assign(row=rows, peak_bytes=peak_bytes, before_bytes=before_bytes).reset_index(drop=True)
+
+
+def _held(events: pd.DataFrame, peaks: pd.DataFrame) -> pd.DataFrame:
+    """Allocations that are alive at the peak of their device."""
+    at = peaks["row"].to_numpy(dtype=np.int64)[events["pool"]]
+    return events[events["born"] & (events.index <= at) & ((events["end"] == -1) | (events["end"] > at))]
+
+
+def _placed(timeline: Timeline, events: pd.DataFrame) -> pd.DataFrame:
+    """Events with time_s from the beginning of the timeline and the step they fall into."""
+    spans = timeline.spans
+    starts = [column.min() for column in (spans["start_ns"], timeline.details["memory"]["time_ns"]) if len(column)]
+    zero_ns = min(starts, default=0)
+    return events.assign(time_s=(events["time_ns"] - zero_ns) / NS_PER_S, step=_step(timeline, events))
+
+
+def _step(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
+    """Step (n,) of the host span of the same rank that began last, -1 when every span that began has ended."""
+    step = np.full(len(events), -1, dtype=np.int32)
+    host = timeline.spans[timeline.spans["stream"] < 0].sort_values("start_ns", kind="stable")
+    of_rank = host.groupby("rank").indices
+    for rank, rows in events.groupby("rank").indices.items():
+        spans = host.iloc[of_rank.get(rank, [])]
+        time_ns = events["time_ns"].to_numpy()[rows]
+        place = np.searchsorted(spans["start_ns"].to_numpy(), time_ns, side="right")
+        reach_ns = np.r_[np.iinfo(np.int64).min, np.maximum.accumulate(spans["start_ns"] + spans["dur_ns"])]
+        step[rows] = np.where(time_ns <= reach_ns[place], np.r_[-1, spans["step"]][place], -1)
+    return step
+
+
+def _operator(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
+    """Name (n,) of the innermost operator that was open when each event happened; see `allocations`."""
+    host = _host(timeline)
+    operators = host[host.index.isin(timeline.details["operators"]["row"])]
+    labels = host[host["kind"].isin(["cpu", "annotation"]) & (host["correlation"] < 0)]  # no calls of the runtime
+    found = _innermost(operators, events)
+    other = _innermost(labels, events)
+    names = pd.Series(np.where(found != "", found, np.where(other != "", other, OUTSIDE)), dtype=object)
+    return names.str.replace(_OBJECT, "", regex=True).to_numpy()
+
+
+def _enclosing(timeline: Timeline, events: pd.DataFrame) -> dict[str, np.ndarray]:
+    """annotation, module and phase (n,) around each event."""
+    host = _host(timeline)
+    names = host["name"].cat.categories
+    phase = [next((p for p, pattern in _PHASES if re.search(pattern, name)), "") for name in names]
+    of_name = dict(zip(names, phase, strict=True)) | {"": ""}
+    known = {
+        "annotation": (host["kind"] == "annotation") & ~host["name"].str.contains(r"^ProfilerStep\s*#"),
+        "module": host["name"].str.startswith("nn.Module: "),
+        "phase": host["name"].map(of_name).astype(object) != "",
+    }
+    found = {column: _innermost(host[rows], events) for column, rows in known.items()}
+    found["module"] = np.array([name.removeprefix("nn.Module: ") for name in found["module"]], dtype=object)
+    return found | {"phase": np.array([of_name[name] for name in found["phase"]], dtype=object)}
+
+
+def _host(timeline: Timeline) -> pd.DataFrame:
+    return timeline.spans[timeline.spans["stream"] < 0]
+
+
+def _innermost(spans: pd.DataFrame, events: pd.DataFrame) -> np.ndarray:
+    """Name (n,) of the span on the thread of each event that began last and is still open, "" without."""
+    nest = Nest(spans, np.arange(len(spans)), closed=True)
+    place = nest.at(thread_of(events), events["time_ns"].to_numpy())
+    names = np.full(len(events), "", dtype=object)
+    found = place >= 0
+    names[found] = spans["name"].iloc[nest.rows[place[found]]].astype(object)
+    return names

@@ -1,0 +1,262 @@
+"""How much work is an operator, as its recorded inputs tell? FLOPs, bytes and dtype of one call, from shapes and types.
+
+FLOPs count as torch.utils.flop_counter does: 2 per multiply-add of matrix products, convolutions and attention (causal
+attention counted dense), nothing else. Bytes are the inputs' plus the outputs' where these follow from the shapes: what
+a kernel moves that reads and writes every tensor once. Caches, repeated reads and tensors expanded with stride 0 are
+not seen, and of reductions only the inputs count. Traces have shapes when they were made with `record_shapes=True`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from math import nan, prod
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.traces.read.dtypes import dtype_bytes, recorded_dtype
+
+__all__ = ["Cost", "operator_cost", "operator_costs"]
+
+_ARITHMETIC = {"double": "fp64", "float": "fp32", "half": "fp16", "bfloat16": "bf16", "char": "int8"}
+_MATRICES = {  # place of the first factor among the inputs
+    "mm": 0, "bmm": 0, "matmul": 0, "_int_mm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1,
+    "baddbmm_": 1, "_addmm_activation": 1,
+}  # fmt: skip
+_CONVOLUTIONS = {  # places of stride, padding, dilation, transposed (99: none)
+    "convolution": (3, 4, 5, 6), "_convolution": (3, 4, 5, 6), "convolution_overrideable": (3, 4, 5, 6),
+    "conv1d": (3, 4, 5, 99), "conv2d": (3, 4, 5, 99), "conv3d": (3, 4, 5, 99),
+    "cudnn_convolution": (3, 2, 4, 99), "cudnn_convolution_relu": (3, 4, 5, 99),
+    "miopen_convolution": (4, 3, 5, 99), "miopen_depthwise_convolution": (4, 3, 5, 99),
+    "mkldnn_convolution": (4, 3, 5, 99), "_slow_conv2d_forward": (4, 5, 99, 99), "slow_conv3d_forward": (4, 5, 99, 99),
+    "_conv_depthwise2d": (4, 5, 6, 99), "slow_conv_dilated2d": (4, 5, 6, 99),
+}  # fmt: skip
+_HEADS_FIRST = """
+_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
+"""
+_TOKENS_FIRST = ("_flash_attention", "_efficient_attention", "_flash_attn")  # with _forward and _backward
+_POINTWISE = """
+add sub rsub mul div remainder pow neg abs exp log log2 sqrt rsqrt reciprocal sin cos tanh sigmoid relu gelu silu elu
+leaky_relu hardtanh hardswish softplus erf clamp clamp_min clamp_max maximum minimum where masked_fill lerp addcmul
+addcdiv floor ceil round sign threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward elu_backward
+hardtanh_backward leaky_relu_backward mse_loss_backward native_dropout_backward bitwise_and bitwise_or bitwise_not
+eq ne lt le gt ge logical_and logical_or logical_not logical_xor isnan isinf
+"""
+_TO_BOOL = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "isnan",
+            "isinf")  # fmt: skip
+_THREE_INPUTS = ("addcmul", "addcdiv", "where", "lerp", "clamp")  # a third input of others is the output, given as out=
+_LIKE_FIRST = """
+_softmax _log_softmax native_layer_norm native_batch_norm cudnn_batch_norm miopen_batch_norm native_group_norm cumsum
+_fused_rms_norm flip roll tril triu _softmax_backward_data _log_softmax_backward_data native_layer_norm_backward
+native_batch_norm_backward native_group_norm_backward _fused_rms_norm_backward cudnn_batch_norm_backward
+miopen_batch_norm_backward
+"""
+_READS = """
+sum mean amax amin max min argmax argmin prod all any std var var_mean linalg_vector_norm norm nll_loss_forward nonzero
+max_pool2d_with_indices avg_pool2d copy_ fill_ zero_
+"""
+
+
+class Cost(NamedTuple):
+    """Work of one call. flops and moved_bytes: NaN where unknown. dtype: of the arithmetic, as in `specs.Device`."""
+
+    flops: float = nan
+    moved_bytes: float = nan
+    dtype: str = ""
+
+
+class _Inputs(NamedTuple):
+    """Inputs of a call: shape and bytes per element of each (0 for what is no tensor), numbers as recorded."""
+
+    shapes: list
+    sizes: list[int]
+    inputs: list[str]
+
+    def elements(self, place: int) -> int:
+        return prod(self.shapes[place]) if place < len(self.shapes) and self.sizes[place] else 0
+
+    def bytes(self, *places: int) -> float:
+        """Of some inputs; of all without any place."""
+        places = places or range(len(self.shapes))
+        return float(sum(self.elements(place) * self.sizes[place] for place in places if place < len(self.shapes)))
+
+    def number(self, place: int, default=None):
+        """A recorded number, flag or list of them; the default where the operator has no such input."""
+        if place >= 99:
+            return default
+        return json.loads(self.inputs[place].lower())
+
+
+def operator_cost(name: str, shapes: str, types: str = "", inputs: str = "") -> Cost:
+    """Work of one call of an operator from the JSON texts of `Timeline.details["operators"]`.
+
+    All NaN for an operator without formula or with inputs that do not fit it; a convolution needs `inputs` (strides).
+
+    >>> operator_cost("aten::mm", "[[4,8],[8,2]]", '["c10::Half","c10::Half"]')
+    Cost(flops=128.0, moved_bytes=112.0, dtype='fp16')
+    """
+    library, _, bare = name.rpartition("::")
+    if library not in ("aten", "flash_attn") or bare not in _RULES:
+        return Cost()
+    try:
+        call, dtype = _read(shapes, types, inputs)
+        flops, moved_bytes = _RULES[bare](bare, call)
+        return Cost(float(flops), float(moved_bytes) if dtype is not None else nan, dtype or "")
+    except (ValueError, TypeError, IndexError, AttributeError, ArithmeticError, RecursionError):
+        return Cost()
+
+
+def operator_costs(table: pd.DataFrame) -> pd.DataFrame:
+    """flops, moved_bytes and dtype (n,) of calls with the columns name, shapes, types and inputs, on the same index.
+
+    Each distinct call is worked out once: a long trace repeats a few hundred of them.
+    """
+    if not len(table):
+        return pd.DataFrame({"flops": [], "moved_bytes": [], "dtype": pd.Series([], dtype=object)}, index=table.index)
+    keys = [table[column].astype("category") for column in ("name", "shapes", "types", "inputs")]
+    call = np.zeros(len(table), dtype=np.int64)
+    for key in keys:
+        call = np.unique(call * (len(key.cat.categories) + 1) + key.cat.codes.to_numpy() + 1, return_inverse=True)[1]
+    _, first = np.unique(call, return_index=True)
+    texts = [key.iloc[first].astype(object).fillna("") for key in keys]
+    costs = pd.DataFrame([operator_cost(*map(str, each)) for each in zip(*texts, strict=True)], columns=Cost._fields)
+    return costs.iloc[call].set_index(table.index)
+
+
+def _read(shapes: str, types: str, inputs: str) -> tuple[_Inputs, str | None]:
+    """A call's inputs and its dtype: of the first tensor of floating point, None where types are not recorded."""
+    sides = [side if _is_shape(side) else [] for side in json.loads(shapes)]
+    kinds = [_dtype(kind) for kind in json.loads(types)] if types else []
+    sizes = [size for _, size in kinds] if types else [1] * len(sides)
+    dtype = next((kind for kind, _ in kinds if kind), "") if types else None
+    return _Inputs(sides, sizes, json.loads(inputs) if inputs else []), dtype
+
+
+def _dtype(kind) -> tuple[str, int]:
+    """Dtype of the arithmetic and bytes per element of a recorded type, 0 for what is no tensor.
+
+    >>> _dtype("c10::Float8_e4m3fn"), _dtype("long int"), _dtype("ScalarList")
+    (('fp8', 1), ('', 8), ('', 0))
+    """
+    name = recorded_dtype(str(kind))
+    arithmetic = "fp8" if name.startswith("float8") else _ARITHMETIC.get(name, "")
+    return arithmetic, int(dtype_bytes(name)) if name else 0
+
+
+def _is_shape(side) -> bool:
+    return isinstance(side, list) and all(isinstance(length, int) and length >= 0 for length in side)
+
+
+def _product(left: list[int], right: list[int]) -> tuple[int, int]:
+    """Multiply-adds and output elements of a matrix product, broadcast over leading dimensions as torch.matmul does."""
+    *batch, m, k = left if len(left) > 1 else [1, *left]
+    *batch_right, k_right, n = right if len(right) > 1 else [*right, 1]
+    if k != k_right:
+        raise ValueError(f"inner dimensions {k} and {k_right} differ")
+    outer = prod(np.broadcast_shapes(tuple(batch), tuple(batch_right)))
+    return outer * m * n * k, outer * m * n
+
+
+def _matrices(name: str, call: _Inputs) -> tuple[float, float]:
+    first = _MATRICES[name]
+    work, out = _product(call.shapes[first], call.shapes[first + 1])
+    size = 4 if name == "_int_mm" else 2 if name == "_scaled_mm" else call.sizes[first]  # fp8 products come out as bf16
+    return 2 * work, call.bytes(*range(first + 2)) + out * size
+
+
+def _linear(_: str, call: _Inputs) -> tuple[float, float]:
+    work, out = _product([prod(call.shapes[0][:-1]), call.shapes[0][-1]], call.shapes[1][::-1])
+    return 2 * work, call.bytes() + out * call.sizes[0]
+
+
+def _convolution(name: str, call: _Inputs) -> tuple[float, float]:
+    stride, padding, dilation, transposed = (
+        call.number(place, default) for place, default in zip(_CONVOLUTIONS[name], (1, 0, 1, False), strict=True)
+    )
+    image, weight = call.shapes[0], call.shapes[1]
+    rank = len(weight) - 2
+    image = image if len(image) == rank + 2 else [1, *image]
+    if transposed:
+        return 2 * image[0] * prod(image[2:]) * prod(weight), nan
+    sides = zip(image[2:], weight[2:], *(_each(v, rank) for v in (stride, padding, dilation)), strict=True)
+    out = [(side + 2 * pad - dil * (kernel - 1) - 1) // step + 1 for side, kernel, step, pad, dil in sides]
+    filters = image[0] * prod(out)
+    return 2 * filters * prod(weight), call.bytes() + filters * weight[0] * call.sizes[0]
+
+
+def _convolution_backward(_: str, call: _Inputs) -> tuple[float, float]:
+    """Gradients of the input and of the weight cost what the forward pass does, each.
+
+    FlopCounterMode counts the weight's as if groups were 1; here it is divided by them, as the input's.
+    """
+    to_input, to_weight, _ = call.number(10)
+    gradient, image, weight = call.shapes[:3]
+    places = image if call.number(7) else gradient
+    out_bytes = call.bytes(1) * to_input + call.bytes(2) * to_weight
+    return 2 * places[0] * prod(places[2:]) * prod(weight) * (to_input + to_weight), call.bytes() + out_bytes
+
+
+def _each(value, rank: int) -> list[int]:
+    """One number per dimension; torch lets one stand for all."""
+    values = value if isinstance(value, list) else [value]
+    return values if len(values) == rank else values * rank
+
+
+def _attention(name: str, call: _Inputs) -> tuple[float, float]:
+    """Two products forward, five backward (the scores are made again), over all pairs of tokens."""
+    backward, heads_first = name.endswith("_backward"), name.startswith("_scaled_dot_product")
+    if name.startswith("_efficient") and call.elements(6 if backward else 4):
+        raise ValueError("sequences of unknown lengths, packed into one")
+    query, key, value = call.shapes[backward : backward + 3]
+    batch, heads, tokens, width = query  # or tokens and heads
+    pairs = 2 * batch * heads * tokens * key[2 if heads_first else 1]
+    if backward:
+        return pairs * (3 * width + 2 * value[-1]), call.bytes() + call.bytes(1, 2, 3)
+    return pairs * (width + value[-1]), call.bytes() + batch * heads * tokens * value[-1] * call.sizes[0]
+
+
+def _rows(name: str, call: _Inputs) -> tuple[float, float]:
+    """Looking up rows reads and writes those rows only; the gradient of a table is written whole."""
+    if name == "embedding_dense_backward":
+        return nan, call.bytes() + call.number(2) * call.shapes[0][-1] * call.sizes[0]
+    index = 1 if name == "embedding" else 2
+    if name == "index_select":
+        axis = call.number(1)
+        row = call.elements(0) // call.shapes[0][axis]
+    else:
+        row = call.shapes[0][-1]
+    return nan, call.bytes(index) + 2 * call.elements(index) * row * call.sizes[0]
+
+
+def _elements(name: str, call: _Inputs) -> tuple[float, float]:
+    """One pass over the elements: every input is read, the output has the shape they broadcast to."""
+    tensors = [place for place, size in enumerate(call.sizes) if size][: 3 if name in _THREE_INPUTS else 2]
+    out = prod(np.broadcast_shapes(*(tuple(call.shapes[place]) for place in tensors)))
+    size = 1 if name in _TO_BOOL else max(call.sizes[p] for p in tensors if call.shapes[p] or len(tensors) == 1)
+    return nan, call.bytes(*tensors) + out * size
+
+
+def _like_first(_: str, call: _Inputs) -> tuple[float, float]:
+    return nan, call.bytes() + call.bytes(next(place for place, size in enumerate(call.sizes) if size))
+
+
+def _reads(_: str, call: _Inputs) -> tuple[float, float]:
+    return nan, call.bytes()
+
+
+_RULES: dict[str, Callable[[str, _Inputs], tuple[float, float]]] = {
+    **dict.fromkeys(_MATRICES, _matrices),
+    "linear": _linear,
+    **dict.fromkeys(_CONVOLUTIONS, _convolution),
+    "convolution_backward": _convolution_backward,
+    **dict.fromkeys([name + end for name in _HEADS_FIRST.split() for end in ("", "_backward")], _attention),
+    **dict.fromkeys([name + end for name in _TOKENS_FIRST for end in ("_forward", "_backward")], _attention),
+    **dict.fromkeys(("embedding", "index_select", "embedding_dense_backward"), _rows),
+    **dict.fromkeys(_POINTWISE.split(), _elements),
+    **dict.fromkeys([f"{name}_" for name in _POINTWISE.split()], _like_first),
+    **dict.fromkeys(_LIKE_FIRST.split(), _like_first),
+    **dict.fromkeys(_READS.split(), _reads),
+}

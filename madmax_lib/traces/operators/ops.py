@@ -1,0 +1,231 @@
+"""Which operator and which module does the device work for?
+
+A kernel belongs to the innermost operator that is open on the launching thread when the launch starts; launch and
+kernel share a correlation. FLOPs and bytes come from recorded shapes (`op_flops`) and are counted once, at the
+innermost operator that has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.intervals import pack, union
+from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.traces.operators.nesting import Nest, thread_of
+from madmax_lib.traces.operators.op_flops import operator_costs
+from madmax_lib.traces.waits.launch import device_work
+from madmax_lib.units import NS_PER_S
+
+__all__ = ["OUTSIDE", "kernel_types", "kernels", "modules", "operator_calls", "operators", "ratio"]
+
+OUTSIDE = "outside of operators"
+_MODULE = re.compile(r"^nn\.Module: ")
+_TF32 = re.compile(r"tf32|tensorop_s1688gemm", re.IGNORECASE)  # cuBLAS and CUTLASS kernels on fp32 inputs
+
+
+def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
+    """Work of each operator on each rank, longest own device time first.
+
+    count: calls. host_s, device_s: with the operators inside; self_host_s, self_device_s: without. Device time is the
+    sum of the kernels and copies launched, `kernels` their number; on ranks without device it is the host's. share: of
+    the rank's self_device_s, 0..1. flops, moved_bytes: NaN where unknown and where an operator inside counts them;
+    flops_per_s, bytes_per_s, flops_per_byte: of the calls that count. by_shape: one row per shapes (of the inputs) and
+    dtype. Device work that no recorded operator launched is a row OUTSIDE. A rank without recorded operators, as in a
+    simulation, has its device spans as rows.
+    """
+    keys = ["rank", "name", "shapes", "dtype"] if by_shape else ["rank", "name"]
+    calls, work = operator_calls(timeline, by_shape=by_shape)
+    parts = [part for part in (calls, _without_operator(timeline.spans, calls, work)) if len(part)]
+    calls = pd.concat(parts, ignore_index=True) if parts else calls
+    once = ~calls["again"].to_numpy(dtype=bool)  # a call inside of one of the same name is in its time already
+    sums = pd.DataFrame({
+        **{key: calls[key].astype(str) if key == "shapes" else calls[key] for key in keys},
+        "count": calls["calls"],
+        **{f"{time}_s": calls[f"{time}_ns"] * once for time in ("host", "device")},
+        **{f"{time}_s": calls[f"{time}_ns"] for time in ("self_host", "self_device")},
+        "kernels": calls["kernels"] * once,
+        "flops": calls["flops"], "moved_bytes": calls["moved_bytes"],
+        "flops_per_s": calls["device_ns"] * calls["flops"].notna(),
+        "bytes_per_s": calls["device_ns"] * calls["moved_bytes"].notna(),
+    })  # fmt: skip
+    table = sums.groupby(keys, observed=True).sum(min_count=1).reset_index()
+    times = ["host_s", "self_host_s", "device_s", "self_device_s", "flops_per_s", "bytes_per_s"]
+    table[times] = table[times].astype(float) / NS_PER_S
+    table["share"] = ratio(table["self_device_s"], table.groupby("rank")["self_device_s"].transform("sum"))
+    table["flops_per_s"] = ratio(table["flops"], table["flops_per_s"])
+    table["bytes_per_s"] = ratio(table["moved_bytes"], table["bytes_per_s"])
+    table["flops_per_byte"] = ratio(table["flops"], table["moved_bytes"])
+    table = table.sort_values(["self_device_s", *keys], ascending=[False] + [True] * len(keys), ignore_index=True)
+    return with_origin(table, timeline)
+
+
+def modules(timeline: Timeline) -> pd.DataFrame:
+    """Work of each nn.Module on each rank, longest own device time first; empty without module spans (with_stack).
+
+    module: name as recorded, type: its class, inside: the module around its first call. count: calls. host_s, device_s,
+    flops: with the modules inside, self_device_s without. backward_s: the part of device_s spent by backward operators;
+    they belong to the module whose forward operator has their sequence number. share: of the rank's device time in
+    modules, 0..1. flops_per_s: flops / device_s. What is computed again for the backward pass counts where it was
+    recorded, which may be outside of the module around it.
+    """
+    spans, (calls, work) = timeline.spans, operator_calls(timeline)
+    nest = Nest(spans, np.flatnonzero(spans["name"].str.contains(_MODULE) & (spans["stream"] < 0)))
+    host_ns = calls["self_device_ns"] * ~calls["on_device"].to_numpy(dtype=bool)  # kernels bring the device's
+    launched = work[work["launch_row"] >= 0]
+    work = pd.DataFrame({
+        "thread": np.r_[calls["thread"], launched["thread"]],
+        "start_ns": np.r_[calls["start_ns"], launched["launch_ns"]],
+        "device_ns": np.r_[host_ns, launched["dur_ns"]],
+        "flops": np.r_[calls["flops"].fillna(0), np.zeros(len(launched))],
+    })  # fmt: skip
+    place, backward = _module_of(nest, calls, work, spans)
+    own = {"device_s": work["device_ns"], "backward_s": work["device_ns"] * backward, "flops": work["flops"]}
+    own = {column: nest.sums(place, values) for column, values in own.items()}
+    names = np.array([_MODULE.sub("", name) for name in spans["name"].iloc[nest.rows]], dtype=object)
+    once = ~nest.within(np.ones(len(names), dtype=bool), names)
+    table = pd.DataFrame({
+        "rank": spans["rank"].to_numpy()[nest.rows], "module": names,
+        "inside": np.where(nest.parent >= 0, names[nest.parent], "") if len(names) else names,
+        "count": 1, "host_s": (nest.end - nest.start) * once, "self_device_s": own["device_s"],
+        **{column: nest.inclusive(values) * once for column, values in own.items()},
+    })  # fmt: skip
+    how = {column: "first" if column == "inside" else "sum" for column in table.columns[2:]}
+    table = table.iloc[np.argsort(nest.start, kind="stable")]
+    table = table.groupby(["rank", "module"], observed=True).agg(how).reset_index()
+    table.insert(2, "type", table["module"].astype(str).str.replace(r"_\d+$", "", regex=True))
+    times = ["host_s", "device_s", "backward_s", "self_device_s"]
+    table[times] = table[times].astype(float) / NS_PER_S
+    table["share"] = ratio(table["self_device_s"], table.groupby("rank")["self_device_s"].transform("sum"))
+    table["flops"] = table["flops"].astype(float) if calls["flops"].notna().any() else np.nan
+    table["flops_per_s"] = ratio(table["flops"], table["device_s"])
+    table = table.sort_values(["self_device_s", "rank", "module"], ascending=[False, True, True], ignore_index=True)
+    return with_origin(table, timeline)
+
+
+def kernels(timeline: Timeline) -> pd.DataFrame:
+    """Every kernel and copy by rank and name, longest first: rank, kind, name, count, total_s, mean_s, min_s, max_s,
+    std_s, share (of the rank's sum, 0..1).
+    """
+    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    how = {"count": "size", "total_s": "sum", "mean_s": "mean", "min_s": "min", "max_s": "max", "std_s": "std"}
+    table = spans.groupby(["rank", "kind", "name"], observed=True)["dur_ns"].agg(**how).reset_index()
+    times = [column for column in table if column.endswith("_s")]
+    table[times] = table[times].astype(float) / NS_PER_S
+    table["share"] = ratio(table["total_s"], table.groupby("rank")["total_s"].transform("sum"))
+    table = table.sort_values(["total_s", "rank", "name"], ascending=[False, True, True], ignore_index=True)
+    return with_origin(table, timeline)
+
+
+def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.DataFrame:
+    """Busy time of each rank by the kinds that run at the same moment: rank, kinds, total_s, share (of busy, 0..1).
+
+    kinds: "compute" alone, "compute + comm" side by side, ...; their times add up to the busy time. Kinds that are not
+    asked for count as idle, as HTA's kernel breakdown leaves out copies by default.
+    """
+    rows = []
+    for rank in timeline.ranks:
+        spans = timeline.spans[timeline.spans["rank"] == rank]
+        covered = [union(pack(part["start_ns"], part["dur_ns"])) for part in (spans[spans["kind"] == k] for k in kinds)]
+        times = np.concatenate([c.T.ravel() for c in covered])
+        change = np.concatenate([np.repeat([1 << bit, -(1 << bit)], len(c)) for bit, c in enumerate(covered)])
+        order = np.argsort(times, kind="stable")
+        running, lasting = np.cumsum(change[order])[:-1], np.diff(times[order])
+        for state in range(1, 1 << len(kinds)):
+            if (time_ns := lasting[running == state].sum()) > 0:
+                together = " + ".join(kind for bit, kind in enumerate(kinds) if state >> bit & 1)
+                rows.append((rank, together, time_ns / NS_PER_S))
+    table = pd.DataFrame(rows, columns=["rank", "kinds", "total_s"])
+    table["share"] = ratio(table["total_s"], table.groupby("rank")["total_s"].transform("sum"))
+    return with_origin(table, timeline)
+
+
+def operator_calls(timeline: Timeline, *, by_shape: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """One row per call of an operator, and `device_work` with the call that each is launched in (position, -1 without).
+
+    Times in ns; flops and moved_bytes only where they count. again: the call is inside of one of the same name, or
+    by_shape of the same name and shapes.
+    """
+    spans, table = timeline.spans, timeline.details["operators"]
+    host = (spans["stream"] < 0).to_numpy() & ~spans["kind"].isin(("annotation", "comm")).to_numpy()
+    table = table[host[table["row"].to_numpy()]]
+    nest = Nest(spans, table["row"].to_numpy())
+    table = table.iloc[nest.order].reset_index(drop=True)
+    work = device_work(timeline)
+    work["thread"] = np.append(thread_of(spans), -1)[work["launch_row"]]
+    place = np.where(work["launch_row"] >= 0, nest.at(work["thread"].to_numpy(), work["launch_ns"].to_numpy()), -1)
+    host_ns = nest.end - nest.start
+    inside_ns = np.bincount(nest.parent[nest.parent >= 0], host_ns[nest.parent >= 0], minlength=len(table))
+    self_ns, own_ns = np.maximum(host_ns - inside_ns, 0).astype(np.int64), nest.sums(place, work["dur_ns"])
+    rank = spans["rank"].to_numpy()[nest.rows]
+    on_device = np.isin(rank, work["rank"].unique())
+    calls = pd.DataFrame({
+        "row": nest.rows, "rank": rank, "thread": nest.thread, "step": spans["step"].to_numpy()[nest.rows],
+        "name": spans["name"].iloc[nest.rows].astype(object).to_numpy(), "shapes": table["shapes"].astype(object),
+        "sequence": table["sequence"], "forward_thread": table["forward_thread"], "start_ns": nest.start, "calls": 1,
+        "host_ns": host_ns, "self_host_ns": self_ns, "on_device": on_device,
+        "device_ns": np.where(on_device, nest.inclusive(own_ns), host_ns),
+        "self_device_ns": np.where(on_device, own_ns, self_ns),
+        "kernels": nest.inclusive(nest.sums(place, np.ones(len(work), dtype=np.int64))),
+    })  # fmt: skip
+    label = calls["name"] + calls["shapes"] if by_shape else calls["name"]
+    calls["again"] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
+    costs = operator_costs(table.assign(name=calls["name"]))
+    tf32 = nest.inclusive(nest.sums(place, spans["name"].str.contains(_TF32).to_numpy()[work["row"]])) > 0
+    calls["dtype"] = costs["dtype"].mask(tf32 & (costs["dtype"] == "fp32").to_numpy(), "tf32")
+    products, movers = _counted(nest, costs)
+    calls = calls.assign(flops=costs["flops"].where(products), moved_bytes=costs["moved_bytes"].where(movers))
+    return calls, work.assign(call=place)
+
+
+def _counted(nest: Nest, costs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Which calls count their FLOPs, and which their bytes, so that nothing counts twice.
+
+    FLOPs: those without a call inside that has FLOPs. Bytes: the same, and outside of them every call that does not
+    pass on more than half of its bytes to those inside (aten::relu_ does to aten::clamp_min_).
+    """
+    flops, moved_bytes = costs["flops"].notna().to_numpy(), costs["moved_bytes"].fillna(0).to_numpy()
+    product = flops & (nest.inclusive(flops) == 1)
+    works = nest.inclusive(moved_bytes) <= 1.5 * moved_bytes
+    return product, product | (works & ~flops & ~nest.within(product))
+
+
+def _without_operator(spans: pd.DataFrame, calls: pd.DataFrame, work: pd.DataFrame) -> pd.DataFrame:
+    """Device work as rows of `operator_calls`: what no operator launched, by name on ranks without operators."""
+    work = work[work["call"] < 0]
+    recorded = work["rank"].isin(calls["rank"].unique())
+    work = work.assign(name=spans["name"].iloc[work["row"]].astype(object).to_numpy())
+    work["name"] = work["name"].where(~recorded, OUTSIDE)
+    rows = work.groupby(["rank", "name"])["dur_ns"].agg(device_ns="sum", calls="size").reset_index()
+    return rows.assign(
+        self_device_ns=rows["device_ns"], host_ns=0, self_host_ns=0, kernels=rows["calls"], shapes="", dtype="",
+        flops=np.nan, moved_bytes=np.nan, again=False)  # fmt: skip
+
+
+def _module_of(nest: Nest, calls: pd.DataFrame, work: pd.DataFrame, spans: pd.DataFrame) -> tuple:
+    """Place in the modules' nest (m,), -1 without, of launches and calls, and whether they are backward work.
+
+    The innermost of the module and the backward operator around them decides; a backward operator stands for the
+    module of the last forward operator with its sequence number, which is the one that made its node.
+    """
+    numbered, backward = calls["sequence"] >= 0, calls["forward_thread"] > 0
+    forward = calls[numbered & ~backward].sort_values("start_ns", kind="stable")
+    forward = forward.drop_duplicates(["rank", "sequence"], keep="last")
+    made = forward[["rank", "sequence"]].assign(
+        place=nest.at(forward["thread"].to_numpy(), forward["start_ns"].to_numpy())
+    )
+    back = Nest(spans, calls.loc[numbered & backward, "row"].to_numpy())
+    of_back = calls.set_index("row").loc[back.rows, ["rank", "sequence"]].merge(made, how="left")["place"].fillna(-1)
+    thread, start_ns = work["thread"].to_numpy(), work["start_ns"].to_numpy()
+    direct, through = nest.at(thread, start_ns), back.at(thread, start_ns)
+    direct_ns, through_ns = (np.r_[n.start, -1][at] for n, at in ((nest, direct), (back, through)))
+    place = np.r_[of_back.to_numpy(dtype=np.int64), -1][through]
+    return np.where((place >= 0) & (through_ns >= direct_ns), place, direct), (place >= 0) & (through_ns >= direct_ns)
+
+
+def ratio(value: pd.Series, by: pd.Series) -> pd.Series:
+    """value / by, NaN where by is not positive."""
+    return value.astype(float) / by.where(by > 0).astype(float)

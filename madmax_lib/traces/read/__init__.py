@@ -1,0 +1,1 @@
+"""How do trace files become a Timeline? Found, decoded, repaired, cached, many at once."""

@@ -1,0 +1,78 @@
+"""Has this very file been read before? A Parquet cache of what the reader made of a trace, in the user's cache folder.
+
+An entry is named by the content of the file, the reader's own source and the options of the call, so it never goes
+stale. Entries appear whole or not at all, carry checksums, and are made anew when they cannot be read; the folder may
+be deleted at any time. MADMAX_NO_CACHE=1 turns the cache off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+
+from madmax_lib.atomic import replacing
+from madmax_lib.datasets import cache_folder
+from madmax_lib.timeline import Timeline
+
+__all__ = ["cached", "content_sha256"]
+
+_WORTH_REMEMBERING_BYTES = 16 << 20
+_SETTLED_S = 5
+
+
+def content_sha256(path: Path) -> str:
+    """sha256 of a file; of a large one remembered with the file's inode, size and time of change, which no one can set.
+
+    A file that changed in the last seconds may change again within the same tick of its clock: it is not remembered.
+    """
+    with open(path, "rb") as file:
+        state = os.fstat(file.fileno())
+        if _off() or state.st_size < _WORTH_REMEMBERING_BYTES:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        stamp = f"{state.st_dev} {state.st_ino} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
+        note = cache_folder() / "hashes" / hashlib.sha256(stamp.encode()).hexdigest()
+        with contextlib.suppress(OSError):
+            if re.fullmatch("[0-9a-f]{64}", known := note.read_text()):
+                return known
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if time.time() - state.st_ctime > _SETTLED_S:
+        with contextlib.suppress(OSError), replacing(note) as temporary:
+            temporary.write_text(sha256)
+    return sha256
+
+
+def cached(sha256: str, options: str, make: Callable[[], Timeline]) -> Timeline:
+    """What `make` gives, from the cache if it is there.
+
+    sha256: of the trace file. options: text that tells apart what can be made of one file.
+    """
+    if _off():
+        return make()
+    name = hashlib.sha256(f"{sha256} {_reader_version()} {options}".encode()).hexdigest()
+    entry = cache_folder() / "timelines" / f"{name}.parquet"
+    if entry.exists():
+        with contextlib.suppress(Exception):  # whatever damage does to an entry, it is made anew
+            return Timeline.load(entry)
+    timeline = make()
+    with contextlib.suppress(OSError):  # a full disk or a read-only home costs the cache, not the result
+        timeline.save(entry)
+    return timeline
+
+
+def _off() -> bool:
+    return os.environ.get("MADMAX_NO_CACHE", "0") not in ("", "0")
+
+
+@lru_cache(maxsize=1)
+def _reader_version() -> str:
+    """Hash of the source that decides what is read, so that no entry outlives a change of it."""
+    package = Path(str(files("madmax_lib")))
+    sources = [*package.glob("*.py"), *(package / "traces").rglob("*.py"), package / "data" / "kernel_kinds.csv"]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sorted(sources))).hexdigest()

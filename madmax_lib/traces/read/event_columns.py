@@ -1,0 +1,335 @@
+"""How do typed events become arrays? One array per column, exact nanoseconds, names and threads as codes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from madmax_lib.traces.read.chrome import decode_pieces
+from madmax_lib.traces.read.dtypes import dtype_bytes
+from madmax_lib.traces.read.events import EXACT, FAR_NS, Args, Event, NotATrace, RawTrace
+
+__all__ = ["Codes", "Columns", "complete", "integers", "nanoseconds", "read_columns", "with_exact_times"]
+
+Result = TypeVar("Result")
+
+_FLOAT_IS_EXACT_US = 2.0**43  # below, the spacing of float64 is under 1 ns, so three decimals can be recovered
+_FAR_US = FAR_NS // 1000
+_PIECES_TOGETHER = 256
+_BATCH = 2000  # events whose columns are made at once
+_NO_ARGS = Args()
+
+
+class NeedsDecimal(Exception):
+    """Times too large for exact nanoseconds in float64."""
+
+
+class Codes(dict):
+    """Numbers values in order of appearance."""
+
+    def __missing__(self, key):
+        code = self[key] = len(self)
+        return code
+
+    def of(self, values: list) -> np.ndarray:
+        """Codes (n,) int32 of values; what cannot be a key counts as its text."""
+        try:
+            return np.fromiter(map(self.__getitem__, values), dtype=np.int32, count=len(values))
+        except TypeError:  # a name or thread that is a list
+            return np.array([self[_key(value)] for value in values], dtype=np.int32)
+
+    def number(self, value) -> int:
+        """Code of a value that may not be there, then -1."""
+        return self.get(_key(value), -1)
+
+    def pairs(self, first: list, second: list) -> np.ndarray:
+        """Codes (n,) int32 of pairs of values."""
+        try:  # zip hands out the same tuple over and over, so none is made
+            return np.fromiter(map(self.__getitem__, zip(first, second)), dtype=np.int32, count=len(first))  # noqa: B905
+        except TypeError:
+            return self.of(list(zip(first, second)))  # noqa: B905
+
+
+def _key(value):
+    """A value that can be a key, or its text."""
+    try:
+        hash(value)
+    except TypeError:
+        return tuple(map(_key, value)) if isinstance(value, tuple) else str(value)
+    return value
+
+
+@dataclass
+class Columns:
+    """Duration events of one file as arrays of one length (n,), in file order.
+
+    start_ns and dur_ns are exact and relative to the file's own zero. stream is -1 where the event names none. thread,
+    name and category are codes into the lists of the same name. ts_us and dur_us are float64 as HTA sees them, whole_us
+    tells where a start has no decimal point; only on request.
+    """
+
+    start_ns: np.ndarray
+    dur_ns: np.ndarray
+    stream: np.ndarray
+    correlation: np.ndarray
+    op: np.ndarray
+    size_bytes: np.ndarray
+    name: np.ndarray
+    category: np.ndarray
+    thread: np.ndarray
+    group: np.ndarray
+    names: list[str]
+    categories: list[str]
+    threads: list[tuple]
+    groups: list[str]  # the first is "", none
+    group_rank: int | None  # global rank found in the metadata of a collective
+    ts_us: np.ndarray | None = None
+    dur_us: np.ndarray | None = None
+    whole_us: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+
+def read_columns(path: str | Path, *, hta: bool = False) -> tuple[Columns, RawTrace]:
+    """Read one trace file; see `chrome.decode_pieces` for the errors. hta: with the float64 times that HTA sees."""
+    trace, columns = with_exact_times(path, partial(_gather, hta=hta))
+    trace.warn_of_loss()
+    return columns, trace
+
+
+def with_exact_times(path: str | Path, gather: Callable[[RawTrace, bool], Result]) -> tuple[RawTrace, Result]:
+    """A trace and what `gather` makes of it, told whether numbers are decoded to decimals: where floats lose ns."""
+
+    def read(exact: bool) -> tuple[RawTrace, Result]:
+        trace = RawTrace(Path(path))
+        return trace, gather(trace, exact)
+
+    try:
+        try:
+            return read(exact=False)
+        except NeedsDecimal:
+            return read(exact=True)
+    except RecursionError:
+        raise NotATrace(f"{path}: lists nested too deep for a profiler trace") from None
+
+
+def _gather(trace: RawTrace, exact: bool, hta: bool) -> Columns:
+    codes = {key: Codes() for key in ("name", "category", "thread", "group")}
+    codes["group"].of([""])  # code 0: none
+    parts = _Parts()
+    group_rank = None
+    for rows in _batches(decode_pieces(trace, exact=exact)):
+        if group_rank is None and not _tells_rank(trace.envelope.get("distributedInfo")):
+            group_rank = next((r for e in rows if e.args and (r := _global_rank(e.args)) is not None), None)
+        piece = _piece(rows, codes, exact, hta)
+        parts.append(piece)
+        lost = len(rows) - len(piece["start_ns"])
+        trace.events, trace.skipped = trace.events - lost, trace.skipped + lost
+    arrays = parts.whole()
+    return Columns(
+        **arrays,
+        names=_distinct(codes["name"], arrays["name"]),
+        categories=[str(category).strip().lower() for category in codes["category"]],
+        threads=list(codes["thread"]),
+        groups=list(codes["group"]),
+        group_rank=group_rank,
+    )
+
+
+def _batches(pieces: Iterator[list[Event]]) -> Iterator[list[Event]]:
+    """Complete events, some thousands at a time: arrays have a cost of their own."""
+    rows: list[Event] = []
+    for events in pieces:
+        rows += complete(events)
+        if len(rows) >= _BATCH:
+            yield rows
+            rows = []
+    yield rows
+
+
+class _Parts:
+    """Columns piece by piece; small ones are put together as they come, so that their memory is used again."""
+
+    def __init__(self):
+        self._small: list[dict[str, np.ndarray]] = []
+        self._large: dict[str, list[np.ndarray]] = {}
+
+    def append(self, piece: dict[str, np.ndarray]) -> None:
+        self._small.append(piece)
+        if len(self._small) == _PIECES_TOGETHER:
+            self._join()
+
+    def whole(self) -> dict[str, np.ndarray]:
+        """The columns; at no time does more than one of them exist twice."""
+        self._join()
+        return {key: np.concatenate(self._large.pop(key)) for key in list(self._large)}
+
+    def _join(self) -> None:
+        for key in self._small[0] if self._small else ():
+            self._large.setdefault(key, []).append(np.concatenate([piece[key] for piece in self._small]))
+        self._small = []
+
+
+def complete(events: list[Event]) -> list[Event]:
+    """The events that last some time; one span each, if their times are numbers."""
+    return [e for e in events if e.dur is not None and e.cat is not None and e.cat != "Trace" and e.ph in ("X", None)]
+
+
+def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool) -> dict[str, np.ndarray]:
+    ts, dur = [e.ts for e in rows], [e.dur for e in rows]
+    start_ns, sound = nanoseconds(ts, exact)
+    dur_ns, sound_dur = nanoseconds(dur, exact)
+    if not (sound & sound_dur).all():  # a time that is no number: the event cannot be placed
+        return _piece([e for e, good in zip(rows, sound & sound_dur, strict=True) if good], codes, exact, hta)
+    args = [e.args or _NO_ARGS for e in rows]
+    size_bytes, group = _notes(args, codes["group"])
+    piece = {
+        "start_ns": start_ns,
+        "dur_ns": dur_ns,
+        "stream": _streams([a.stream for a in args]),
+        "correlation": integers([a.correlation for a in args]),
+        "op": _external_ids(args),
+        "size_bytes": size_bytes,
+        "name": codes["name"].of([e.name for e in rows]),
+        "category": codes["category"].of([e.cat for e in rows]),
+        "thread": codes["thread"].pairs([e.pid for e in rows], [e.tid for e in rows]),
+        "group": group,
+    }
+    if hta:
+        piece |= {"ts_us": _floats(ts), "dur_us": _floats(dur)}
+        piece["whole_us"] = np.array([type(value) is int for value in ts], dtype=bool)
+    return piece
+
+
+def nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Whole nanoseconds (n,) of decimal microseconds, and where they are numbers at all.
+
+    Splitting off the whole microseconds first keeps the product below 2**53, so rounding gives back the decimals.
+    """
+    types = set(map(type, us))  # a text would make every item of an array as long as it is
+    with contextlib.suppress(OverflowError):  # an integer of many digits
+        if types <= {int}:
+            values = np.fromiter(us, dtype=np.int64, count=len(us))
+            if -_FAR_US < values.min(initial=0) <= values.max(initial=0) < _FAR_US:
+                return values * 1000, np.ones(len(us), dtype=bool)
+        elif types <= {int, float} and not exact:
+            values = np.fromiter(us, dtype=np.float64, count=len(us))
+            if np.abs(values).max() >= _FLOAT_IS_EXACT_US:
+                raise NeedsDecimal
+            whole = np.floor(values)
+            ns = whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64)
+            return ns, np.ones(len(us), dtype=bool)
+    if not exact and any(isinstance(value, float) and abs(value) >= _FLOAT_IS_EXACT_US for value in us):
+        raise NeedsDecimal
+    converted = [_decimal_ns(value) for value in us]
+    sound = np.array([ns is not None for ns in converted], dtype=bool)
+    return np.array([ns or 0 for ns in converted], dtype=np.int64), sound
+
+
+def _decimal_ns(us) -> int | None:
+    if type(us) not in (int, float, str, Decimal):
+        return None
+    with contextlib.suppress(InvalidOperation):  # not a number
+        ns = EXACT(us) * 1000
+        if abs(ns) < FAR_NS:
+            return int(ns.to_integral_value(ROUND_HALF_EVEN))
+    return None
+
+
+def _floats(us: list) -> np.ndarray:
+    """(n,) float64 of numbers, some of which may be text."""
+    plain = set(map(type, us)) <= {int, float}
+    return np.fromiter(us if plain else (float(EXACT(v)) for v in us), dtype=np.float64, count=len(us))
+
+
+def integers(values: list, missing: int = -1) -> np.ndarray:
+    """(n,) int64, `missing` where there is none or no integer."""
+    try:
+        numbers = np.array([missing if v is None else v for v in values], dtype=np.int64)
+    except (ValueError, TypeError, OverflowError):
+        numbers = np.empty(0)
+    return numbers if numbers.shape == (len(values),) else np.array([_integer(v, missing) for v in values], np.int64)
+
+
+def _integer(value, missing: int = -1) -> int:
+    try:
+        number = int(value)
+    except (ValueError, TypeError, OverflowError):
+        return missing
+    return number if abs(number) < 2**63 else missing
+
+
+def _streams(values: list) -> np.ndarray:
+    """(n,) int32 stream numbers, -1 for none; one too large for that keeps its lower bits."""
+    streams = integers(values)
+    return np.where(streams < 2**31, np.maximum(streams, -1), streams % 2**31).astype(np.int32)
+
+
+def _external_ids(args: list[Args]) -> np.ndarray:
+    """(n,) operator ids, whichever way their key is written."""
+    ids = integers([a.external_id for a in args])
+    for row in np.flatnonzero(ids == -1).tolist():
+        arg = args[row]
+        if arg.external_id_new is not None or arg.external_id_old is not None:
+            ids[row] = _integer(arg.external_id_old if arg.external_id_new is None else arg.external_id_new)
+    return ids
+
+
+def _notes(args: list[Args], groups: Codes) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes in bytes (n,) and codes of groups (n,), of the few events that tell them."""
+    sizes, codes = np.full(len(args), np.nan), np.zeros(len(args), dtype=np.int32)
+    told = [row for row, a in enumerate(args)
+            if a.size_bytes is not None or a.collective is not None or a.group is not None]  # fmt: skip
+    for row in told:
+        sizes[row] = _size_bytes(args[row])
+    grouped = [row for row in told if args[row].group is not None]
+    codes[grouped] = groups.of([_group(args[row]) for row in grouped])
+    return sizes, codes
+
+
+def _distinct(codes: dict, rows: np.ndarray) -> list[str]:
+    """Names as text; two values that print alike (1 and "1") become one."""
+    texts = [name if isinstance(name, str) else str(name) for name in codes]
+    if len(set(texts)) < len(texts):
+        merged = Codes()
+        rows[:] = merged.of(texts)[rows]
+        return list(merged)
+    return texts
+
+
+def _size_bytes(args: Args) -> float:
+    """Bytes of a copy, or of a collective's larger side; NaN where the event does not say."""
+    size = float("nan")
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if args.size_bytes is not None:
+            size = float(args.size_bytes)
+        elif args.collective is not None:
+            size = max(int(args.in_elements or 0), int(args.out_elements or 0)) * dtype_bytes(str(args.dtype))
+    return size if abs(size) < 2**63 else float("nan")
+
+
+def _group(args: Args) -> str:
+    """Name of a process group with its ranks, as far as the event lists them: groups of one name may differ."""
+    return f"{args.group} {args.group_ranks}" if args.group_ranks else str(args.group)
+
+
+def _tells_rank(info) -> bool:
+    return isinstance(info, dict) and "rank" in info
+
+
+def _global_rank(args: Args) -> int | None:
+    """Rank from a collective's metadata: Rank counts inside the group, whose members the event may list."""
+    if args.group_rank is None or (position := _integer(args.group_rank)) < 0:
+        return None
+    ranks = re.findall(r"\d+", str(args.group_ranks or "").split("...")[0])
+    rank = _integer(ranks[position]) if position < len(ranks) else position
+    return rank if 0 <= rank < 2**31 else None

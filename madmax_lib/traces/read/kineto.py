@@ -1,0 +1,97 @@
+"""What did every rank do, according to its PyTorch-profiler trace? Kineto/Chrome JSON in, one `Timeline` out.
+
+`spans` says what the rows mean; here files are found, read once (then from the cache), in parallel where that pays, and
+put together. `hta_compatible=True` follows HTA 0.5.0: rows by stream, its kernel kinds, rounding and last-step rule.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from madmax_lib.side_tables import Details
+from madmax_lib.timeline import Timeline, concat
+from madmax_lib.traces.read.cache import cached, content_sha256
+from madmax_lib.traces.read.events import OtherContent, TraceWarning
+from madmax_lib.traces.read.files import find_traces, iteration_folder, rank_in_name
+from madmax_lib.traces.read.parallel import read_all
+from madmax_lib.traces.read.side_tables import details_of
+from madmax_lib.traces.read.steps import hta_rows
+from madmax_lib.traces.read.timeline_rows import read_file
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+__all__ = ["TraceWarning", "read_trace"]
+
+
+def read_trace(
+    source: str | Path | Sequence[str | Path],
+    *,
+    hta_compatible: bool = False,
+    iteration: int | None = None,
+    kinds: str | Path | None = None,
+    client: Client | None = None,
+) -> Timeline:
+    """Read traces of one or many ranks.
+
+    source: a file (plain or gzip, whatever its name), a list of files, or a directory: all its traces, or those of the
+    newest `iteration_N` folder in torchtitan's layout (`iteration` chooses another). kinds: CSV with rows to put before
+    `data/kernel_kinds.csv`. client: a dask.distributed client whose workers see the same files; without one, large
+    sets are read in local processes. Nothing is ever written beside the input; what was read is kept in the user's
+    cache folder unless MADMAX_NO_CACHE=1.
+    A file of a directory that fails costs its own rank, with a TraceWarning and in `meta.provenance["unread"]`.
+    Raises FileNotFoundError, and ValueError with file and reason for what is no trace or has the rank of another file.
+    """
+    read = partial(_read_one, hta=hta_compatible, user_kinds=kinds)
+    in_folder = not isinstance(source, (list, tuple)) and Path(source).expanduser().is_dir()
+    timelines, failures = _read_files(find_traces(source, iteration), read, client)
+    if not timelines and in_folder and (below := iteration_folder(Path(source).expanduser(), iteration)):
+        timelines, failures = _read_files(find_traces(below), read, client)
+    if failures and not (in_folder and timelines):
+        raise next(iter(failures.values()))
+    unread = {}
+    for path, reason in failures.items():
+        if not isinstance(reason, OtherContent):  # a run directory may hold configurations and metrics too
+            unread[path.name] = str(reason) or type(reason).__name__
+            warnings.warn(f"{path}: left out, the others were read: {unread[path.name]}", TraceWarning, stacklevel=2)
+    if hta_compatible:
+        timelines = hta_rows(timelines)
+    whole = concat(list(timelines.values()))
+    return _with_provenance(whole, whole.details, unread=unread) if unread else whole
+
+
+def _read_files(paths: list[Path], read, client) -> tuple[dict[int, Timeline], dict[Path, Exception]]:
+    """Timeline of each rank, and what is wrong with the other files."""
+    timelines: dict[int, Timeline] = {}
+    files: dict[int, Path] = {}
+    failures: dict[Path, Exception] = {}
+    for path, result in read_all(read, paths, client).items():
+        if isinstance(result, Exception):
+            failures[path] = result
+            continue
+        (rank,) = result.ranks
+        if rank in files:
+            raise ValueError(f"{files[rank]} and {path} are both rank {rank}; give one of them, or a list of files")
+        files[rank], timelines[rank] = path, result
+        for text in result.meta.provenance.get("warnings", {}).get(str(rank), []):
+            warnings.warn(f"{path}: {text}", TraceWarning, stacklevel=3)
+    return timelines, failures
+
+
+def _read_one(path: Path, *, hta: bool, user_kinds: str | Path | None) -> Timeline:
+    sha256 = content_sha256(path)
+    options = f"rules {hta} name {rank_in_name(path)} kinds {content_sha256(Path(user_kinds)) if user_kinds else ''}"
+    timeline = cached(sha256, options, partial(read_file, path, sha256, hta=hta, user_kinds=user_kinds))
+    (rank,) = timeline.ranks
+    files = {str(rank): {"name": path.name, "sha256": sha256}}  # a cached one may have had another name
+    return _with_provenance(timeline, details_of(path, sha256, rank), files=files)
+
+
+def _with_provenance(timeline: Timeline, details: Details, **more) -> Timeline:
+    meta = replace(timeline.meta, provenance={**timeline.meta.provenance, **more})
+    return replace(timeline, meta=meta, details=details)

@@ -1,0 +1,202 @@
+"""What do a trace's events say beyond their times? Collective metadata, allocator events, shapes, graphs and waits.
+
+A second pass over the file with every field, made when an analysis first asks (`Timeline.details`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pandas as pd
+
+from madmax_lib.side_tables import DETAILS, Details, conform
+from madmax_lib.timeline import SPANS, Timeline
+from madmax_lib.traces.read.cache import cached, content_sha256
+from madmax_lib.traces.read.chrome import decode_pieces
+from madmax_lib.traces.read.event_columns import Codes, complete, integers, nanoseconds, with_exact_times
+from madmax_lib.traces.read.events import Args, Event, RawTrace
+
+__all__ = ["details_of"]
+
+_COLLECTIVES = (
+    (r"all.?reduce", "all_reduce"), (r"reduce.?scatter", "reduce_scatter"), (r"all.?gather", "all_gather"),
+    (r"all.?to.?all", "all_to_all"), (r"broadcast", "broadcast"), (r"barrier", "barrier"),
+    (r"reduce", "reduce"), (r"scatter", "scatter"), (r"gather", "gather"),
+)  # fmt: skip
+_DEVICES = {0: "cpu", 1: "cuda", 6: "fpga", 9: "xla", 15: "hpu", 17: "lazy", 20: "privateuse1", 18: "ipu", 12: "xpu",
+            19: "mtia"}  # fmt: skip
+
+
+class _FullArgs(Args, frozen=True, gc=False):
+    """Every field of args that an analysis reads."""
+
+    group_size: Any = msgspec.field(default=None, name="Group size")
+    sequence_in_group: Any = msgspec.field(default=None, name="Seq")
+    source_rank: Any = msgspec.field(default=None, name="Src Rank")
+    target_rank: Any = msgspec.field(default=None, name="Dst Rank")
+    address: Any = msgspec.field(default=None, name="Addr")
+    allocated: Any = msgspec.field(default=None, name="Bytes")
+    total_allocated: Any = msgspec.field(default=None, name="Total Allocated")
+    total_reserved: Any = msgspec.field(default=None, name="Total Reserved")
+    device_type: Any = msgspec.field(default=None, name="Device Type")
+    device_id: Any = msgspec.field(default=None, name="Device Id")
+    shapes: Any = msgspec.field(default=None, name="Input Dims")
+    types: Any = msgspec.field(default=None, name="Input type")
+    inputs: Any = msgspec.field(default=None, name="Concrete Inputs")
+    sequence: Any = msgspec.field(default=None, name="Sequence number")
+    forward_thread: Any = msgspec.field(default=None, name="Fwd thread id")
+    graph: Any = msgspec.field(default=None, name="graph id")
+    sync_kind: Any = msgspec.field(default=None, name="cuda_sync_kind")
+    waits_for_stream: Any = msgspec.field(default=None, name="wait_on_stream")
+    waits_for_correlation: Any = msgspec.field(default=None, name="wait_on_cuda_event_record_corr_id")
+
+
+class _FullEvent(Event, gc=False):
+    args: _FullArgs | None = None
+
+
+def details_of(path: str | Path, sha256: str, rank: int) -> Details:
+    """Details of one file, read on first use; their rows are those of `columns.read_columns`.
+
+    Raises, then, FileNotFoundError when the file has gone and ValueError when it has changed.
+    """
+    return Details(partial(_load, Path(path), sha256, rank))
+
+
+def _load(path: Path, sha256: str, rank: int) -> dict[str, pd.DataFrame]:
+    """Tables of a file, from the cache if they are there: as details of a timeline without spans."""
+
+    def read() -> Timeline:
+        if content_sha256(path) != sha256:
+            raise ValueError(f"{path}: has changed since it was read; read it again")
+        nothing = pd.DataFrame({column: pd.Series([], dtype=d) for column, d in SPANS.items()})
+        return Timeline(nothing, details=Details(partial(dict, _read(path, rank))))
+
+    return dict(cached(sha256, f"details {rank}", read).details)
+
+
+def _read(path: Path, rank: int) -> dict[str, pd.DataFrame]:
+    _, parts = with_exact_times(path, partial(_gather, rank=rank))
+    return {name: conform(name, _whole(parts[name])) for name in DETAILS if parts[name]}
+
+
+def _gather(trace: RawTrace, exact: bool, rank: int) -> dict[str, list[dict]]:
+    parts: dict[str, list[dict]] = {name: [] for name in DETAILS}
+    threads, first = Codes(), 0
+    for events in decode_pieces(trace, exact=exact, event=_FullEvent):
+        rows = _placed(complete(events), exact)
+        threads.pairs([e.pid for e in rows], [e.tid for e in rows])
+        forms = [(e.cat.strip().lower() if isinstance(e.cat, str) else "", e.args or _NO_ARGS) for e in rows]
+        for name, (chosen, columns) in _ROWS.items():
+            places = [i for i, form in enumerate(forms) if chosen(*form)]
+            if places:
+                parts[name].append({"row": first + np.array(places), **columns([rows[i] for i in places])})
+        first += len(rows)
+        if instants := [e for e in events if e.ph == "i" and e.name == "[memory]" and e.args]:
+            parts["memory"].append(_memory(_placed(instants, exact), exact, threads, rank))
+    for part in parts["memory"]:
+        part["time_ns"] = part["time_ns"] + trace.base_ns
+    return parts
+
+
+def _placed(events: list[_FullEvent], exact: bool) -> list[_FullEvent]:
+    """Events whose times are numbers."""
+    durations = [0 if e.dur is None else e.dur for e in events]
+    sound = nanoseconds([e.ts for e in events], exact)[1] & nanoseconds(durations, exact)[1]
+    return events if sound.all() else [e for e, good in zip(events, sound, strict=True) if good]
+
+
+def _calls(rows: list[_FullEvent]) -> dict[str, Any]:
+    args = [e.args for e in rows]
+    return {
+        "collective": [_collective(str(a.collective)) for a in args],
+        "dtype": [str(a.dtype or "").lower() for a in args],
+        "in_elements": integers([a.in_elements for a in args]),
+        "out_elements": integers([a.out_elements for a in args]),
+        "group_size": integers([a.group_size for a in args]),
+        "ranks": [",".join(re.findall(r"\d+", str(a.group_ranks or "").split("...")[0])) for a in args],
+        "sequence": integers([a.sequence_in_group for a in args]),
+        "source_rank": integers([a.source_rank for a in args]),
+        "target_rank": integers([a.target_rank for a in args]),
+    }
+
+
+def _collective(name: str) -> str:
+    """Canonical name: all_reduce for allreduce and _allreduce_base, all_to_all for all_to_allv.
+
+    >>> _collective("_reduce_scatter_base"), _collective("send")
+    ('reduce_scatter', 'send')
+    """
+    return next((known for pattern, known in _COLLECTIVES if re.search(pattern, name, re.IGNORECASE)), name)
+
+
+def _memory(events: list[_FullEvent], exact: bool, threads: Codes, rank: int) -> dict[str, Any]:
+    args = [e.args for e in events]
+    return {
+        "rank": [rank] * len(events),
+        "stream": [-1 - threads.number((e.pid, e.tid)) for e in events],
+        "time_ns": nanoseconds([e.ts for e in events], exact)[0],
+        "size_bytes": integers([a.allocated for a in args], missing=0),
+        "address": integers([a.address for a in args]),
+        "allocated_bytes": integers([a.total_allocated for a in args]),
+        "reserved_bytes": integers([a.total_reserved for a in args]),
+        "device": [_device(a.device_type, a.device_id) for a in args],
+    }
+
+
+def _device(kind, number) -> str:
+    name = _DEVICES.get(kind, f"device type {kind}") if isinstance(kind, int) else str(kind)
+    return name if name == "cpu" or number in (None, -1) else f"{name}:{number}"
+
+
+def _operators(rows: list[_FullEvent]) -> dict[str, Any]:
+    args = [e.args or _NO_ARGS for e in rows]
+    return {
+        "shapes": [_json(a.shapes) for a in args],
+        "types": [_json(a.types) for a in args],
+        "inputs": [_json(a.inputs) for a in args],
+        "sequence": integers([a.sequence for a in args]),
+        "forward_thread": integers([a.forward_thread for a in args]),
+    }
+
+
+def _json(value) -> str:
+    return "" if value is None else msgspec.json.encode(value).decode()
+
+
+def _graphs(rows: list[_FullEvent]) -> dict[str, Any]:
+    return {"graph": integers([e.args.graph for e in rows])}
+
+
+def _syncs(rows: list[_FullEvent]) -> dict[str, Any]:
+    args = [e.args or _NO_ARGS for e in rows]
+    return {
+        "name": [str(a.sync_kind or e.name) for a, e in zip(args, rows, strict=True)],
+        "stream": integers([a.waits_for_stream for a in args]),
+        "correlation": integers([a.waits_for_correlation for a in args]),
+    }
+
+
+_NO_ARGS = _FullArgs()
+_OPERATORS = ("cpu_op", "operator")
+_ROWS: dict[str, tuple[Callable[[str, _FullArgs], bool], Callable[[list], dict]]] = {
+    "calls": (lambda _, a: a.collective is not None, _calls),
+    "operators": (lambda category, a: category in _OPERATORS or a.shapes is not None, _operators),
+    "graphs": (lambda _, a: a.graph is not None and a.graph != 0, _graphs),  # 0: not in a graph
+    "syncs": (lambda category, _: category == "cuda_sync", _syncs),
+}
+
+
+def _whole(parts: list[dict]) -> dict[str, Any]:
+    """Columns of a table from its pieces; texts stay objects, an array of text is as wide as its longest item."""
+
+    def array(values) -> np.ndarray:
+        return np.asarray(values, dtype=object if len(values) and isinstance(values[0], str) else None)
+
+    return {key: np.concatenate([array(part[key]) for part in parts]) for key in parts[0]}

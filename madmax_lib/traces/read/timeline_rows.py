@@ -1,0 +1,197 @@
+"""What do the rows of a trace mean? Columns of one file in, its `Timeline` out.
+
+Rows of the device are recognised by category, never by the presence of a stream. On traces without a device (CPU with
+gloo) communication is the c10d annotations and compute the top-level operators, so the same analyses apply. The rules
+"hta" follow HTA 0.5.0 instead: rows by stream, its kernel kinds and rounding.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.kinds import collective_names, kernel_kinds, load_kinds
+from madmax_lib.timeline import KINDS, Meta, Timeline
+from madmax_lib.traces.read.event_columns import Columns, read_columns
+from madmax_lib.traces.read.events import SOURCE_KEY, RawTrace
+from madmax_lib.traces.read.files import rank_in_name
+from madmax_lib.traces.read.kernel_names import original_name
+from madmax_lib.traces.read.steps import assign_steps
+
+__all__ = ["read_file"]
+
+_COPY = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")
+_DEVICE = ("kernel", "mtia_ccp_events", *_COPY)
+_ANNOTATION = ("user_annotation", "gpu_user_annotation")
+_EPOCH_NS = 10**18  # a time beyond this is counted from 1970 even without baseTimeNanoseconds (2001 and later)
+
+
+def read_file(path: Path, sha256: str, *, hta: bool, user_kinds: str | Path | None) -> Timeline:
+    """Timeline of one file without its details; warnings are kept in `meta.provenance["warnings"]` instead of shown."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        spans, meta = _read(path, hta, user_kinds)
+    (rank,) = map(str, meta.represents)
+    more = {"files": {rank: {"name": path.name, "sha256": sha256}}}
+    if caught:
+        more["warnings"] = {rank: [str(warning.message).removeprefix(f"{path}: ") for warning in caught]}
+    return Timeline(spans, replace(meta, provenance={**meta.provenance, **more}))
+
+
+def _read(path: Path, hta: bool, user_kinds: str | Path | None) -> tuple[pd.DataFrame, Meta]:
+    columns, trace = read_columns(path, hta=hta)
+    table = load_kinds(user_kinds)
+    rank = _rank(columns, trace)
+    spans = _spans(columns, trace, rank, hta, table)
+    info = trace.envelope.get("distributedInfo")
+    world_size = info.get("world_size") if isinstance(info, dict) else None
+    meta = Meta(
+        source="simulated" if trace.envelope.get(SOURCE_KEY) == "simulated" else "measured",
+        world_size=world_size if _is_rank(world_size) else 1,
+        represents={rank: [rank]},
+        device=_device_name(trace.envelope.get("deviceProperties")),
+        clock="unix" if len(spans) and spans["start_ns"].min() > _EPOCH_NS else "relative",
+        provenance={
+            "rules": "hta" if hta else "exact",
+            "threads": {str(rank): [f"pid {pid} tid {tid}" for pid, tid in columns.threads]},
+            **({"collectives": _user_collectives(columns, table)} if user_kinds else {}),
+        },
+    )
+    del columns  # its arrays are spans now, and the steps need room
+    spans["step"] = assign_steps(spans)
+    return spans, meta
+
+
+def _rank(columns: Columns, trace: RawTrace) -> int:
+    """Rank from distributedInfo, else from a collective's metadata, else from the file name, else 0 with a warning."""
+    info = trace.envelope.get("distributedInfo")
+    told = info.get("rank") if isinstance(info, dict) else None
+    for rank in (told, columns.group_rank, rank_in_name(trace.path)):
+        if _is_rank(rank):
+            return rank
+    trace.warn("no rank in distributedInfo, events or file name; taken as rank 0")
+    return 0
+
+
+def _is_rank(value) -> bool:
+    return isinstance(value, int) and 0 <= value < 2**31
+
+
+def _spans(columns: Columns, trace: RawTrace, rank: int, hta: bool, table: pd.DataFrame) -> pd.DataFrame:
+    """Spans of one file, steps not yet known; the times of `columns` are changed in place."""
+    if trace.events == 0:
+        trace.warn("the trace holds no events")
+    start_ns, dur_ns = _hta_times(columns) if hta else (columns.start_ns, columns.dur_ns)
+    kind, stream = _hta_kinds(columns, table) if hta else _exact_kinds(columns, table)
+    if not hta and (negative := int((dur_ns < 0).sum())):
+        trace.warn(f"{negative} negative durations taken as 0")
+        np.maximum(dur_ns, 0, out=dur_ns)
+    start_ns += trace.base_ns
+    return pd.DataFrame(
+        {
+            "rank": np.full(len(columns), rank, dtype=np.int32),
+            "stream": stream,
+            "kind": pd.Categorical.from_codes(kind, KINDS),
+            "name": pd.Categorical([original_name(name) for name in columns.names])[columns.name],
+            "start_ns": start_ns,
+            "dur_ns": dur_ns,
+            "step": np.full(len(columns), -1, dtype=np.int32),
+            "correlation": columns.correlation,
+            "op": columns.op,
+            "group": pd.Categorical.from_codes(columns.group - 1, columns.groups[1:]),  # code 0: none
+            "size_bytes": columns.size_bytes,
+        },
+        copy=False,
+    )
+
+
+def _user_collectives(columns: Columns, table: pd.DataFrame) -> dict[str, str]:
+    """Collectives that a user's table names, for `exposed_by_collective`."""
+    found = dict(zip(columns.names, collective_names(columns.names, table=table), strict=True))
+    return {name: collective for name, collective in found.items() if collective}
+
+
+def _device_name(properties) -> str:
+    first = properties[0] if isinstance(properties, list) and properties else None
+    return str(first.get("name", "")) if isinstance(first, dict) else ""
+
+
+def _exact_kinds(columns: Columns, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Kind codes (n,) and streams (n,) by category; without any device row, from annotations and operators."""
+    category = np.array(columns.categories, dtype=object)
+    of_category = np.full(len(category), KINDS.index("cpu"), dtype=np.int8)
+    of_category[np.isin(category, _ANNOTATION)] = KINDS.index("annotation")
+    of_category[category == "cuda_sync"] = KINDS.index("idle")
+    on_device, copies = np.isin(category, _DEVICE), np.isin(category, _COPY)
+    has_stream = on_device | np.isin(category, ("cuda_sync", "gpu_user_annotation"))
+    kind = of_category[columns.category]
+    stream = np.where(columns.stream >= 0, columns.stream, _stream_of_thread(columns))
+    stream = np.where(has_stream[columns.category], stream, -1 - columns.thread)
+    device = on_device[columns.category]
+    if device.any():
+        kind[device] = _kind_of_name(columns, device, "exact", table)
+        kind[copies[columns.category] & (kind == KINDS.index("compute"))] = KINDS.index("memcpy")
+    else:
+        _classify_cpu(columns, kind, category, table)
+    return kind, stream
+
+
+def _classify_cpu(columns: Columns, kind: np.ndarray, category: np.ndarray, table: pd.DataFrame) -> None:
+    """On a trace without device: annotations of a backend are comm, top-level operators outside of them compute."""
+    annotation = kind == KINDS.index("annotation")
+    comm = annotation.copy()
+    comm[annotation] = _kind_of_name(columns, annotation, "exact", table) == KINDS.index("comm")
+    kind[comm] = KINDS.index("comm")
+    operator = np.isin(category, ("cpu_op", "operator"))[columns.category]
+    c10d = np.array([name.startswith("c10d::") for name in columns.names], dtype=bool)[columns.name]
+    in_flight = np.isin(columns.thread, columns.thread[operator & c10d])  # the span of an asynchronous send or receive
+    rows = np.flatnonzero(operator | (comm & ~in_flight))
+    end = columns.start_ns + np.maximum(columns.dur_ns, 0)
+    order = np.lexsort((~comm[rows], -end[rows], columns.start_ns[rows], columns.thread[rows]))
+    rows = rows[order]
+    for part in np.split(rows, np.flatnonzero(np.diff(columns.thread[rows])) + 1):
+        reach = np.maximum.accumulate(end[part])
+        inside = np.r_[False, columns.start_ns[part[1:]] < reach[:-1]][: len(part)]
+        top = part[~inside]
+        kind[top[~comm[top]]] = KINDS.index("compute")
+
+
+def _hta_kinds(columns: Columns, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Kind codes and streams as HTA 0.5.0 sees them: whatever carries a stream runs on the device."""
+    device = columns.stream >= 0
+    annotation = np.isin(np.array(columns.categories, dtype=object), _ANNOTATION)[columns.category]
+    kind = np.where(annotation, KINDS.index("annotation"), KINDS.index("cpu")).astype(np.int8)
+    if device.any():
+        kind[device] = _kind_of_name(columns, device, "hta", table)
+    return kind, np.where(device, columns.stream, -1 - columns.thread)
+
+
+def _kind_of_name(columns: Columns, rows: np.ndarray, rules: str, table: pd.DataFrame) -> np.ndarray:
+    names, used = columns.name[rows], np.zeros(len(columns.names), dtype=bool)
+    used[names] = True
+    told = [columns.names[code] for code in np.flatnonzero(used)]
+    kinds = kernel_kinds(told, rules=rules, table=table)
+    of_name = np.zeros(len(used), dtype=np.int8)
+    of_name[used] = [KINDS.index(kind) for kind in kinds]
+    return of_name[names]
+
+
+def _hta_times(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
+    """Start rounded up and end rounded down to whole microseconds, in float64, once any start has decimals."""
+    if columns.whole_us.all():
+        return columns.start_ns, columns.dur_ns
+    start_us = np.ceil(columns.ts_us).astype(np.int64)
+    end_us = np.floor(columns.ts_us + columns.dur_us).astype(np.int64)
+    return start_us * 1000, (end_us - start_us) * 1000
+
+
+def _stream_of_thread(columns: Columns) -> np.ndarray:
+    """Stream of device rows whose args have none: Kineto shows a stream as thread, as a number or as `stream 7`."""
+    digits = [re.search(r"(?<![-\d])\d+$", str(tid)) for _, tid in columns.threads]
+    streams = np.array([int(d[0]) if d and len(d[0]) < 10 else 0 for d in digits], dtype=np.int32)
+    return streams[columns.thread]

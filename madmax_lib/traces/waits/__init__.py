@@ -1,0 +1,1 @@
+"""What waits for what? Launches, idle gaps, steps, the graph of dependencies."""

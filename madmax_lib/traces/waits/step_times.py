@@ -1,0 +1,124 @@
+"""How long is a step, what is in it, and which steps should not be counted?
+
+The first steps of a run allocate, compile and fill caches. A leading step is warm-up when it is slower than the median
+of the steps after it by more than 5 times their median absolute deviation and by more than 10 %; the first step that is
+not ends the warm-up. The wall time of a step is its median over the ranks, so that all ranks agree. At least two steps
+have to follow, and the rule holds while fewer than half of the steps are warm-up.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.accounting import breakdown
+from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.traces.read.steps import step_spans
+from madmax_lib.traces.waits.launch import device_work
+from madmax_lib.units import NS_PER_S
+
+__all__ = ["QUANTITIES", "step_summary", "steps"]
+
+QUANTITIES = ("wall_s", "period_s", "total_s", "compute_s", "comm_s", "memory_s", "non_compute_s", "exposed_comm_s",
+              "idle_s", "overlap")  # fmt: skip
+_DEVIATIONS, _SLOWER = 5.0, 0.1
+
+
+def steps(timeline: Timeline) -> pd.DataFrame:
+    """Every step of every rank: rank, step, the QUANTITIES, annotated, cut, warmup.
+
+    wall_s: the step's annotation on the host, or its first to its last span where it has none (annotated is false).
+    period_s: from its first work to the first work of the rank's next step, NaN for the last: the pace of the device,
+    which a host that runs ahead does not show. The others are `accounting.breakdown` of the work that belongs to the
+    step, so total_s = compute_s + non_compute_s + idle_s; steps may overlap on a device.
+    cut: a step without work or annotation where others of its rank have some, or the first or last of at least three
+    with less than half as many spans as the median of the others.
+    """
+    spans, order = timeline.spans, timeline.steps
+    inside = spans[spans["step"] >= 0]
+    end_ns = inside["start_ns"] + inside["dur_ns"]
+    grouped = inside.assign(end_ns=end_ns).groupby(["rank", "step"])
+    table = grouped.agg(first_ns=("start_ns", "min"), last_ns=("end_ns", "max"), spans=("start_ns", "size"))
+    table = table.reset_index().merge(_annotated(timeline), on=["rank", "step"], how="left")
+    table["annotated"] = table["annotated_ns"].notna()
+    wall_ns = table["annotated_ns"].where(table["annotated"], table["last_ns"] - table["first_ns"])
+    table["wall_s"] = wall_ns.astype("float64") / NS_PER_S
+    busy = timeline.where(spans["kind"].isin(BUSY_KINDS).to_numpy())
+    parts = [breakdown(busy.select(steps=[step])).assign(step=step) for step in order] or [breakdown(timeline)[:0]]
+    known = pd.concat(parts, ignore_index=True).reindex(columns=["rank", "step", *QUANTITIES[2:]])
+    table = table.merge(known.astype({"rank": "int32", "step": "int32"}), on=["rank", "step"])
+    table = table.merge(_periods(timeline), on=["rank", "step"], how="left")
+    table = table.assign(cut=_cut(table))
+    table["warmup"] = table["step"].isin(_warmup(table[~table["cut"]]))
+    table = table[["rank", "step", *QUANTITIES, "annotated", "cut", "warmup"]]
+    return with_origin(table, timeline)
+
+
+def step_summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Spread of `steps` over the steps of each rank, without warm-up and cut ones.
+
+    rank, quantity (one of QUANTITIES), steps (that count), mean, median, std (n - 1; NaN for one step), p10, p90; the
+    unit is that of the quantity.
+    """
+    counted = table[~(table["warmup"] | table["cut"]).astype(bool)]
+    long = counted.melt(id_vars="rank", value_vars=list(QUANTITIES), var_name="quantity").astype({"value": "float64"})
+    long["quantity"] = pd.Categorical(long["quantity"], QUANTITIES)
+    values = long.groupby(["rank", "quantity"], observed=True)["value"]
+    summary = values.agg(["size", "mean", "median", "std"])
+    summary = summary.assign(p10=values.quantile(0.1), p90=values.quantile(0.9)).reset_index()
+    summary = summary.rename(columns={"size": "steps"}).astype({"quantity": object})
+    summary.attrs.update(table.attrs)
+    return summary
+
+
+def _annotated(timeline: Timeline) -> pd.DataFrame:
+    """rank, step, annotated_ns: duration of the annotation that marks a step, from the first if there are several."""
+    found = []
+    annotations = timeline.spans[timeline.spans["kind"] == "annotation"]
+    for rank, spans in annotations.groupby("rank"):
+        marks = step_spans(spans)
+        if marks is not None:
+            found.append(pd.DataFrame(marks, columns=["start", "end", "step"]).assign(rank=rank))
+    if not found:
+        return pd.DataFrame({"rank": [], "step": [], "annotated_ns": []}).astype({"rank": "int32", "step": "int32"})
+    marks = pd.concat(found).groupby(["rank", "step"]).agg(start=("start", "min"), end=("end", "max")).reset_index()
+    marks["annotated_ns"] = marks["end"] - marks["start"]
+    return marks[["rank", "step", "annotated_ns"]].astype({"rank": "int32", "step": "int32"})
+
+
+def _periods(timeline: Timeline) -> pd.DataFrame:
+    """rank, step, period_s, by the work that the step has launched, else by all of its work."""
+    spans, work = timeline.spans, device_work(timeline)
+    busy = spans[spans["kind"].isin(BUSY_KINDS)]
+    first = [part[part["step"] >= 0].groupby(["rank", "step"])["start_ns"].min()
+             for part in (work[work["launch_row"] >= 0], busy)]  # fmt: skip
+    begins = pd.concat([first[0], first[1].drop(first[0].index)]).sort_values(kind="stable").reset_index()
+    next_ns = begins.groupby("rank")["start_ns"].shift(-1)
+    return begins.assign(period_s=(next_ns - begins["start_ns"]) / NS_PER_S)[["rank", "step", "period_s"]]
+
+
+def _cut(table: pd.DataFrame) -> np.ndarray:
+    """(n,) steps at the edge of a recording that it does not hold whole."""
+    cut = np.zeros(len(table), dtype=bool)
+    for _, part in table.groupby("rank"):
+        rows, order = part.index.to_numpy(), np.argsort(part["first_ns"].to_numpy())
+        for edge in {order[0], order[-1]} if len(part) > 2 else ():
+            others = np.delete(part["spans"].to_numpy(), edge)
+            cut[rows[edge]] = part["spans"].iloc[edge] < np.median(others) / 2
+        for known in (part["annotated"], part["total_s"] > 0):
+            cut[rows] |= ~known.to_numpy() & known.any()
+    return cut
+
+
+def _warmup(table: pd.DataFrame) -> list[int]:
+    """The leading steps that are slow."""
+    walls = table.groupby("step")["wall_s"].median()
+    slow = []
+    for place in range(len(walls) - 2):
+        rest = walls.to_numpy()[place + 1 :]
+        median = np.median(rest)
+        deviation = np.median(np.abs(rest - median))
+        if walls.iloc[place] <= median + max(_DEVIATIONS * deviation, _SLOWER * median):
+            break
+        slow.append(walls.index[place])
+    return slow

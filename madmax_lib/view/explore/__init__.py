@@ -1,0 +1,1 @@
+"""What if I turn this knob? Explorers, canvas, Perfetto."""

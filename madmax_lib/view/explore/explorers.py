@@ -1,0 +1,200 @@
+"""What if I turn this knob? The explorer of one step: model, cluster and plan to numbers, bars and a timeline.
+
+An explorer takes a notebook's papermill parameters by their names; its controls carry the same names, and `parameters`
+gives them back as they stand, for `python -m madmax_lib run NAME -p name=value`. Numbers follow a control at once; the
+timeline comes a moment after the last change. Where no widget can be shown an explorer is a picture.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cached_property, lru_cache
+
+from matplotlib import pyplot as plt
+
+from madmax_lib import catalog
+from madmax_lib.plan import Plan
+from madmax_lib.simulator.simulate import simulate
+from madmax_lib.specs import Cluster, Transformer
+from madmax_lib.view.explore.controls import Later, Turning, doublings, message_html, offer, slider
+from madmax_lib.view.explore.plan_card import Glance, glance, glance_html, plot_glance
+from madmax_lib.view.explore.widgets import TimelineView, interactive, view_bundle
+from madmax_lib.view.plots.breakdown import plot_timeline
+
+__all__ = ["StepExplorer", "cluster_named", "model_named", "transformers"]
+
+_DELAY_S = 0.05  # after the last change, before a timeline is laid out
+_DRAWN = 8  # micro-batches of a drawn step, or one per stage where there are more stages
+_DEGREES = ("tp", "pp", "cp", "ep", "micro_batch")
+_CHOICES = {"zero": [0, 1, 2, 3], "recompute": ["none", "selective", "full"],
+            "schedule": ["1f1b", "gpipe", "zero-bubble"]}  # fmt: skip
+
+
+class StepExplorer:
+    """One step of a model on a cluster under a plan: numbers, parts of time and memory, and its timeline.
+
+    model, cluster, nodes, plan, global_batch, sequence (0: the model's own): as in the notebooks' parameters. dp
+    follows from the other degrees. `cost` and `view` are what is shown, `error` is why a plan has no numbers, else
+    empty. The timeline is that of a step with at most 8 micro-batches, or one per stage, on a rank of each stage; the
+    numbers are for the whole batch.
+    Raises ValueError when the first plan cannot be laid out.
+    """
+
+    def __init__(self, *, model: str, cluster: str, nodes: int, plan: str, global_batch: int, sequence: int = 0):
+        self.parameters = {"model": model, "cluster": cluster, "nodes": nodes, "plan": plan,
+                           "global_batch": global_batch, "sequence": sequence}  # fmt: skip
+        self.set()
+        if self.error:
+            raise ValueError(self.error)
+        self.view = TimelineView(self._timeline())
+
+    def set(self, **changes) -> None:
+        """Change parameters, or fields of the plan by their names, and work the numbers out again.
+
+        dp becomes what the other degrees leave, unless the plan is given as a whole. A plan that cannot be laid out
+        leaves its reason in `error`.
+        """
+        of_plan = {name: value for name, value in changes.items() if name not in self.parameters}
+        self.parameters |= {name: value for name, value in changes.items() if name in self.parameters}
+        try:
+            self.plan = Plan.parse(self.parameters["plan"])
+            if changes and "plan" not in changes:
+                self.plan = _filling(self.plan, self.cluster.world_size, of_plan)
+                self.parameters["plan"] = str(self.plan)
+            self.cost: Glance = glance(self.model, self.cluster, self.plan, **self._batch)
+            self.error = ""
+        except (OSError, ValueError) as error:
+            self.error = str(error)
+
+    def draw(self) -> None:
+        """Lay the timeline out for the parameters as they stand."""
+        if not self.error:
+            self.view.show(self._timeline())
+
+    def _timeline(self):
+        plan, batch = self.plan, self._batch
+        batch["global_batch"] = min(batch["global_batch"], self._drawn * plan.dp * plan.micro_batch)
+        timeline = simulate(self.model, self.cluster, plan, **batch)
+        return timeline.select(ranks=timeline.ranks[:: len(timeline.ranks) // plan.pp])
+
+    @property
+    def _drawn(self) -> int:
+        """Micro-batches of the timeline: a multiple of the stages, which interleaved schedules want."""
+        stages = self.plan.pp
+        return min(self.plan.micro_batches(self._batch["global_batch"]), stages * math.ceil(_DRAWN / stages))
+
+    @property
+    def model(self) -> Transformer:
+        """The model as it stands."""
+        return model_named(self.parameters["model"])
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster as it stands."""
+        return cluster_named(self.parameters["cluster"], self.parameters["nodes"])
+
+    @property
+    def _batch(self) -> dict:
+        return {"global_batch": self.parameters["global_batch"], "sequence": self.parameters["sequence"] or None}
+
+    @property
+    def html(self) -> str:
+        """Numbers and bars, or the reason why there are none."""
+        if self.error:
+            return message_html(self.error)
+        whole = self.plan.micro_batches(self._batch["global_batch"])
+        return glance_html(self.cost) + f"<div>below: {self._drawn} of {whole} micro-batches, one rank per stage</div>"
+
+    def figure(self) -> plt.Figure:
+        """The static picture: parts of time and memory as bars above the timeline."""
+        rows = self.view.rows
+        figure, axes = plt.subplots(3, 1, figsize=(9, 4.2 + 0.22 * rows), height_ratios=[1.5, 1.5, 3 + rows],
+                                    layout="constrained")  # fmt: skip
+        plot_glance(self.cost, axes[:2])
+        plot_timeline(self.view.timelines[0], axes[2])
+        whole = self.plan.micro_batches(self._batch["global_batch"])
+        axes[2].set_title(f"{self._drawn} of {whole} micro-batches, simulated, one rank per stage")
+        return figure
+
+    @cached_property
+    def controls(self) -> dict:
+        """The controls by name: the parameters, and the fields of the plan that can be turned one by one."""
+        import ipywidgets as w
+
+        p, plan = self.parameters, self.plan
+        turned = {name: getattr(plan, name) for name in (*_DEGREES, *_CHOICES)}
+        return {
+            "model": w.Dropdown(options=sorted({p["model"], *transformers()}), value=p["model"]),
+            "cluster": w.Dropdown(options=sorted({p["cluster"], *catalog.clusters()}), value=p["cluster"]),
+            "nodes": slider(doublings(1, 1024, p["nodes"]), p["nodes"]),
+            "global_batch": slider(doublings(1, 8192, p["global_batch"]), p["global_batch"]),
+            "sequence": slider(doublings(512, 131072, 0, p["sequence"]), p["sequence"]),
+            **{name: slider(doublings(1, 64, turned[name]), turned[name]) for name in _DEGREES},
+            **{name: w.Dropdown(options=values, value=turned[name]) for name, values in _CHOICES.items()},
+            "plan": w.Text(value=p["plan"], continuous_update=False),
+        }
+
+    @cached_property
+    def numbers(self):
+        """The numbers and bars as a widget."""
+        import ipywidgets as w
+
+        return w.HTML(self.html)
+
+    @cached_property
+    def widget(self):
+        """Controls above numbers above the timeline."""
+        import ipywidgets as w
+
+        self._turning = Turning(self.controls, self._turned)
+        self._later = Later(_DELAY_S, self.draw, self._failed)
+        grid = w.GridBox(list(self.controls.values()), layout=w.Layout(grid_template_columns="repeat(3, 1fr)"))
+        return w.VBox([grid, self.numbers, self.view.widget])
+
+    def _turned(self, name: str, value) -> None:
+        self.set(**{name: value})
+        self.numbers.value = self.html
+        if self.error:
+            return
+        with self._turning:
+            self.controls["plan"].value = self.parameters["plan"]
+            for field in (*_DEGREES, *_CHOICES):
+                offer(self.controls[field], list(self.controls[field].options), getattr(self.plan, field))
+        self._later()
+
+    def _failed(self, reason: str) -> None:
+        self.numbers.value = message_html(reason)
+
+    def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
+        return view_bundle(self.widget if interactive() else None, self.figure)
+
+
+@lru_cache(maxsize=1)
+def transformers() -> list[str]:
+    """Names of the models that have a closed form: all but recommendation models."""
+    return [name for name in catalog.models() if isinstance(model_named(name), Transformer)]
+
+
+@lru_cache(maxsize=64)
+def model_named(name: str) -> Transformer:
+    """A model of the catalog, kept."""
+    return catalog.model(name)
+
+
+@lru_cache(maxsize=64)
+def cluster_named(name: str, nodes: int) -> Cluster:
+    """A cluster of the catalog, kept."""
+    return catalog.cluster(name, nodes=nodes)
+
+
+def _filling(plan: Plan, world_size: int, changes: dict) -> Plan:
+    """The plan with changed fields and the dp that fills the cluster. Raises ValueError where none does."""
+    if "tp" in changes and plan.sequence_parallel == (plan.tp > 1):
+        changes = {**changes, "sequence_parallel": None}  # stays the default
+    degrees = {name: changes.get(name, getattr(plan, name)) for name in ("tp", "pp", "cp")}
+    model_parallel = math.prod(degrees.values())
+    if world_size % model_parallel:
+        text = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
+        raise ValueError(f"{text} does not divide {world_size} devices")
+    return replace(plan, **changes, dp=world_size // model_parallel)

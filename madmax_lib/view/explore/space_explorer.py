@@ -1,0 +1,159 @@
+"""Which plan is worth a look? The explorer of the space of plans: the front of time and memory, filtered and clicked.
+
+Every filter is a search of the smaller space, so the front is exact under it; a click shows the plan's numbers and
+timeline as the explorer of one step does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+from matplotlib import pyplot as plt
+
+from madmax_lib.planner.search import SearchResult, search
+from madmax_lib.planner.space import Space
+from madmax_lib.view.explore.controls import Turning, message_html
+from madmax_lib.view.explore.explorers import StepExplorer, cluster_named, model_named
+from madmax_lib.view.explore.widgets import interactive, view_bundle
+from madmax_lib.view.plots.breakdown import plot_timeline
+from madmax_lib.view.plots.search import plot_front
+
+__all__ = ["SpaceExplorer"]
+
+_ANY = "any"
+_FILTERS = {"tp": (1, 2, 4, 8), "pp": (1, 2, 4, 8, 16), "zero": (0, 1, 2, 3), "micro_batch": (1, 2, 4, 8),
+            "recompute": ("none", "selective", "full")}  # fmt: skip
+_SHOWN = 200  # of the fastest plans, beside the front
+
+
+class SpaceExplorer:
+    """The plans of a model on a cluster: the front of time and memory, and one chosen plan in detail.
+
+    model, cluster, nodes, global_batch, sequence (0: the model's own): as in the notebooks' parameters. space: what is
+    searched before filters, `Space.quick()` if None. `filters` are the choices that are held, `result` is the search
+    under them, `step` the explorer of the chosen plan. Raises ValueError, as `search` does, where no plan fits.
+    """
+
+    def __init__(self, *, model: str, cluster: str, nodes: int, global_batch: int, sequence: int = 0,
+                 space: Space | None = None):  # fmt: skip
+        self.parameters = {"model": model, "cluster": cluster, "nodes": nodes, "global_batch": global_batch,
+                           "sequence": sequence}  # fmt: skip
+        self.space, self.filters = space or Space.quick(), {}
+        self._known: dict[tuple, SearchResult] = {}
+        self.step = StepExplorer(**self.parameters, plan=str(self._search({}).best))
+        self.filter()
+
+    def filter(self, **choices) -> None:
+        """Hold fields of the plan to one value, "any" lets them go; the fastest plan becomes the chosen one.
+
+        Raises ValueError where no plan is left.
+        """
+        filters = {name: value for name, value in (self.filters | choices).items() if value != _ANY}
+        self.result, self.filters = self._search(filters), filters
+        self.choose(str(self.result.best))
+
+    def choose(self, plan: str) -> None:
+        """Show this plan in detail."""
+        self.step.set(plan=plan)
+        self.step.draw()
+
+    def _search(self, filters: dict) -> SearchResult:
+        key = tuple(sorted(filters.items()))
+        if key not in self._known:
+            space = replace(self.space, **{name: (value,) for name, value in filters.items()})
+            model = model_named(self.parameters["model"])
+            cluster = cluster_named(self.parameters["cluster"], self.parameters["nodes"])
+            self._known[key] = search(model, cluster, self.parameters["global_batch"], top=_SHOWN, space=space,
+                                      sequence=self.parameters["sequence"] or None, progress=False)  # fmt: skip
+        return self._known[key]
+
+    @property
+    def points(self) -> pd.DataFrame:
+        """The plans that are shown: plan, step_s, memory_gb and whether they are on the front."""
+        front = self.result.pareto.assign(front=True)
+        others = self.result.table[~self.result.table["plan"].isin(front["plan"])].assign(front=False)
+        both = pd.concat([front, others], ignore_index=True)
+        return both.assign(memory_gb=both["memory_bytes"] / 1e9)[["plan", "step_s", "memory_gb", "front"]]
+
+    def figure(self) -> plt.Figure:
+        """The static picture: the front above the timeline of the chosen plan."""
+        rows = self.step.view.rows
+        figure, axes = plt.subplots(2, 1, figsize=(9, 5.5 + 0.22 * rows), height_ratios=[14, 3 + rows],
+                                    layout="constrained")  # fmt: skip
+        plot_front(self.result.pareto, self.step.cost.room_bytes, axes[0])
+        step_s = self.result.pareto["step_s"]
+        axes[0].set_ylim(0.9 * step_s.min(), 1.1 * step_s.max())
+        plot_timeline(self.step.view.timelines[0], axes[1])
+        axes[1].set_title(f"{self.step.parameters['plan']}, simulated, one rank per stage")
+        return figure
+
+    @cached_property
+    def front(self):
+        """The plans as dots that can be clicked."""
+        front = _front_class()(room_gb=self.step.cost.room_bytes / 1e9)
+        front.observe(lambda change: self._clicked(change["new"]), "chosen")
+        return front
+
+    @cached_property
+    def controls(self) -> dict:
+        """A filter for each of some fields of the plan."""
+        import ipywidgets as w
+
+        return {name: w.Dropdown(options=[_ANY, *values], value=self.filters.get(name, _ANY))
+                for name, values in _FILTERS.items()}  # fmt: skip
+
+    @cached_property
+    def widget(self):
+        """Filters above the dots above the chosen plan's name, numbers and timeline."""
+        import ipywidgets as w
+
+        self._turning, self.name = Turning(self.controls, self._turned), w.HTML()
+        self._show()
+        filters = w.HBox(list(self.controls.values()), layout=w.Layout(flex_flow="row wrap"))
+        return w.VBox([filters, self.front, self.name, self.step.numbers, self.step.view.widget])
+
+    def _turned(self, name: str, value) -> None:
+        try:
+            self.filter(**{name: value})
+        except ValueError as error:
+            self.name.value = message_html(str(error))
+            return
+        self._show()
+
+    def _show(self) -> None:
+        points = self.points
+        chosen = int((points["plan"] == self.step.parameters["plan"]).to_numpy().argmax())
+        with self.front.hold_sync():
+            self.front.points, self.front.chosen = points.to_dict("records"), chosen
+        self._describe()
+
+    def _clicked(self, at: int) -> None:
+        plan = self.front.points[at]["plan"]
+        if plan != self.step.parameters["plan"]:
+            self.choose(plan)
+            self._describe()
+
+    def _describe(self) -> None:
+        count = f"{self.result.feasible:,} of {self.result.evaluated:,} plans fit"
+        self.name.value = f"{count}, {self.result.seconds:.2f} s · chosen: <b>{self.step.parameters['plan']}</b>"
+        self.step.numbers.value = self.step.html
+
+    def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
+        return view_bundle(self.widget if interactive() else None, self.figure)
+
+
+def _front_class():
+    """Made on first use: anywidget comes with the extra `notebook`."""
+    import anywidget
+    import traitlets
+
+    class Front(anywidget.AnyWidget):
+        _esm = Path(__file__).with_name("front.js")
+        points = traitlets.List().tag(sync=True)
+        chosen = traitlets.Int(-1).tag(sync=True)
+        room_gb = traitlets.Float().tag(sync=True)
+
+    return Front

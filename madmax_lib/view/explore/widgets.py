@@ -1,0 +1,257 @@
+"""What happened when, to be looked at closely? A canvas of timelines in the notebook, and the brush's breakdown.
+
+The browser gets the spans as binary columns (13 bytes each) and draws them by columns of pixels (`widgets.js`), so a
+million are as quick as a thousand. Where no widget can be shown (headless runs, nbconvert, GitHub, anywidget not
+installed) the static picture of `plots` stands in its place.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import os
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
+
+from madmax_lib.accounting import breakdown
+from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.units import NS_PER_S, format_s
+from madmax_lib.view.drawing import COLORS, LABELS, row_label, rows_of
+from madmax_lib.view.plots.breakdown import plot_timeline
+
+__all__ = ["TimelineView", "breakdown_between", "breakdown_html", "columns", "interactive", "picture", "view_bundle",
+           "view_timeline"]  # fmt: skip
+
+_LARGEST = 2**31 - 1
+_PICTURE_UP_TO = 200_000  # spans; beyond, a live canvas comes without its static picture, which would take seconds
+_VIEW = "application/vnd.jupyter.widget-view+json"
+_TIMES = {"total_s": "window", "compute_s": "compute", "exposed_comm_s": "exposed communication", "idle_s": "idle"}
+_MANY_RANKS = 16
+
+
+def view_timeline(*timelines: Timeline, titles: Sequence[str] = ()) -> TimelineView:
+    """One timeline, or several stacked over one time axis (measured above simulated), to zoom, search and select in.
+
+    Each starts at its own first device work. titles: one for each, by default their source, device and plan.
+    Raises ValueError for none, for one without device work, and for titles that are not as many.
+    """
+    return TimelineView(*timelines, titles=titles)
+
+
+class TimelineView:
+    """A canvas of timelines. `selection` is the brushed window in seconds (empty: everything), `breakdown` its account.
+
+    `widget` is the live canvas, made when it is first shown; `show` puts other timelines into it.
+    """
+
+    def __init__(self, *timelines: Timeline, titles: Sequence[str] = ()):
+        self.show(*timelines, titles=titles)
+
+    def show(self, *timelines: Timeline, titles: Sequence[str] = ()) -> None:
+        """Put other timelines into the same canvas; the selection is dropped."""
+        titles = tuple(titles) or tuple(map(_title, timelines))
+        about, data = columns(timelines, titles)
+        self.timelines, self.titles = timelines, titles
+        if "widget" in vars(self):
+            with self.widget.hold_sync():
+                self.widget.selection = []
+                self.widget.set_trait("_about", about)
+                self.widget.set_trait("_data", data)
+        else:
+            self._columns = about, data
+
+    @cached_property
+    def widget(self):
+        """The live canvas, an anywidget. Raises ModuleNotFoundError where anywidget is not installed."""
+        canvas = _canvas_class()(_about=self._columns[0], _data=self._columns[1])
+        del self._columns
+        canvas.observe(self._report, "selection")
+        return canvas
+
+    @property
+    def selection(self) -> list[float]:
+        """Start and end of the brushed window, s after the first device work; empty without one."""
+        return list(self.widget.selection) if "widget" in vars(self) else []
+
+    @property
+    def breakdown(self) -> pd.DataFrame:
+        """`mm.breakdown` of the brushed window; with several timelines a first column says which."""
+        window = self.selection or [0.0, math.inf]
+        tables = [breakdown_between(timeline, *window) for timeline in self.timelines]
+        if len(tables) == 1:
+            return tables[0]
+        named = [table.assign(timeline=title) for table, title in zip(tables, self.titles, strict=True)]
+        return pd.concat(named, ignore_index=True)[["timeline", *tables[0]]]
+
+    def _report(self, _change) -> None:
+        self.widget.set_trait("_report", breakdown_html(self.breakdown) if self.selection else "")
+
+    @property
+    def rows(self) -> int:
+        """Rows by rank and stream, of all timelines together."""
+        return sum(map(_row_count, self.timelines))
+
+    def static(self) -> plt.Figure:
+        """The static picture: one step of each timeline, one above the other over one axis."""
+        rows = list(map(_row_count, self.timelines))
+        figure, axes = plt.subplots(len(rows), 1, figsize=(9, 1.2 * len(rows) + 0.22 * sum(rows)), sharex=True,
+                                    squeeze=False, height_ratios=rows, layout="constrained")  # fmt: skip
+        for ax, timeline, title in zip(axes[:, 0], self.timelines, self.titles, strict=True):
+            plot_timeline(timeline, ax)
+            told = ax.get_title(loc="left") or ax.get_title()
+            ax.set_title(f"{title}: {told[0].lower()}{told[1:]}")
+        for ax in axes[:-1, 0]:
+            ax.set_xlabel("")
+            ax.get_legend().remove()
+        axes[0, 0].set_xlim(0, max(ax.dataLim.x1 for ax in axes[:, 0]))
+        return figure
+
+    def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
+        small = sum(map(len, self.timelines)) <= _PICTURE_UP_TO
+        live = self.widget if interactive() else None
+        return view_bundle(live, self.static if small or not live else None)
+
+
+def breakdown_between(timeline: Timeline, start_s: float, end_s: float) -> pd.DataFrame:
+    """`breakdown` of a window in s after the first device work; the rest of the window is idle_s, on every rank.
+
+    An end beyond the last device work means there. Raises ValueError if start_s is not before end_s.
+    """
+    if not start_s < end_s:
+        raise ValueError(f"start_s={start_s} is not before end_s={end_s}")
+    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    start_ns, end_ns = spans["start_ns"], spans["start_ns"] + spans["dur_ns"]
+    zero_ns, last_ns = start_ns.min(), end_ns.max()
+    first = zero_ns + round(max(start_s, 0.0) * NS_PER_S)
+    last = min(last_ns, zero_ns + round(end_s * NS_PER_S)) if math.isfinite(end_s) else last_ns
+    inside = (end_ns > first) & (start_ns < last)
+    begin = start_ns[inside].clip(lower=first)
+    clipped = spans[inside].assign(start_ns=begin, dur_ns=end_ns[inside].clip(upper=last) - begin)
+    table = breakdown(Timeline(clipped.reset_index(drop=True), timeline.meta))
+    window_s = (last - first) / NS_PER_S
+    return table.assign(idle_s=table["idle_s"] + window_s - table["total_s"], total_s=window_s)
+
+
+def columns(timelines: Sequence[Timeline], titles: Sequence[str]) -> tuple[dict, bytes]:
+    """What the canvas draws: rows, names and kinds as JSON, and the spans as binary columns.
+
+    The bytes are start, duration (ticks of about["tick_s"]) and name (index) as int32 and kind as uint8, all spans of
+    a column together; rows one after another, each in order of start.
+    """
+    if not timelines:
+        raise ValueError("nothing to show: give at least one timeline")
+    if len(titles) != len(timelines):
+        raise ValueError(f"{len(titles)} titles for {len(timelines)} timelines")
+    busy = [timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)] for timeline in timelines]
+    if not all(map(len, busy)):
+        raise ValueError("nothing to show: no span of kind " + ", ".join(BUSY_KINDS))
+    reach_ns = max(int((spans["start_ns"] + spans["dur_ns"]).max() - spans["start_ns"].min()) for spans in busy)
+    tick_ns = max(1, math.ceil(reach_ns / _LARGEST))
+    kinds = [kind for kind in BUSY_KINDS if any((spans["kind"] == kind).any() for spans in busy)]
+    rows, names, parts, offset = [], [], [], 0
+    for panel, (timeline, spans) in enumerate(zip(timelines, busy, strict=True)):
+        order, places = rows_of(spans), _places(spans)
+        counts = np.bincount(places, minlength=len(order)).tolist()
+        for place, ((rank, stream), count) in enumerate(zip(order, counts, strict=True)):
+            rows.append({"label": row_label(rank, stream), "first": offset, "end": offset + count, "panel": panel,
+                         "simulated": timeline.meta.source == "simulated",
+                         "title": "" if place else titles[panel]})  # fmt: skip
+            offset += count
+        parts.append(_packed(spans, places, kinds, tick_ns, len(names)))
+        names += list(spans["name"].cat.categories)
+    about = {
+        "count": offset, "tick_s": tick_ns / NS_PER_S, "reach": max(reach_ns // tick_ns, 1), "rows": rows,
+        "names": names, "kinds": [{"label": LABELS[kind], "color": COLORS[kind]} for kind in kinds],
+    }  # fmt: skip
+    return about, b"".join(np.concatenate(column).tobytes() for column in zip(*parts, strict=True))
+
+
+def interactive() -> bool:
+    """Whether widgets can be shown: anywidget is there, in a kernel, and nobody runs the notebook headless."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and "MADMAX_FIGURE_LOG" not in os.environ and find_spec("anywidget") is not None
+
+
+def view_bundle(widget, draw) -> tuple[dict, dict]:
+    """What a notebook shows: the live widget (None: none), and the static picture of draw() (None: none) beside it."""
+    bundle = {"text/plain": "a widget; run the notebook to see it"}
+    if draw is not None:
+        bundle["image/png"] = picture(draw())
+    if widget is not None:
+        bundle[_VIEW] = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+    return bundle, {}
+
+
+def picture(figure: plt.Figure) -> str:
+    """A figure as PNG in base64; it is closed."""
+    with io.BytesIO() as file:
+        figure.savefig(file, format="png", dpi=110)
+        plt.close(figure)
+        return base64.b64encode(file.getvalue()).decode()
+
+
+def _canvas_class():
+    """Made on first use: anywidget comes with the extra `notebook`, the static picture without."""
+    import anywidget
+    import traitlets
+
+    class Canvas(anywidget.AnyWidget):
+        _esm = Path(__file__).with_suffix(".js")
+        _css = Path(__file__).with_suffix(".css")
+        _about = traitlets.Dict().tag(sync=True)
+        _data = traitlets.Bytes().tag(sync=True)
+        _report = traitlets.Unicode().tag(sync=True)
+        selection = traitlets.List().tag(sync=True)
+
+    return Canvas
+
+
+def _row_count(timeline: Timeline) -> int:
+    spans = timeline.spans
+    return len(spans.loc[spans["kind"].isin(BUSY_KINDS), ["rank", "stream"]].drop_duplicates())
+
+
+def _places(spans: pd.DataFrame) -> np.ndarray:
+    """Row of each span, in the order of `rows_of`."""
+    keys = pd.MultiIndex.from_arrays([spans["rank"], spans["stream"]])
+    return pd.MultiIndex.from_tuples(rows_of(spans)).get_indexer(keys)
+
+
+def _packed(spans: pd.DataFrame, places: np.ndarray, kinds: list[str], tick_ns: int, first_name: int
+            ) -> list[np.ndarray]:  # fmt: skip
+    start_ns = spans["start_ns"].to_numpy() - spans["start_ns"].min()
+    order = np.lexsort((start_ns, places))
+    start_ns, dur_ns = start_ns[order], spans["dur_ns"].to_numpy()[order].clip(min=0)
+    start = start_ns // tick_ns
+    kind = spans["kind"].cat.set_categories(kinds).cat.codes.to_numpy()[order]
+    name = spans["name"].cat.codes.to_numpy()[order].astype(np.int64) + first_name
+    return [start.astype(np.int32), ((start_ns + dur_ns) // tick_ns - start).astype(np.int32), name.astype(np.int32),
+            kind.astype(np.uint8)]  # fmt: skip
+
+
+def _title(timeline: Timeline) -> str:
+    names = [timeline.meta.source, timeline.meta.device, timeline.meta.provenance.get("plan", "")]
+    return " · ".join(filter(None, names))
+
+
+def breakdown_html(table: pd.DataFrame) -> str:
+    """A breakdown as a table for the browser: ranks one by one, or their mean where they are many."""
+    keys = [name for name in ("timeline", "rank") if name in table]
+    if len(table) > _MANY_RANKS:
+        by = table.assign(rank="mean").groupby(keys, sort=False)
+        table = by[[*_TIMES, "overlap"]].mean().reset_index()
+    shown = table[keys].copy()
+    for name, label in _TIMES.items():
+        shown[label] = [f"{format_s(value)} ({value / total:.0%})" for value, total in
+                        zip(table[name], table["total_s"], strict=True)]  # fmt: skip
+    shown["window"] = table["total_s"].map(format_s)
+    shown["overlap"] = ["" if math.isnan(value) else f"{value:.0%}" for value in table["overlap"]]
+    return shown.to_html(index=False, border=0, justify="left", col_space=100)

@@ -1,0 +1,168 @@
+"""Published rows become normalised rows: one out per row in, defaults by rule, contradictions named."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from support import local_or_skip
+
+from madmax_lib import catalog
+from madmax_lib.calibration.consistency import measured_s, model_flops, violation_of
+from madmax_lib.calibration.published_rows import read_rows, to_work
+
+ROW = {
+    "source": "somewhere", "model": "GPT test", "layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096,
+    "vocab": 32000, "seq_len": 2048, "gpu": "A100-80GB", "n_gpus": 8, "tp": 2, "pp": 2, "dp": 2, "cp": 1,
+    "micro_batch": 1, "global_batch": 16, "precision": "bf16", "recompute": "none", "iteration_time_s": 1.5,
+}  # fmt: skip
+
+
+def read(**changes):
+    return read_rows(pd.DataFrame([ROW | changes])).iloc[0]
+
+
+def test_a_plain_row():
+    row = read()
+    assert row["supported"] and row["consistent"] and row["measured_s"] == 1.5
+    assert (row["dp"], row["tp"], row["pp"], row["micro_batches"], row["gated"]) == (2, 2, 2, 8, 0)
+    assert row["peak_gemm"] == 312e12 and row["nic"] == 25e9 and row["domain"] == 8  # DGX A100
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layers": np.nan}, "layers is not stated"),
+        ({"gpu": "TPUv4"}, "unknown device 'TPUv4'"),
+        ({"gpu": np.nan}, "gpu is not stated"),
+        ({"n_gpus": np.nan, "dp": np.nan}, "neither n_gpus nor dp is stated"),
+        ({"global_batch": np.nan, "micro_batch": np.nan}, "neither global batch nor micro-batch is stated"),
+        ({"model": "Strange-8x7B-MoE"}, "experts of 'Strange-8x7B-MoE' are not stated"),
+        ({"heads": 7, "kv_heads": 3}, "kv_heads=3 does not divide heads=7"),
+        ({"dp": 2.5}, "degrees of parallelism are not whole"),
+        ({"hidden": "wide"}, "hidden is not stated"),
+    ],
+)
+def test_a_row_that_cannot_be_timed_says_why(changes, reason):
+    row = read(**changes)
+    assert not row["supported"] and reason in row["reason"] and np.isnan(row["measured_s"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "violation"),
+    [
+        ({"n_gpus": 16}, "dp x tp x pp x cp = 8, but n_gpus = 16"),
+        ({"global_batch": 1}, "dp=2 exceeds the global batch of 1"),
+        ({"pp": 16, "n_gpus": 64}, "pp x vpp = 16 exceeds 8 layers"),
+    ],
+)
+def test_contradictions_are_named_not_dropped(changes, violation):
+    row = read(**changes)
+    assert row["supported"] and not row["consistent"] and row["violation"] == violation
+
+
+def test_experts_must_be_divided():
+    row = {"dp": 6, "tp": 1, "pp": 1, "cp": 1, "n_gpus": 6, "global_batch": 6, "ep": 4, "experts": 8, "layers": 8,
+           "interleave": 1}  # fmt: skip
+    assert "ep=4 does not divide dp x cp = 6" in violation_of(row)
+    assert "does not divide 8 experts" in violation_of(row | {"ep": 3})
+
+
+def test_a_table_never_dies_of_missing_columns_or_one_row():
+    bare = pd.DataFrame([{"gpu": "H100", "model": "llama3-8b", "n_gpus": 8, "global_batch": 16}, {}, {"tp": "x"}])
+    rows = read_rows(bare.assign(unknown_column=1))
+    assert rows["supported"].tolist() == [True, False, False]
+    assert rows.loc[0, "hidden"] == 4096 and rows.loc[0, "kv_width"] == 1024  # from the catalog, by name
+    assert len(read_rows(pd.DataFrame())) == 0
+    again = read_rows(pd.DataFrame([ROW, ROW], index=[7, 7]))
+    assert again.index.tolist() == [7, 7] and again["supported"].all()
+
+
+@pytest.mark.parametrize(
+    ("precision", "gpu", "gemm", "mx", "peak"),
+    [
+        ("amp_fp8", "H100_80GB", "hopper-8", 0, 1978.9e12),
+        ("MXFP8", "GB200", "blackwell-8", 1, 5000e12),
+        ("NVFP4", "GB300", "blackwell-4", 0, 15000e12),
+        ("FP8-CS (FP8-MX)", "B200", "blackwell-8", 0, 4500e12),
+        ("see notes (release default FP8)", "H100", "hopper-8", 0, 1978.9e12),
+        ("bf16+float8 linear", "A100-80GB", "ampere-16", 0, 312e12),
+        (np.nan, "A100-80GB", "ampere-16", 0, 312e12),
+    ],
+)
+def test_precision(precision, gpu, gemm, mx, peak):
+    row = read(precision=precision, gpu=gpu)
+    assert (row["gemm"], row["mx"], row["peak_gemm"]) == (gemm, mx, peak)
+
+
+@pytest.mark.parametrize(
+    ("source", "recompute", "gemm", "attention"),
+    [
+        ("SC21", np.nan, 1, 1),  # Megatron of 2021: full where not stated
+        ("NVIDIA-NeMo/Megatron-Bridge", np.nan, 0, 0),
+        ("2205.05198", "selective+sequence parallel", 0, 1),
+        ("torchtitan", "selective (every 2nd layer)", 0.5, 0.5),
+        ("torchtitan", "selective (op)", 0.35, 0),
+        ("llm-foundry", "full", 1, 1),
+    ],
+)
+def test_recompute(source, recompute, gemm, attention):
+    row = read(source=source, recompute=recompute)
+    assert (row["recompute_gemm"], row["recompute_attention"]) == (gemm, attention)
+
+
+def test_lora_freezes_the_base():
+    row = read(table_row="26.06 / LoRA Performance / x", source="NVIDIA-NeMo/Megatron-Bridge")
+    assert row["trained"] == 0 and row["task"] == "lora"
+
+
+def test_a_cluster_column_replaces_the_network():
+    assert read(cluster="p4de")["nic"] == 6.25e9
+    assert "nearest" in read(cluster="nowhere")["reason"]
+
+
+def test_fsdp_where_the_weights_do_not_fit_otherwise():
+    big = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "tp": 1, "pp": 1, "dp": 64,
+           "n_gpus": 64, "gpu": "H100", "global_batch": 128}  # fmt: skip
+    assert read(**big)["zero"] == 3 and read(**big)["shard"] == 64
+    assert read(gpu="H100")["zero"] == 1  # the distributed optimizer of Megatron-Core
+
+
+def test_what_a_source_does_not_state_is_chosen_by_one_rule():
+    row = read(micro_batch=np.nan, gpu="H100", tp=1, pp=4, dp=2, global_batch=64, layers=16)
+    assert row["micro_batch"] in (1, 2, 4) and 16 / 4 % row["interleave"] == 0
+    assert read(micro_batch=np.nan, zero_stage=3, tp=1, pp=1, dp=8)["micro_batch"] == 2  # FSDP takes all
+
+
+def test_flops_are_counted_as_the_source_does():
+    row = read().to_dict()
+    weights, attention = 8 * 12 * 1024**2 + 32000 * 1024, 12 * 8 * 1024 * 2048
+    assert model_flops(row) == 16 * 2048 * (6 * weights + attention)
+    assert model_flops(row | {"counts_recompute": True}) == pytest.approx(4 / 3 * model_flops(row))
+    halved = model_flops(row | {"source": "NVIDIA-NeMo/Megatron-Bridge"})
+    assert model_flops(row) - halved == pytest.approx(16 * 2048 * attention / 2)
+    assert measured_s(row, np.nan, 1024.0, np.nan) == 16 * 2048 / (1024 * 8)
+    assert measured_s(row, np.nan, np.nan, 1e12) == model_flops(row) / 8e12
+
+
+def test_all_visible_rows_are_read():
+    table = catalog.table("published_train")
+    rows = read_rows(table)
+    assert len(rows) == len(table) == 368
+    assert rows["supported"].sum() == 356 and (rows["measured_s"] > 0).sum() == 352
+    assert rows.loc[rows["supported"].astype(bool), "consistent"].all()
+    assert set(rows.loc[~rows["supported"].astype(bool), "reason"]) == {
+        "neither n_gpus nor dp is stated", "layers is not stated", "seq_len is not stated",
+        "neither global batch nor micro-batch is stated",
+    }  # fmt: skip
+    assert len(to_work(rows[rows["supported"].astype(bool)]).layers) == 356
+
+
+def test_the_shipped_rows_are_the_published_ones():
+    table = pd.read_csv(local_or_skip("published/published_train.csv"))
+    shipped = read_rows(catalog.table("published_train"))
+    assert np.allclose(shipped["measured_s"], read_rows(table)["measured_s"], equal_nan=True)
+
+
+def test_vtrain_rows_are_read_as_they_are():
+    rows = read_rows(local_or_skip("vtrain/ground_truth_multi.shared.csv"))
+    assert len(rows) == 65 and rows["supported"].all() and rows["consistent"].all() and (rows["measured_s"] > 0).all()
+    assert rows["source"].str.contains("vTrain").all() and rows["group"].nunique() == rows["model"].nunique()

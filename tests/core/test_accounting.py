@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from support import make_timeline
+
+from madmax_lib.accounting import breakdown, exposed_by_collective, top_kernels
+
+NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
+
+
+def test_closed_form():
+    """compute 0-10, comm 8-14, copy 13-15, idle 15-20, compute 20-24 (ns)."""
+    timeline = make_timeline(
+        [
+            (0, 7, "compute", "a", 0, 10),
+            (0, 20, "comm", NCCL, 8, 6),
+            (0, 21, "memcpy", "Memcpy DtoD", 13, 2),
+            (0, 7, "compute", "b", 20, 4),
+            (0, 7, "idle", "Stream Wait Event", 15, 5),
+            (0, -1, "cpu", "aten::mm", 0, 100),
+        ]
+    )
+    row = breakdown(timeline).iloc[0]
+    expected = {"rank": 0, "total_s": 24e-9, "compute_s": 14e-9, "comm_s": 6e-9, "memory_s": 2e-9,
+                "non_compute_s": 5e-9, "exposed_comm_s": 4e-9, "idle_s": 5e-9, "overlap": 1 / 3}  # fmt: skip
+    assert list(row.index) == list(expected)
+    np.testing.assert_allclose(row.to_numpy(dtype=float), list(expected.values()), rtol=1e-12)
+
+
+def test_one_rank_without_communication_has_no_overlap():
+    row = breakdown(make_timeline([(0, 7, "compute", "a", 0, 10)])).iloc[0]
+    assert np.isnan(row["overlap"]) and row["exposed_comm_s"] == 0 and row["idle_s"] == 0
+
+
+def test_a_rank_without_device_work_has_a_row_of_zeros():
+    timeline = make_timeline([(0, 7, "compute", "a", 0, 10)], represents={0: [0], 1: [1]})
+    table = breakdown(timeline)
+    assert table["rank"].tolist() == [0, 1] and table["total_s"].tolist() == [1e-8, 0.0]
+
+
+KIND = st.sampled_from(["compute", "comm", "memcpy", "other"])
+SPANS = st.lists(st.tuples(KIND, st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=15)
+
+
+@given(SPANS)
+def test_conservation(spans):
+    """Times add up whatever overlaps: total = compute + non-compute + idle; comm = hidden + exposed."""
+    row = breakdown(make_timeline([(0, 0, kind, "k", start, dur) for kind, start, dur in spans])).iloc[0]
+    assert row["total_s"] == pytest.approx(row["compute_s"] + row["non_compute_s"] + row["idle_s"], abs=1e-15)
+    assert row["exposed_comm_s"] <= min(row["comm_s"], row["non_compute_s"]) + 1e-15
+    if row["comm_s"]:
+        assert row["overlap"] == pytest.approx(1 - row["exposed_comm_s"] / row["comm_s"], abs=1e-12)
+
+
+def test_exposed_by_collective():
+    timeline = make_timeline(
+        [
+            (0, 7, "compute", "a", 0, 10),
+            (0, 20, "comm", NCCL, 5, 10),
+            (0, 20, "comm", NCCL, 15, 1),
+            (0, 21, "comm", "ncclDevKernel_AllGather_RING_LL", 0, 4),
+        ]
+    )
+    table = exposed_by_collective(timeline).set_index("collective")
+    assert table.loc["all_reduce", ["count", "comm_s", "exposed_s"]].tolist() == pytest.approx([2, 11e-9, 6e-9])
+    assert table.loc["all_gather", "exposed_s"] == 0
+    assert table["size_bytes"].isna().all()
+
+
+def test_collectives_of_a_user_table_are_known():
+    rows = [(0, 20, "comm", "Memcpy PtoP", 0, 5), (0, 20, "comm", "mystery", 5, 5)]
+    timeline = make_timeline(rows, provenance={"collectives": {"Memcpy PtoP": "send_recv"}})
+    assert exposed_by_collective(timeline)["collective"].tolist() == ["generic", "send_recv"]
+
+
+def test_no_ranks_gives_an_empty_table_with_columns():
+    table = breakdown(make_timeline([]))
+    assert not len(table) and "non_compute_s" in table
+
+
+def test_no_communication_gives_an_empty_table():
+    table = exposed_by_collective(make_timeline([(0, 7, "compute", "a", 0, 10)]))
+    assert not len(table) and "exposed_s" in table
+
+
+def test_top_kernels_share_and_order():
+    rows = [(r, 7, "compute", name, 0, dur) for r in (0, 1) for name, dur in (("big", 30), ("small", 10))]
+    table = top_kernels(make_timeline(rows), 1)
+    assert len(table) == 1
+    assert table.loc[0, ["name", "kind", "count"]].tolist() == ["big", "compute", 2]
+    assert table.loc[0, ["total_s", "mean_s", "share"]].tolist() == pytest.approx([60e-9, 30e-9, 0.75])

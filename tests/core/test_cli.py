@@ -1,0 +1,110 @@
+import json
+
+import nbformat
+import pytest
+
+from madmax_lib.__main__ import main
+from madmax_lib.datasets import PROJECT, dataset
+from madmax_lib.view.notebooks.runner import Result, run_notebook
+
+
+def test_unknown_parameter_lists_the_known_ones(capsys):
+    assert main(["run", "20_overlap", "-p", "trase=x"]) == 2
+    error = capsys.readouterr().err
+    assert "20_overlap has no parameter 'trase'" in error
+    assert "quick: bool = True  only inputs that are on this machine" in error and "step: int = -1" in error
+
+
+@pytest.mark.parametrize("pair", ["quick=maybe", "step=1.5", "step=one"])
+def test_wrong_type_is_refused(capsys, pair):
+    assert main(["run", "20_overlap", "-p", pair]) == 2
+    error = capsys.readouterr().err
+    assert "is not of type" in error and "parameters of 20_overlap" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "99_nothing"], "no notebook '99_nothing'; there are 00_tour, 01_explore"),
+        (["run", "-p", "quick=True"], "-p needs the name of one notebook"),
+        (["run", "20_overlap", "-p", "quick"], "'quick' is not of the form name=value"),
+        (["run", "20_overlap", "-p", "step=1", "-p", "step=2"], "parameter step is given twice"),
+        (["run", "20_overlap", "-o", str(PROJECT / "Makefile")], "Makefile: is a file, give the name of a folder"),
+        (["site", "-o", str(PROJECT / "Makefile")], "Makefile: is a file, give the name of a folder"),
+        (["report", "/no/such/run"], "/no/such/run: no such file or directory"),
+        (
+            ["report", str(PROJECT / "traces")],
+            "no trace files (.json, .json.gz) in this directory; its folders gpt-ddp",
+        ),
+        (["report", str(PROJECT / "traces" / "vit-ddp"), "-o", "/"], "/: is a directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
+    assert main(arguments) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("madmax: ") and message in first
+
+
+def test_parameters_reach_the_notebook_from_any_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").symlink_to(dataset("vit-fsdp"))
+    assert main(["run", "20_overlap", "-p", "trace=mine", "-p", "quick=True", "-o", "out"]) == 0
+    assert "ok" in capsys.readouterr().out
+    origin = json.loads((tmp_path / "out" / "figures" / "overlap" / "temporal.json").read_text())
+    assert origin["parameters"] == {"quick": True, "trace": "mine", "step": -1}
+    assert (tmp_path / "out" / "20_overlap.html").stat().st_size > 10_000
+
+
+def test_a_failing_cell_leaves_the_executed_notebook(tmp_path, capsys):
+    assert main(["run", "20_overlap", "-p", "trace=/no/such/trace", "-o", str(tmp_path)]) == 1
+    assert "failed: FileNotFoundError: /no/such/trace: no such file" in capsys.readouterr().out
+    notebook = nbformat.read(tmp_path / "20_overlap.ipynb", as_version=4)
+    assert any(output.output_type == "error" for cell in notebook.cells for output in cell.get("outputs", []))
+    assert (tmp_path / "20_overlap.html").exists()
+
+
+@pytest.mark.parametrize(("error", "status"), [("", 0), ("KeyError: 'a'", 1)])
+def test_site_runs_every_notebook_and_leaves_the_committed_figures(tmp_path, monkeypatch, capsys, error, status):
+    folders = set()
+
+    def executed(path, parameters, *, build, figures, progress):
+        folders.add(figures)
+        nbformat.write(nbformat.v4.new_notebook(), tmp_path / path.name)
+        return Result(path.stem, tmp_path / path.name, 1.0, error=error)
+
+    two = {name: PROJECT / "notebooks" / f"{name}.ipynb" for name in ("00_tour", "20_overlap")}
+    monkeypatch.setattr("madmax_lib.view.notebooks.runner.notebooks", lambda: two)
+    monkeypatch.setattr("madmax_lib.view.notebooks.runner.run_notebook", executed)
+    assert main(["site", "-o", str(tmp_path / "site")]) == status
+    pages = {page.stem for page in (tmp_path / "site").iterdir()}
+    assert pages == {"index", *two} and folders == {PROJECT / "build" / "figures"}
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "site" / "index.html")
+
+
+def test_a_dead_kernel_is_a_failed_notebook(tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import os; os._exit(1)")])
+    nbformat.write(notebook, tmp_path / "dies.ipynb")
+    result = run_notebook(tmp_path / "dies.ipynb", {}, build=tmp_path / "build")
+    assert result.error.startswith("DeadKernelError") and (tmp_path / "build" / "dies.html").exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_line(tmp_path, capsys):
+    trace = tmp_path / "trace.json"
+    trace.write_text('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": 0, "dur": 1, "tid": 7}]}')
+    assert main(["report", str(trace), "-o", str(tmp_path / "r.html")]) == 0
+    assert capsys.readouterr().err == (
+        f"madmax: warning: {trace}: no rank in distributedInfo, events or file name; taken as rank 0\n"
+    )
+
+
+def test_report_of_a_directory(tmp_path, capsys):
+    output = tmp_path / "report.html"
+    assert main(["report", str(dataset("gpt-ddp")), "-o", str(output)]) == 0
+    assert "2 rank(s)" in capsys.readouterr().out and "Who waits for whom" in output.read_text()
+
+
+def test_doctor_names_versions_and_inputs(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "pandas 2" in text and "dlrm-8xv100:" in text

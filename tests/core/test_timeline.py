@@ -1,0 +1,121 @@
+import pandas as pd
+import pytest
+from support import make_timeline
+
+from madmax_lib.side_tables import Details, conform
+from madmax_lib.timeline import EDGES, SPANS, Meta, Timeline, concat
+
+ROWS = [
+    (0, 7, "compute", "gemm", 0, 10),
+    (0, 20, "comm", "nccl", 5, 10),
+    (0, -1, "cpu", "aten::mm", 0, 3),
+]
+
+
+def test_schema_is_enforced_and_ranks_are_known():
+    timeline = make_timeline(ROWS)
+    assert {c: str(d) for c, d in timeline.spans.dtypes.items()} == SPANS
+    assert {c: str(d) for c, d in timeline.edges.dtypes.items()} == EDGES
+    assert timeline.ranks == [0] and timeline.steps == [0] and len(timeline) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dur_ns": [1, -2, 3]}, "dur_ns=-2 of span 1 .nccl. is negative"),
+        ({"kind": ["compute", "magic", "cpu"]}, "kind 'magic' is not one of compute"),
+        ({"start_ns": ["a", "b", "c"]}, "do not fit the schema"),
+        ({"start_ns": [0.0, 0.7, 1.0]}, "start_ns=0.7 does not fit int64"),
+        ({"rank": [0, 2**40, 0]}, "rank=1099511627776 does not fit int32"),
+        ({"name": ["a", None, "c"]}, "every span needs a kind and a name"),
+    ],
+)
+def test_bad_spans_are_refused(change, message):
+    spans = make_timeline(ROWS).spans.assign(**change)
+    with pytest.raises(ValueError, match=message):
+        Timeline(spans)
+
+
+def test_missing_column_and_dangling_edge_are_named():
+    spans = make_timeline(ROWS).spans
+    with pytest.raises(ValueError, match=r"spans lack the column.s. step"):
+        Timeline(spans.drop(columns="step"))
+    with pytest.raises(ValueError, match="points outside of the 3 spans"):
+        Timeline(spans, edges=pd.DataFrame({"source": [0], "target": [3], "why": ["stream"]}))
+
+
+def test_unknown_source_and_clock_are_refused():
+    with pytest.raises(ValueError, match="source='guessed'"):
+        Meta(source="guessed")
+    with pytest.raises(ValueError, match="clock='utc'"):
+        Meta(clock="utc")
+
+
+def test_parquet_round_trip(tmp_path):
+    edges = pd.DataFrame({"source": [0], "target": [1], "why": ["data"]})
+    timeline = make_timeline(ROWS, source="simulated", world_size=64, represents={0: [0, 1, 2]}, device="H100")
+    timeline = Timeline(timeline.spans, timeline.meta, edges)
+    again = Timeline.load(timeline.save(tmp_path / "step.parquet"))
+    pd.testing.assert_frame_equal(again.spans, timeline.spans)
+    pd.testing.assert_frame_equal(again.edges, timeline.edges)
+    assert again.meta == timeline.meta
+    assert [p.name for p in tmp_path.iterdir()] == ["step.parquet"]
+
+
+def test_load_refuses_other_files(tmp_path):
+    text = tmp_path / "a.parquet"
+    text.write_text("not parquet")
+    with pytest.raises(ValueError, match=r"a.parquet: not a saved timeline"):
+        Timeline.load(text)
+    make_timeline(ROWS).spans.to_parquet(text)
+    with pytest.raises(ValueError, match="not a saved timeline"):
+        Timeline.load(text)
+
+
+def test_concat_orders_ranks_and_shifts_edges():
+    edges = pd.DataFrame({"source": [0], "target": [1], "why": ["data"]})
+    one = make_timeline([(1, 7, "compute", "b", 0, 1), (1, 7, "comm", "c", 1, 1)])
+    zero = make_timeline(ROWS, world_size=8)
+    both = concat([Timeline(one.spans, one.meta, edges), zero])
+    assert both.ranks == [0, 1] and both.meta.world_size == 8
+    assert both.spans["name"].astype(str).tolist() == ["gemm", "nccl", "aten::mm", "b", "c"]
+    assert both.edges[["source", "target"]].to_numpy().tolist() == [[3, 4]]
+
+
+def test_concat_refuses_what_does_not_belong_together():
+    with pytest.raises(ValueError, match="rank 0 is in more than one"):
+        concat([make_timeline(ROWS), make_timeline(ROWS)])
+    with pytest.raises(ValueError, match="measured and simulated"):
+        concat([make_timeline(ROWS), make_timeline([(1, 0, "compute", "x", 0, 1)], source="simulated")])
+    with pytest.raises(ValueError, match="at least one"):
+        concat([])
+
+
+def test_select_drops_edges_that_leave_the_part():
+    edges = pd.DataFrame({"source": [0, 1], "target": [1, 2], "why": ["data", "data"]})
+    timeline = make_timeline([(0, 0, "compute", "a", 0, 1), (1, 0, "compute", "b", 0, 1), (1, 0, "comm", "c", 1, 1)])
+    part = Timeline(timeline.spans, timeline.meta, edges).select(ranks=[1])
+    assert part.ranks == [1] and len(part) == 2
+    assert part.edges[["source", "target"]].to_numpy().tolist() == [[0, 1]]
+
+
+def test_a_rank_without_spans_stays_known():
+    timeline = make_timeline(ROWS, represents={0: [0], 3: [3]})
+    assert timeline.ranks == [0, 3]
+    assert timeline.select(ranks=[3]).ranks == [3]
+
+
+def test_a_part_keeps_the_allocator_events_of_its_time():
+    timeline = make_timeline([(r, -1, "cpu", "op", 100 * i, 50) for r in (0, 1) for i in range(3)])
+    event = {"stream": -1, "size_bytes": 8, "address": 1, "allocated_bytes": 8, "reserved_bytes": -1, "device": "cpu"}
+    events = pd.DataFrame([{"rank": r, "time_ns": t, **event} for r in (0, 1) for t in (-5, 10, 120, 220, 900)])
+    timeline = Timeline(timeline.spans.assign(step=[0, 1, 2] * 2), timeline.meta,
+                        details=Details(lambda: {"memory": conform("memory", events)}))  # fmt: skip
+    assert timeline.select(steps=[1]).details["memory"]["time_ns"].tolist() == [120, 120]
+    assert timeline.select(ranks=[1]).details["memory"]["time_ns"].tolist() == [-5, 10, 120, 220, 900]
+    assert len(timeline.select(steps=[]).details["memory"]) == 0
+
+
+def test_an_unknown_rank_is_refused():
+    with pytest.raises(ValueError, match=r"rank 9 is not in the timeline; it has \[0, 1\]"):
+        make_timeline([(0, 0, "compute", "k", 0, 1), (1, 0, "compute", "k", 0, 1)]).select(ranks=[0, 9])

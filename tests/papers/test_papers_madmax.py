@@ -1,0 +1,556 @@
+"""MAD-Max: every recorded output of the public release, the paper's published numbers, and conservation laws."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings, strategies as st
+from support import local_or_skip
+
+from madmax_lib.accounting import breakdown
+from madmax_lib.papers.madmax.model import CORRECTED, RELEASED, Rules, cloud_cost, evaluate, memory_gb, timeline
+from madmax_lib.papers.madmax.rules import GLOBAL, INTRA, STRATEGIES, parse_strategy, rates_of
+
+# Configurations as published in the paper's tables II and III and its public release; times below are in ms.
+DLRM = {"bytes_per_nonemb_param": 4, "bytes_per_emb_param": 2}
+DLRM_A = {**DLRM, "num_bot_mlp_layers": 10, "num_top_mlp_layers": 10, "mlp_dim": 3994, "num_tables": 4096,
+          "entries_per_table": 2_080_000, "emb_dim": 94, "pooling_size": 15}  # fmt: skip
+DLRM_B = {**DLRM, "num_bot_mlp_layers": 22, "num_top_mlp_layers": 22, "mlp_dim": 826, "num_tables": 512,
+          "entries_per_table": 7_050_000, "emb_dim": 92, "pooling_size": 70}  # fmt: skip
+BLOCKS = {"num_transformer_layers": 4, "attention_dim": 512, "transformer_fc_dim": 2048, "transformer_seq_len": 80}
+EXPERTS = {"num_experts": 16, "num_active_experts": 2}
+LLM = {"bytes_per_nonemb_param": 2, "bytes_per_emb_param": 2, "entries_per_table": 50257}
+LLAMA = {**LLM, "num_transformer_layers": 80, "attention_dim": 8192, "transformer_fc_dim": 21846}
+VIT = {"bytes_per_nonemb_param": 2, "bytes_per_emb_param": 2, "num_transformer_layers": 32, "attention_dim": 5120,
+       "transformer_fc_dim": 20480, "image_size": 224, "patch_dim": 14}  # fmt: skip
+MODELS = pd.DataFrame(
+    [
+        {"name": "DLRM_A", "type": "DLRM", **DLRM_A},
+        {"name": "DLRM_B", "type": "DLRM", **DLRM_B},
+        {"name": "DLRM_A_MoE", "type": "DLRM_MoE", **DLRM_A, **EXPERTS},
+        {"name": "DLRM_B_Transformer", "type": "DLRM_Transformer", **DLRM_B, **BLOCKS},
+        {"name": "GPT3", "type": "LLM", **LLM, "num_transformer_layers": 96, "attention_dim": 12288,
+         "transformer_fc_dim": 49152, "transformer_seq_len": 2048},
+        {"name": "LLaMA_65B", "type": "LLM", **LLAMA, "transformer_seq_len": 2048},
+        *({"name": f"LLaMA2_{k}K", "type": "LLM", **LLAMA, "transformer_seq_len": 1024 * k} for k in (4, 8, 16, 32)),
+        {"name": "LLM_MoE", "type": "LLM_MoE", **LLAMA, **EXPERTS, "transformer_seq_len": 8192},
+        {"name": "ViT_10B", "type": "ViT", **VIT},
+    ]
+)  # fmt: skip
+A100 = {"f64_flops": 9.7e12, "f32_flops": 156e12, "f16_flops": 312e12, "i8_ops": 624e12, "flops_util": 0.705,
+        "mem_cap": 40e9, "mem_bw": 1.555e12, "mem_bw_util": 0.836, "num_nvlinks": 12, "bw_per_nvlink": 50e9,
+        "nvlink_util": 0.6667, "num_ibroce_ports": 8, "ibroce_bw": 25e9, "ibroce_util": 0.56,
+        "ar_perc_intra": 0.2746}  # fmt: skip
+SYSTEMS = pd.DataFrame(
+    {"name": f"ZionEX-{devices}", "num_devices": devices, "num_nodes": devices // 8, **A100}
+    for devices in (8, 128, 2048)
+)
+TYPE = MODELS.set_index("name")["type"]
+COMPONENTS = ["gemm_ms", "emb_ms", "all2all_ms", "allreduce_ms", "allgather_ms", "reducescatter_ms"]
+
+
+def case(model="DLRM_A", strategy="ddp", system="ZionEX-128", task="pretrain", batch=65_536):
+    return {"model": model, "type": TYPE[model], "system": system, "task": task, "dense_strategy": strategy,
+            "global_batch": batch}  # fmt: skip
+
+
+def result(*args, rules="released", systems=SYSTEMS, **kwargs):
+    return evaluate(pd.DataFrame([case(*args, **kwargs)]), MODELS, systems, rules=rules).iloc[0]
+
+
+def throughput(*args, **kwargs):
+    return result(*args, **kwargs)["throughput_samples_per_s"]
+
+
+def llm(model, strategy="fsdp", **kwargs):
+    return result(model, strategy, "ZionEX-2048", batch=2048, **kwargs)
+
+
+# --- the recorded outputs of the public release
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return [pd.read_csv(local_or_skip(f"madmax_ref/{name}.csv")) for name in ("reference_outputs", "models", "systems")]
+
+
+@pytest.fixture(scope="module")
+def evaluated(reference):
+    return evaluate(*reference)
+
+
+def test_columns_and_order_are_those_of_the_reference(reference, evaluated):
+    expected = reference[0]
+    assert list(evaluated.columns) == list(expected.columns)
+    inputs = list(expected.columns[:7])
+    pd.testing.assert_frame_equal(evaluated[inputs], expected[inputs])
+
+
+@pytest.mark.parametrize("column", ["weights_gb_per_device", *COMPONENTS, "iteration_ms", "throughput_samples_per_s",
+                                    "exposed_comm_ms", "overlapped_comm_ms"])  # fmt: skip
+def test_every_reference_row_within_1e_7(reference, evaluated, column):
+    """The goal is 1e-3; the files print nine digits, and what is printed is met. Residues count as zero."""
+    ours, theirs, iteration = evaluated[column], reference[0][column], reference[0]["iteration_ms"]
+    residue = 1e-9 * iteration if column in ("exposed_comm_ms", "overlapped_comm_ms") else 0.0
+    assert ((ours - theirs).abs() <= 1e-7 * theirs.abs() + residue).all()
+
+
+def test_local_dense_batch_is_computed_and_the_index_kept(reference, evaluated):
+    some = reference[0].sample(20, random_state=0)
+    ours = evaluate(some.drop(columns="local_dense_batch"), *reference[1:])
+    pd.testing.assert_frame_equal(ours, evaluated.loc[some.index])
+
+
+# --- the cloud sheet of the artifact (figures 1 and 16)
+
+CLOUD_SYSTEMS = {
+    ("Cloud_A", "V100-16GB"): "p3.16xlarge",
+    ("Cloud_A", "V100-32GB"): "p3dn.24xlarge",
+    ("Cloud_A", "A100-40GB"): "p4d.24xlarge",
+    ("Cloud_A", "A100-80GB"): "p4de.24xlarge",
+    ("Cloud_A", "H100-80GB"): "p5.48xlarge",
+    ("Cloud_B", "V100-32GB"): "ND40rs_v2",
+    ("Cloud_B", "A100-40GB"): "ND96asr_v4",
+    ("Cloud_B", "A100-80GB"): "ND96asr_v4",
+    ("Cloud_C", "V100-16GB"): "n1",
+    ("Cloud_C", "A100-40GB"): "a2-highgpu-8g",
+    ("Cloud_C", "A100-80GB"): "a2-highgpu-8g",
+    ("Cloud_C", "A100-40GB(M)"): "a2-megagpu-16g",
+}
+
+
+def cloud_system(row, known):
+    """The sheet names GPUs, the configurations instances; A100-80GB of Cloud_B is two kinds, one without NVLink."""
+    instance = CLOUD_SYSTEMS[row.provider, row.gpu]
+    if row.throughput_qps < 30_000 and row.provider == "Cloud_B":
+        instance = "NC96ds_A100_v4"
+    name = f"{row.provider.replace('_', '')}-{row.n_gpus}-{instance}"
+    return name if name in known else name.replace("p4de", "p4d")
+
+
+@pytest.fixture(scope="module")
+def cloud(reference):
+    sheet = pd.read_csv(local_or_skip("madmax_ref/artifact_cloud_dlrm_a.csv"))
+    _, models, systems = reference
+    names = [cloud_system(row, set(systems["name"])) for row in sheet.itertuples()]
+    cases = pd.DataFrame({"model": "DLRM_A", "type": "DLRM", "system": names, "task": "pretrain",
+                          "dense_strategy": sheet["mlp_strategy"], "global_batch": 65_536})  # fmt: skip
+    return sheet, evaluate(cases, models, systems)
+
+
+def test_cloud_throughput_within_printed_rounding(cloud):
+    sheet, ours = cloud
+    printed = sheet["throughput_qps"]
+    rounding = np.where(printed > 1e5, 5_000, 0.0051)  # 0.01 MQPS, below 0.1 MQPS in full
+    assert len(sheet) == 57
+    assert ((ours["throughput_samples_per_s"] - printed).abs() <= rounding).all()
+
+
+def test_cloud_memory_is_three_times_the_weights(cloud):
+    """56 of 57; the 64-GPU NC96ds row prints the memory of 8 GPUs per node, though its throughput is that of 4."""
+    sheet, ours = cloud
+    wrong = (3 * ours["weights_gb_per_device"] - sheet["hbm_used_gb_per_gpu"]).abs() > 0.02
+    assert ours.loc[wrong, ["system", "dense_strategy"]].to_numpy().tolist() == [
+        ["CloudB-64-NC96ds_A100_v4", "TP, DDP"]
+    ]
+
+
+@pytest.mark.parametrize(("samples", "suffix"), [(5e9, "5B"), (30e9, "30B")])
+def test_cloud_hours_cost_and_energy(cloud, samples, suffix):
+    sheet, ours = cloud
+    prices = pd.read_csv(local_or_skip("madmax_ref/artifact_cloud_instances.csv"))
+    prices["gpu"] = prices["gpu"].str.replace(" - ", "-")
+    prices.loc[prices["gpus_per_node"] == 16, "gpu"] += "(M)"
+    prices = prices.set_index(["provider", "gpu"])
+    no_nvlink = np.where(ours["system"].str.contains("NC96ds"), " (no NVLink)", "")
+    price = prices.loc[pd.MultiIndex.from_arrays([sheet["provider"], sheet["gpu"] + no_nvlink])].reset_index()
+    cost = cloud_cost(
+        sheet["throughput_qps"], samples, sheet["n_gpus"], price["usd_per_gpu_hour"], price["tdp_w_per_gpu"]
+    )
+    for mine, column in zip(cost, ("hours", "gpu_hours", "cost_usd", "energy_mwh"), strict=True):
+        np.testing.assert_allclose(mine, sheet[f"{column}_{suffix}"], rtol=1e-7)
+
+
+# --- published numbers, with the configurations above
+
+
+@pytest.mark.parametrize(
+    ("system", "batch", "expected"),
+    [
+        ("ZionEX-128", 65_536, [8.91, 9.10, 26.40, 21.27, 35.99, 11.68, 54.00]),
+        ("ZionEX-8", 4_096, [8.91, 9.10, 14.78, 6.38, 10.85, 10.32, 28.86]),
+    ],
+)
+def test_figure_7_to_a_hundredth_of_a_ms(system, batch, expected):
+    row = result("DLRM_A", "ddp", system, batch=batch)
+    columns = [*COMPONENTS[:4], "exposed_comm_ms", "overlapped_comm_ms", "iteration_ms"]
+    assert row[columns].tolist() == pytest.approx(expected, abs=0.0051)
+    if system == "ZionEX-128":  # table I: 65.30 ms, 75.46 % and 1.21 MQPS by the paper's model
+        assert row[COMPONENTS].sum() == pytest.approx(65.68, abs=0.005)
+        assert row["exposed_comm_ms"] / row[COMPONENTS[2:]].sum() == pytest.approx(0.7550, abs=5e-5)
+        assert row["throughput_samples_per_s"] == pytest.approx(1.2136e6, rel=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "task", "ratio"),
+    [
+        ("DLRM_A", "ddp", "pretrain", 1.351),
+        ("DLRM_A", "(tp,ddp)", "pretrain", 1.152),
+        ("DLRM_A_MoE", "ddp,tp", "pretrain", 2.261),
+        ("DLRM_A_MoE", "ddp", "inference", 5.233),
+        ("DLRM_B_Transformer", "ddp", "pretrain", 1.080),
+    ],
+)
+def test_dlrm_gains_over_fsdp(model, strategy, task, ratio):
+    strategy = strategy.strip("()")
+    gain = throughput(model, strategy, task=task) / throughput(model, "fsdp", task=task)
+    assert gain == pytest.approx(ratio, abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "ratio"),
+    [("GPT3", "ddp", 1.679), ("GPT3", "tp,ddp", 1.341), ("LLaMA2_4K", "ddp", 1.297), ("LLaMA2_8K", "ddp", 1.149),
+     ("LLaMA2_16K", "ddp", 1.074), ("LLaMA2_32K", "ddp", 1.037)],
+)  # fmt: skip
+def test_llm_gains_over_fsdp_on_2048_gpus(model, strategy, ratio):
+    assert llm(model)["iteration_ms"] / llm(model, strategy)["iteration_ms"] == pytest.approx(ratio, abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "share"),
+    [("LLaMA_65B", "pre-optimised", 0.3006), ("LLaMA_65B", "optimised", 0.9018),
+     ("LLaMA2_4K", "pre-optimised", 0.3313), ("LLaMA2_4K", "optimised", 0.9932)],
+)  # fmt: skip
+def test_share_of_fsdp_communication_that_prefetching_hides(model, schedule, share):
+    row = llm(model, rules=Rules(schedule=schedule))
+    assert row["overlapped_comm_ms"] / row[COMPONENTS[2:]].sum() == pytest.approx(share, abs=6e-5)
+
+
+def test_llama_gpu_hours_and_days():
+    iteration_s = llm("LLaMA_65B")["iteration_ms"] / 1e3
+    assert iteration_s == pytest.approx(4.5526, abs=6e-5)
+    assert 306_000 * iteration_s * 2048 / 3600 == pytest.approx(792_512, abs=1)
+    assert 1.4e12 / (2048 * 2048) * iteration_s / 86_400 == pytest.approx(17.59, abs=0.005)
+
+
+def test_dlrm_b_throughput():
+    assert throughput("DLRM_B", "ddp") == pytest.approx(3.059e6, abs=600)
+
+
+def test_rates_of_zionex():
+    rates = rates_of(SYSTEMS.iloc[1].to_dict(), 4)
+    assert rates.flops_per_s == pytest.approx(0.705 * 156e12)
+    expected = {
+        ("all_to_all", INTRA): 200.01e9,
+        ("all_to_all", GLOBAL): 7.0e9,
+        ("all_reduce", INTRA): 200.01e9,
+        ("all_reduce", GLOBAL): 60.0e9,
+        ("all_gather", GLOBAL): 120.0e9,
+        ("reduce_scatter", INTRA): 400.02e9,
+    }
+    for key, value in expected.items():
+        assert rates.bandwidth_bytes_per_s[key] == pytest.approx(value, rel=1e-3)
+
+
+# --- switches
+
+
+def test_stray_gather_costs_vit_ddp_what_the_release_charges():
+    released, without = (result("ViT_10B", "ddp", batch=2048, rules=r) for r in (RELEASED, Rules(stray_gather=False)))
+    stray_ms = 1e3 * 128 * 2 * 5120 * 20480 * 2 / (2 * 60.0e9)  # W_FC x 128 devices at twice the AllReduce rate
+    assert released["allgather_ms"] == pytest.approx(stray_ms, rel=1e-3)
+    assert released["allgather_ms"] == pytest.approx(447, abs=1)
+    assert without["allgather_ms"] == 0
+    assert without["iteration_ms"] < released["iteration_ms"]
+    for strategy in ("fsdp", "fsdp,tp", "fsdp,ddp"):  # there the first gather is needed
+        assert result("ViT_10B", strategy, batch=2048).equals(
+            result("ViT_10B", strategy, batch=2048, rules=Rules(stray_gather=False))
+        )
+
+
+@pytest.mark.parametrize(("strategy", "model"), [("tp,ddp", "DLRM_A"), ("fsdp,ddp", "DLRM_A"), ("fsdp,ddp", "GPT3")])
+def test_corrected_ddp_moves_the_shard(strategy, model):
+    sharded = Rules(sharded_ddp=True)
+    gradients = []
+    for rules in (RELEASED, sharded):
+        spans = timeline(case(model, strategy), MODELS, SYSTEMS, rules=rules).spans
+        gradients.append(
+            spans.loc[spans["name"].str.contains("all_reduce (?:top|fc) 0 backward gradients"), "size_bytes"].max()
+        )
+    assert gradients[0] == 8 * gradients[1]
+    assert result(model, strategy, rules=sharded)["iteration_ms"] <= result(model, strategy)["iteration_ms"]
+
+
+def test_blocking_fc_is_slower_and_only_in_dlrm_transformer():
+    blocking = Rules(blocking_fc=True)
+    released = result("DLRM_B_Transformer", "tp,ddp")
+    assert result("DLRM_B_Transformer", "tp,ddp", rules=blocking)["iteration_ms"] > released["iteration_ms"]
+    for model in ("DLRM_A", "GPT3"):
+        assert result(model, "tp,ddp", rules=blocking).equals(result(model, "tp,ddp"))
+
+
+def test_named_rules_and_schedules():
+    assert Rules(stray_gather=False, sharded_ddp=True, blocking_fc=True) == CORRECTED
+    assert result("DLRM_A", "tp,ddp", rules="corrected").equals(result("DLRM_A", "tp,ddp", rules=CORRECTED))
+    for model, own in (("GPT3", "pre-optimised"), ("ViT_10B", "optimised")):
+        assert result(model, "fsdp", batch=2048, rules=Rules(schedule=own)).equals(result(model, "fsdp", batch=2048))
+
+
+# --- fine-tuning: ours, no published number
+
+
+@pytest.mark.parametrize("model", TYPE.index)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fine_tuning_lies_between_inference_and_pre_training(model, strategy):
+    def time(task, frozen=RELEASED.frozen):
+        return result(model, strategy, task=task, rules=Rules(frozen=frozen))["iteration_ms"]
+
+    everything = ("embedding", "bottom", "transformer", "head")
+    assert time("finetune", ()) == time("pretrain")
+    assert time("finetune", everything) == time("inference")
+    assert time("inference") < time("finetune") < time("pretrain")
+    assert time("finetune") <= time("finetune", ("embedding", "bottom")) <= time("pretrain")
+
+
+def test_a_frozen_layer_passes_gradients_on_only_to_what_is_trained():
+    forward = result("DLRM_A", "ddp", task="inference")["gemm_ms"]
+
+    def backward(*frozen):
+        return result("DLRM_A", "ddp", task="finetune", rules=Rules(frozen=frozen))["gemm_ms"] / forward - 1
+
+    assert backward("embedding", "bottom", "transformer") == pytest.approx(1.0)  # top 2 x half, bottom nothing
+    assert backward("embedding", "head") == pytest.approx(1.5)  # top 1 x half, bottom 2 x half
+    assert backward("bottom", "head") == pytest.approx(0.5)  # only the embedding, which is not below the bottom MLP
+    head = result("DLRM_A", "ddp", task="finetune")
+    assert head["allreduce_ms"] == pytest.approx(21.27 / 2, abs=0.005)
+    assert head["all2all_ms"] == pytest.approx(26.40 / 2, abs=0.005)
+
+
+# --- timelines
+
+
+def test_dlrm_a_step_in_order():
+    """Start and end of the phases of figure 7's 128-GPU bar, worked out by hand."""
+    spans = timeline(case(), MODELS, SYSTEMS).spans.set_index("name")
+    ends = (spans["start_ns"] + spans["dur_ns"]) / 1e6
+    expected = {
+        ("embedding lookup forward",): (0, 4.549),
+        ("all_to_all embedding forward activations",): (4.549, 17.750),
+        ("gemm bottom 0 forward", "gemm bottom 9 forward"): (4.549, 6.035),
+        ("gemm top 0 forward", "gemm top 9 forward"): (17.750, 19.235),
+        ("gemm top 9 backward", "gemm top 0 backward"): (19.235, 22.206),
+        ("all_reduce top 9 backward gradients", "all_reduce top 0 backward gradients"): (19.532, 30.167),
+        ("all_to_all embedding backward gradients",): (30.167, 43.368),
+        ("gemm bottom 9 backward", "gemm bottom 0 backward"): (22.206, 25.176),
+        ("all_reduce bottom 9 backward gradients", "all_reduce bottom 0 backward gradients"): (43.368, 54.002),
+        ("embedding lookup backward",): (43.368, 47.917),
+    }
+    for names, (start, end) in expected.items():
+        assert spans.loc[names[0], "start_ns"] / 1e6 == pytest.approx(start, abs=6e-4), names
+        assert ends[names[-1]] == pytest.approx(end, abs=6e-4), names
+
+
+TIMELINES = [
+    ("DLRM_A", "ddp", "pretrain"),
+    ("DLRM_A_MoE", "tp,ddp", "pretrain"),
+    ("DLRM_B_Transformer", "fsdp,tp", "pretrain"),
+    ("LLaMA_65B", "fsdp", "pretrain"),
+    ("LLM_MoE", "ddp,tp", "inference"),
+    ("ViT_10B", "fsdp,ddp", "pretrain"),
+    ("ViT_10B", "tp", "finetune"),
+]
+
+
+@pytest.mark.parametrize(("model", "strategy", "task"), TIMELINES)
+def test_a_timeline_and_its_row_agree(model, strategy, task):
+    row = result(model, strategy, task=task)
+    step = timeline(case(model, strategy, task=task), MODELS, SYSTEMS)
+    spans, rounding_ms = step.spans, len(step) * 1e-6
+    sums = spans.groupby(spans["name"].str.partition(" ")[0].to_numpy())["dur_ns"].sum() / 1e6
+    pieces = ("gemm", "embedding", "all_to_all", "all_reduce", "all_gather", "reduce_scatter")
+    for piece, column in zip(pieces, COMPONENTS, strict=True):
+        assert sums.get(piece, 0.0) == pytest.approx(row[column], abs=rounding_ms)
+    times = breakdown(step).iloc[0]
+    assert 1e3 * times["total_s"] == pytest.approx(row["iteration_ms"], abs=1e-6)
+    assert 1e3 * times["exposed_comm_s"] == pytest.approx(row["exposed_comm_ms"], abs=rounding_ms)
+    assert 1e3 * times["idle_s"] == pytest.approx(0, abs=rounding_ms)
+    assert set(spans["stream"]) <= {0, 1}
+    assert ((spans["stream"] == 1) == (spans["kind"] == "comm")).all()
+
+
+def test_a_timeline_says_what_it_is():
+    step = timeline(pd.Series(case("LLM_MoE", "tp,ddp")), MODELS, SYSTEMS, rules="corrected", schedule="optimised")
+    assert step.meta.source == "simulated"
+    assert step.meta.represents == {0: list(range(128))} and step.meta.world_size == 128
+    assert step.meta.provenance["rules"]["schedule"] == "optimised"
+    comm = step.spans[step.spans["kind"] == "comm"]
+    assert set(comm["group"]) == {INTRA, GLOBAL}
+    assert (comm["size_bytes"] > 0).all()
+    names = set(step.spans["name"])
+    assert {"gemm attention 3 forward", "all_to_all fc 3 backward dispatch tokens"} <= names
+    assert {"all_reduce fc 3 backward activations", "all_reduce embedding backward gradients"} <= names
+
+
+# --- laws
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(sorted(TYPE.index)),
+    st.sampled_from(STRATEGIES),
+    st.sampled_from(["pretrain", "inference", "finetune"]),
+    st.sampled_from(["bw_per_nvlink", "ibroce_bw", "mem_bw", "f32_flops", "f16_flops"]),
+    st.sampled_from([RELEASED, CORRECTED, Rules(schedule="optimised")]),
+)
+def test_twice_the_rate_never_slows_a_step(model, strategy, task, rate, rules):
+    faster = SYSTEMS.assign(**{rate: 2 * SYSTEMS[rate]})
+    before, after = (result(model, strategy, task=task, rules=rules, systems=s) for s in (SYSTEMS, faster))
+    assert after["iteration_ms"] <= before["iteration_ms"] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", TYPE.index)
+def test_exposed_and_hidden_sum_to_all_communication(model, strategy):
+    row = result(model, strategy)
+    assert row["exposed_comm_ms"] + row["overlapped_comm_ms"] == pytest.approx(row[COMPONENTS[2:]].sum())
+    assert row["gemm_ms"] + row["emb_ms"] <= row["iteration_ms"] * (1 + 1e-12)
+    assert row["iteration_ms"] <= row[COMPONENTS].sum() * (1 + 1e-12)
+
+
+def test_without_a_network_bottleneck_a_step_is_its_compute():
+    endless = SYSTEMS.assign(bw_per_nvlink=1e30, ibroce_bw=1e30)
+    row = result("DLRM_A", "fsdp", systems=endless)
+    assert row["iteration_ms"] == pytest.approx(8.91 + 9.10, abs=0.01)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", TYPE.index)
+def test_one_rank_has_no_communication(model, strategy):
+    alone = SYSTEMS.assign(num_devices=1, num_nodes=1)
+    row = result(model, strategy, batch=64, systems=alone)
+    assert row[COMPONENTS[2:]].sum() == 0
+    assert row["iteration_ms"] == pytest.approx(row["gemm_ms"] + row["emb_ms"])
+
+
+@pytest.mark.parametrize("strategy", [text for text in STRATEGIES if "," in text])
+@pytest.mark.parametrize("model", TYPE.index)
+def test_in_a_single_node_only_the_first_element_counts(model, strategy):
+    both, first = (result(model, s, "ZionEX-8", batch=64) for s in (strategy, strategy.split(",")[0]))
+    numbers = [*COMPONENTS, "iteration_ms", "weights_gb_per_device"]
+    assert both[numbers].tolist() == pytest.approx(first[numbers].tolist())
+
+
+# --- input
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_degrees_multiply_to_the_device_count(strategy):
+    elements = parse_strategy(strategy, 128, 16)
+    assert math.prod(element.degree for element in elements) == 128
+    assert [element.level for element in elements] in ([GLOBAL], [INTRA, GLOBAL])
+
+
+BAD_CASES = [
+    ({"dense_strategy": "pp"}, "dense_strategy='pp' is not one of ddp; tp; fsdp; tp,ddp"),
+    ({"dense_strategy": "ddp,fsdp"}, "dense_strategy='ddp,fsdp' is not one of"),
+    ({"model": "DLRM_C"}, "unknown model 'DLRM_C'; nearest: DLRM_., DLRM_., DLRM_A_MoE"),
+    ({"system": "ZionEx-127"}, "unknown system 'ZionEx-127'; nearest: ZionEX-128"),
+    ({"task": "train"}, "task='train' is not one of pretrain, inference, finetune"),
+    ({"type": "LLM"}, "type='LLM' is not the type 'DLRM' of model DLRM_A"),
+    ({"global_batch": -8}, "global_batch=-8 of case of DLRM_A is not a positive number"),
+    ({"global_batch": float("nan")}, "global_batch=nan of case"),
+    ({"local_dense_batch": 512.5}, "local_dense_batch=512.5 is not global_batch x tp degree / devices = 512"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_CASES)
+def test_bad_cases_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(pd.DataFrame([{**case(), **change}]), MODELS, SYSTEMS)
+    with pytest.raises(ValueError, match=message):
+        timeline({**case(), **change}, MODELS, SYSTEMS)
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "message"),
+    [
+        ("systems", {"num_nodes": 7}, "num_devices=128 is not a multiple of num_nodes=7"),
+        ("systems", {"num_nodes": 0}, "num_nodes=0 of system ZionEX-128 is not a positive number"),
+        ("systems", {"num_devices": 128.5}, "num_devices=128.5 of system ZionEX-128 is not a whole number"),
+        ("systems", {"mem_bw": -1.0}, "mem_bw=-1.0 of system ZionEX-128 is not a positive number"),
+        ("systems", {"flops_util": 70.5}, "flops_util=70.5 of system ZionEX-128 is a share and cannot exceed 1"),
+        ("models", {"mlp_dim": -3994}, "mlp_dim=-3994 of model DLRM_A is not a positive number"),
+        ("models", {"pooling_size": np.nan}, "pooling_size=nan of model DLRM_A is not a positive number"),
+        ("models", {"bytes_per_nonemb_param": 3}, "bytes_per_nonemb_param=3 is not one of 8, 4, 2, 1"),
+        ("models", {"type": "GNN"}, "type='GNN' of model DLRM_A is not one of DLRM, DLRM_Transformer"),
+    ],
+)
+def test_bad_tables_are_named(table, change, message):
+    models, systems = MODELS[MODELS["name"] == "DLRM_A"], SYSTEMS[SYSTEMS["name"] == "ZionEX-128"]
+    models, systems = (models.assign(**change), systems) if table == "models" else (models, systems.assign(**change))
+    with pytest.raises(ValueError, match=message):
+        evaluate(pd.DataFrame([{**case(), "type": models["type"].iloc[0]}]), models, systems)
+
+
+def test_missing_columns_and_doubled_names_are_named():
+    with pytest.raises(ValueError, match=r"cases lack the column\(s\) task"):
+        evaluate(pd.DataFrame([case()]).drop(columns="task"), MODELS, SYSTEMS)
+    with pytest.raises(ValueError, match="the case lacks task"):
+        timeline({k: v for k, v in case().items() if k != "task"}, MODELS, SYSTEMS)
+    with pytest.raises(ValueError, match=r"models lack the column\(s\) name"):
+        evaluate(pd.DataFrame([case()]), MODELS.drop(columns="name"), SYSTEMS)
+    with pytest.raises(ValueError, match="name='ZionEX-8' is twice in systems"):
+        evaluate(pd.DataFrame([case()]), MODELS, pd.concat([SYSTEMS, SYSTEMS]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"schedule": "best"}, "schedule='best'"), ({"frozen": ("neck",)}, "neck"), ({"frozen": "head"}, "frozen='head'")],
+)
+def test_bad_rules_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(RELEASED, **change)
+    with pytest.raises(ValueError, match="rules='best' is not released, corrected or a Rules"):
+        result(rules="best")
+
+
+@pytest.mark.parametrize(("strategy", "fits"), [("ddp", False), ("tp,ddp", True), ("fsdp", True)])
+def test_memory_by_component_says_what_does_not_fit(strategy, fits):
+    """DDP of DLRM-A needs 41.4 GB and does not fit 128 x 40 GB, which is why (TP, DDP) is the paper's choice."""
+    one = {"model": "DLRM_A", "system": "ZionEX-128", "task": "pretrain", "dense_strategy": strategy,
+           "global_batch": 65_536}  # fmt: skip
+    table = memory_gb(one, MODELS, SYSTEMS)
+    assert table["part"].tolist() == ["embedding", "bottom", "head"]
+    assert table.attrs["fits"] is fits and table.attrs["memory_gb"] == 40
+    assert table["weights_gb"].sum() == pytest.approx(result("DLRM_A", strategy)["weights_gb_per_device"])
+    if strategy == "ddp":
+        assert table.attrs["hbm_gb"] == pytest.approx(41.4, abs=0.05)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp,ddp", "fsdp,tp"])
+@pytest.mark.parametrize(("model", "text"), [("DLRM_A", "bottom={0}; top={0}"), ("GPT3", "transformer={0}"),
+                                             ("DLRM_A_T", "MLP={0}; attention={0}; fc={0}")])  # fmt: skip
+def test_one_strategy_for_every_class_is_the_strategy(strategy, model, text):
+    models = pd.concat([MODELS, MODELS[MODELS["name"] == "DLRM_A"].assign(
+        name="DLRM_A_T", type="DLRM_Transformer", num_transformer_layers=4, attention_dim=512, transformer_fc_dim=2048,
+        transformer_seq_len=80)], ignore_index=True)  # fmt: skip
+    one = {"model": model, "system": SYSTEMS["name"].iloc[1], "task": "pretrain", "global_batch": 65_536}
+    cases = pd.DataFrame([{**one, "dense_strategy": s} for s in (strategy, text.format(strategy))])
+    cases["type"] = cases["model"].map(models.set_index("name")["type"])
+    same, split = evaluate(cases, models, SYSTEMS).drop(columns="dense_strategy").to_dict("records")
+    assert same == split
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bottom=ddp", "says nothing of the layer class.es. top"),
+        ("mlp=ddp; attention=tp", "'attention' is not one of the layer classes bottom, top"),
+        ("mlp=pp", "dense_strategy='pp' is not one of"),
+    ],
+)
+def test_bad_strategies_per_class_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        result("DLRM_A", text)

@@ -1,0 +1,271 @@
+"""Metis: counts, plans and costs of the public release, its parts in closed form, and what does not hold."""
+
+import gzip
+import json
+import math
+import tarfile
+from itertools import combinations_with_replacement, pairwise, permutations
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings, strategies as st
+from support import local_or_skip
+
+from madmax_lib.papers.metis.balance import Balancer, shift_capacity
+from madmax_lib.papers.metis.generate import generate_profiles
+from madmax_lib.papers.metis.space import blocks, cool_lex, device_groups, merged
+from madmax_lib.papers.metis.uniform import uniform_plans
+from madmax_lib.papers.metis.walk import search
+from madmax_lib.planner.hetero.nodes import Node
+
+V100, T4, A100 = ("V100", 16, 50), ("T4", 15, 50), ("A100", 80, 46)  # type, GB, GB/s inside a node
+PINNED = {"model_profile": "A100_tp4_bs4", "max_permute_len": 128, "max_tp": 128, "max_bs": 128}
+ORDERS = {"A100-V100": ["A100", "V100"], "V100-A100": ["V100", "A100"]}
+
+
+def cluster(*counts, gpus=4):
+    """Nodes of (type, number) pairs, in this order."""
+    return [Node(f"0.0.0.{kind}", *kind[:1], gpus, *kind[1:], 10) for kind, number in counts for _ in range(number)]
+
+
+@pytest.fixture(scope="module")
+def profiles():
+    return {layers: generate_profiles(layers, 128) for layers in (10, 20)}
+
+
+ROWS = [  # row, layers, nodes per type, order, strategy, count, inter-stage plans, costed plans, best cost
+    (1, 10, 4, "A100-V100", False, 612, 176, 206, 1793.600994348526),
+    (1, 10, 4, "A100-V100", True, 562, 176, 183, 1793.600994348526),
+    (1, 10, 4, "V100-A100", False, 612, 176, 206, 1898.3743157594101),
+    (1, 10, 4, "V100-A100", True, 562, 176, 183, 1898.3743157594101),
+    (3, 20, 16, "A100-V100", False, 3734, 320, 454, 1101.6535311937332),
+    (3, 20, 16, "A100-V100", True, 3482, 320, 328, 1101.6535311937332),
+    (3, 20, 16, "V100-A100", False, 3734, 320, 454, 1098.3463258328645),
+    (3, 20, 16, "V100-A100", True, 3482, 320, 328, 1098.3463258328645),
+]
+
+
+@pytest.mark.parametrize("row, layers, nodes, order, strategy, count, inter, costed, best", ROWS)
+def test_rows_1_and_3(profiles, row, layers, nodes, order, strategy, count, inter, costed, best):
+    result = search(profiles[layers], cluster((V100, nodes), (A100, nodes)), layers=layers, global_batch=128,
+                    node_order=ORDERS[order], strategy=strategy, **PINNED)  # fmt: skip
+    assert (result.count, result.count_total, result.inter_stage_plans) == (count, count, inter)
+    assert (result.costed_plans, result.best_cost_ms, result.dropped) == (costed, best, 0)
+    name = f"metis/row{row}_{order}_{'strat' if strategy else 'base'}"
+    reference = json.loads(local_or_skip(f"{name}.json").read_text())
+    assert result.plans.head(20).to_dict("records") == reference["top"]
+    with gzip.open(local_or_skip(f"{name}_all_plans.csv.gz"), "rt") as file:
+        every = pd.read_csv(file, float_precision="round_trip")
+    ours = result.plans.sort_values("enum_index")
+    assert ours["cost"].tolist() == every["cost"].tolist() and ours["batches"].tolist() == every["batches"].tolist()
+    for column, text in (("device_groups", "device_groups"), ("layer_partition", "layer_partition")):
+        assert [" ".join(map(str, value)) for value in ours[column]] == every[text].astype(str).tolist()
+    degrees = [" ".join(f"{dp}x{tp}" for dp, tp in value) for value in ours["strategies"]]
+    assert degrees == every["strategies_dp_tp"].tolist()
+
+
+def test_files_give_what_loaded_inputs_give(tmp_path, profiles):
+    with tarfile.open(local_or_skip("metis/inputs/row1_inputs.tar.gz")) as packed:
+        packed.extractall(tmp_path, filter="data")
+    paths = [tmp_path / name for name in ("profile", "hostfile", "clusterfile.json")]
+    given = search(*paths, layers=10, global_batch=128, node_order="V100,A100", trials=2, **PINNED)
+    made = search(profiles[10], cluster((V100, 4), (A100, 4)), layers=10, global_batch=128, node_order="V100,A100",
+                  **PINNED)  # fmt: skip
+    pd.testing.assert_frame_equal(given.plans, made.plans)
+    assert len(given.seconds) == 2 and given.seconds_mean > 0 <= given.seconds_spread and made.seconds_spread == 0
+
+
+def test_counting_all_stages_takes_the_first_place_away(profiles):
+    """Row 1, V100 first: the best plan of two stages is costed as one; one stage on all GPUs is not tried at all."""
+    result = search(profiles[10], cluster((V100, 4), (A100, 4)), layers=10, global_batch=128,
+                    node_order=ORDERS["V100-A100"], **PINNED)  # fmt: skip
+    best = result.plans.iloc[0]
+    assert best["num_stage_used_for_cost"] == 1 and best["device_groups"] == [16, 16]
+    honest = result.plans[result.plans["num_stage_used_for_cost"] == result.plans["device_groups"].map(len)]
+    assert honest["cost"].iloc[0] == pytest.approx(2371.990, abs=5e-4)
+    later = result.plans[result.plans["node_sequence"].map(lambda order: order[0] == "A100")]
+    assert later["device_groups"].map(len).min() == 2
+
+
+def test_layers_vanish_and_stages_stay_empty(profiles):
+    result = search(profiles[10], cluster((V100, 4), (A100, 4)), layers=10, global_batch=128,
+                    node_order=ORDERS["A100-V100"], **PINNED)  # fmt: skip
+    partitions = result.plans["layer_partition"]
+    assert (partitions.map(lambda cuts: cuts[-1]) < 10).sum() == 23
+    assert partitions.map(lambda cuts: any(x == y for x, y in pairwise(cuts))).sum() == 121
+
+
+def test_the_order_of_nodes_matters_in_an_uneven_cluster():
+    profiles = generate_profiles(10, 128, memory="upstream")
+    counts = {order: search(profiles, cluster((V100, 3), (A100, 1), gpus=8), layers=10, global_batch=128,
+                            node_order=ORDERS[order], **PINNED).count for order in ORDERS}  # fmt: skip
+    assert counts["A100-V100"] != counts["V100-A100"]
+
+
+def test_a_plan_that_is_never_worse_is_not_guaranteed():
+    """Three types, small groups allowed: with the fork's strategy the search takes fewer steps to a worse plan."""
+    profiles = generate_profiles(8, 16, slowdown={"A100": 1, "V100": 3.5, "T4": 5}, memory="upstream")
+    options = PINNED | {"max_permute_len": 3, "max_tp": 4, "max_bs": 64, "variance": 0.5}
+    base, fork = (search(profiles, cluster((V100, 1), (A100, 1), (T4, 1)), layers=8, global_batch=16,
+                         node_order=["A100", "V100", "T4"], strategy=strategy, **options)
+                  for strategy in (False, True))  # fmt: skip
+    assert {tuple(order) for order in base.plans["node_sequence"]} <= set(permutations(["A100", "V100", "T4"]))
+    assert base.count > fork.count and base.best_cost_ms < fork.best_cost_ms and base.count < base.count_total
+
+
+@pytest.mark.parametrize("variance", [1, 0.5])
+@pytest.mark.parametrize("gpus, stages", [(8, 1), (8, 3), (12, 4), (16, 5), (24, 3), (7, 3), (6, 1)])
+def test_device_groups_are_all_permutations(gpus, stages, variance):
+    least = max(gpus // stages, stages // gpus) * variance
+    shapes = [2**k for k in range(5) if least <= 2**k <= gpus]
+    sizes = [c for c in combinations_with_replacement(shapes, stages) if sum(c) == gpus]
+    wanted = {order for c in sizes for order in permutations(c)}
+    found = device_groups(gpus, stages, variance, 128)
+    assert len(found) == len(set(found)) and set(found) == wanted
+
+
+@pytest.mark.parametrize(
+    "sizes, limit, groups",
+    [
+        ((1, 1, 2, 4, 4, 4, 4), 4, [(1, 1, 2, 4), (4,), (4,), (4,)]),
+        ((1, 1, 1, 1, 1, 1, 2, 8), 4, [(1, 1, 1, 1), (1, 1, 2), (8,)]),
+        ((2, 2, 4), 3, [(2,), (2,), (4,)]),
+        ((2, 2, 4), 2, [(2, 2), (4,)]),
+    ],
+)
+def test_merging(sizes, limit, groups):
+    assert merged(sizes, limit) == groups
+
+
+def test_cool_lex_shifts_prefixes():
+    orders = ["".join(str(group[0]) for group in order) for order in cool_lex([(1,), (2,), (2,), (4,)])]
+    assert orders[0] == "4221" and len(set(orders)) == len(orders) == 12
+    for before, after in pairwise(orders):
+        place = next(i for i in range(4) if before[:i] + before[i + 1 :] == after[1:] and before[i] == after[0])
+        assert place > 0
+
+
+def test_later_orders_repeat_the_first_list_of_several_stages():
+    found = [(block.sequence, block.costed_stages, len(block.groups[0]))
+             for block in blocks(["A", "B"], 8, 4, variance=1, max_permute_len=8)]  # fmt: skip
+    assert found == [(("A", "B"), 1, 1), (("A", "B"), 2, 2), (("A", "B"), 3, 3), (("A", "B"), 4, 4),
+                     (("B", "A"), 1, 2), (("B", "A"), 2, 2), (("B", "A"), 3, 3), (("B", "A"), 4, 4)]  # fmt: skip
+
+
+def test_a_total_that_is_no_power_of_two_has_no_single_stage():
+    found = [(block.costed_stages, len(block.groups[0])) for block in blocks("A", 12, 3, variance=1, max_permute_len=8)]
+    assert found == [(3, 3)]
+
+
+@pytest.mark.parametrize(
+    "demand, capacity, partition",
+    [
+        ([0.25] * 4, [1.0], (0, 4)),
+        ([0.25] * 4, [0.25, 0.75], (0, 1, 4)),
+        ([0.125] * 8, [0.25] * 4, (0, 2, 4, 6, 8)),
+        ([0.1] * 10, [0.5, 0.3, 0.2], (0, 5, 8, 10)),
+    ],
+)
+def test_layers_follow_speed(demand, capacity, partition):
+    assert Balancer(demand).partition(capacity) == partition
+
+
+def pieces_one_by_one(demand, capacity):
+    """The balancer's pieces given out by comparing every stage for every piece: owner of each piece."""
+    left, piece, stages = list(capacity), [d / 7 for d in demand for _ in range(7)], range(len(capacity))
+    owner, at = [None] * len(piece), 0
+    for stage in stages[:-1]:
+        for place in range(at, len(piece) - 8):
+            at = place + 1
+            if not left[stage] > piece[place]:
+                break
+            owner[place], left[stage] = stage, left[stage] - piece[place]
+    own, last = [], len(capacity) - 1
+    for place in reversed(range(len(piece))):
+        if owner[place] is None and (len(own) < 7 or (place + 1 == own[-1] and left[last] > piece[place])):
+            own.append(place)
+            owner[place], left[last] = last, left[last] - piece[place]
+    for place in range(len(piece)):
+        if owner[place] is None:
+            held = {stage: [p for p, o in enumerate(owner) if o == stage] for stage in stages}
+            below = [(max(held[s]), s) for s in stages if held[s] and max(held[s]) < place]
+            above = [(min(held[s]), s) for s in stages if held[s] and min(held[s]) > place]
+            around = range(max(below)[1] if below else 0, (min(above)[1] if above else last) + 1)
+            owner[place] = max(around, key=lambda s: left[s])
+            left[owner[place]] -= piece[place]
+    return owner
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.05, 1.0, 1.0, 1.0, 2.0]), min_size=2, max_size=9),
+    st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.0, 3.5]), min_size=2, max_size=6).filter(any),
+    st.sampled_from([0.6, 1.0, 1.3]),
+)
+def test_pieces_go_where_comparing_all_stages_puts_them(demand, speed, share):
+    demand = [value / sum(demand) for value in demand]
+    capacity = [share * value / sum(speed) for value in speed]
+    balancer, left = Balancer(demand), list(capacity)
+    owner, starts, waiting = balancer._in_order(left)
+    balancer._fill_gaps(left, owner, starts, waiting)
+    assert owner == pieces_one_by_one(demand, capacity)
+
+
+def test_capacity_moves_to_stages_with_memory_to_spare():
+    shifted = shift_capacity([0.5, 0.5], [10.0, 40.0], [20.0, 20.0])
+    assert shifted[0] == 0.9 * 0.25 and sum(shifted) == pytest.approx(1.0)
+    assert shift_capacity([0.5, 0.5], [10.0, 21.0], [20.0, 20.0]) is None
+
+
+def test_uniform_plans_are_plans_of_the_search(profiles):
+    """The homogeneous special case: Metis' search finds the same one-stage plans at the same cost."""
+    nodes, options = cluster((A100, 2)), {k: v for k, v in PINNED.items() if k != "max_permute_len"}
+    uniform = uniform_plans(profiles[10], nodes, layers=10, global_batch=64, **options)
+    found = search(profiles[10], nodes, layers=10, global_batch=64, node_order=["A100"], **PINNED)
+    assert uniform["cost_ms"].is_monotonic_increasing
+    assert (uniform["dp"] * uniform["tp"] * uniform["pp"] == 8).all()
+    single = uniform[uniform["pp"] == 1].set_index(["dp", "tp", "batches"])["cost_ms"]
+    for plan in found.plans[found.plans["device_groups"].map(len) == 1].itertuples():
+        assert single[*plan.strategies[0], plan.batches] == plan.cost
+    with pytest.raises(ValueError, match="for one GPU type, the cluster has A100, V100"):
+        uniform_plans(profiles[10], cluster((A100, 1), (V100, 1)), layers=10, global_batch=64, **options)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"layers": 12}, "layers=12, but the profiles have 10 layers"),
+        ({"global_batch": 0}, "global_batch=0 must be a whole number above 0"),
+        ({"node_order": ["A100"]}, "node_order=A100 is not an order of the cluster's types A100, V100"),
+        ({"variance": 0}, "variance=0 must be above 0"),
+        ({"max_permute_len": 0}, "max_permute_len=0 must be"),
+        ({"trials": 0}, "trials=0 must be"),
+        ({"model_profile": "T4_tp1_bs1"}, "no profile for T4 tp 1 batch 1; there are types A100, V100"),
+        ({"global_batch": 96}, "no profile for .* batch (96|48|24|12|6|3)"),
+        ({"hostfile": cluster((T4, 2))}, "no profile for T4; there are types A100, V100"),
+        ({"hostfile": cluster((V100, 1), (A100, 1), gpus=16)}, "slots=16: Metis reads one digit"),
+        ({"hostfile": "hosts"}, "hostfile=hosts needs a clusterfile"),
+    ],
+)
+def test_bad_input(profiles, change, message):
+    call = {"hostfile": cluster((V100, 1), (A100, 1)), "layers": 10, "global_batch": 8,
+            "node_order": ["A100", "V100"], **PINNED} | change  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        search(profiles[10], call.pop("hostfile"), **call)
+
+
+def test_nodes_that_differ_in_size(profiles):
+    """The release takes the first node's size for all: it runs while no rank falls outside of that, else it crashes."""
+    nodes = [*cluster((V100, 1), gpus=2), *cluster((A100, 1), gpus=6)]
+    with pytest.raises(ValueError, match="nodes differ in size"):
+        search(profiles[10], nodes, layers=10, global_batch=8, node_order=["A100", "V100"], **PINNED)
+
+
+def test_no_feasible_plan(profiles):
+    small = [Node("0.0.0.3", "V100", 4, 1, 50, 10)]
+    result = search(profiles[10], small, layers=10, global_batch=8, node_order=["V100"], **PINNED)
+    assert not result.costed_plans and math.isnan(result.best_cost_ms) and result.count == 0 < result.count_total
+    assert result.reason.startswith("no feasible plan: at least ") and " bytes are missing, on ranks " in result.reason
+    limited = search(profiles[10], small, layers=10, global_batch=512, node_order=["V100"],
+                     **PINNED | {"max_bs": 1, "max_tp": 1, "max_permute_len": 4})  # fmt: skip
+    assert limited.costed_plans == 0 and "no feasible plan" in limited.reason

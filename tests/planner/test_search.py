@@ -1,0 +1,241 @@
+"""The best plan is the best of all, however the search is spread out, stopped and resumed."""
+
+import ast
+import os
+import re
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from support import plans_of_space as plans
+
+import madmax_lib as mm
+from madmax_lib.datasets import PROJECT
+from madmax_lib.planner import distribute as shards_module
+from madmax_lib.planner.codesign import RESOURCES, codesign, scaled, training
+from madmax_lib.planner.distribute import _on_workers
+from madmax_lib.planner.evaluate import OBJECTIVES
+from madmax_lib.planner.search import search
+from madmax_lib.planner.shortlist import shortlist
+from madmax_lib.planner.space import Space, plan_of
+from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
+from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator.step.power import device_energy_j
+from madmax_lib.simulator.step.step_time import PARTS
+
+MODEL = replace(mm.model("gpt2-large"), layers=12, heads=8, kv_heads=8, head_dim=160)
+NODE = mm.cluster("dgx-a100", nodes=1)
+SPACE = Space(attention=("flash",), recompute=("none", "full"), schedule=("1f1b", "zero-bubble"), hybrid=(2, 4),
+              overlap_gather=(True,), reduce_fp32=(False,), prefetch=(1,), quantised=False)  # fmt: skip
+GPT, LARGE = mm.model("gpt3-175b"), mm.cluster("dgx-a100", nodes=16)
+
+
+def scalar(model, cluster, batch, space):
+    """Every plan on its own: step_s and memory_bytes by plan."""
+    rows = {}
+    for plan in plans(space, model, cluster, batch):
+        step_s = mm.estimate(model, cluster, plan, global_batch=batch)["step_s"][0]
+        rows[plan] = step_s, peak_bytes(memory(model, plan, global_batch=batch))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def brute():
+    return scalar(MODEL, NODE, 16, SPACE)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search(MODEL, NODE, 16, space=SPACE, progress=False)
+
+
+def test_the_winner_is_the_best_of_all(brute, found):
+    assert found.evaluated == len(brute) > 300
+    room = usable_bytes(NODE.device)
+    feasible = {plan: cost for plan, cost in brute.items() if cost[1] <= room}
+    assert found.feasible == len(feasible)
+    best = min(feasible, key=lambda plan: feasible[plan])
+    assert found.best == best
+    times = sorted(cost[0] for cost in feasible.values())[:20]
+    np.testing.assert_allclose(found.table["step_s"], times, rtol=1e-12)
+
+
+def test_rows_are_the_estimate_and_the_memory_of_their_plans(brute, found):
+    for row in pd.concat([found.table, found.pareto]).to_dict("records"):
+        assert brute[plan_of(row)] == pytest.approx((row["step_s"], row["memory_bytes"]), rel=1e-12)
+        assert mm.Plan.parse(row["plan"]) == plan_of(row)
+
+
+def test_no_plan_is_better_in_time_and_memory_than_the_front(brute, found):
+    front = found.pareto[["step_s", "memory_bytes"]].to_numpy()
+    assert (np.diff(front[:, 0]) > 0).all() and (np.diff(front[:, 1]) < 0).all()
+    for cost in brute.values():
+        beaten = (front[:, 0] <= cost[0] * (1 + 1e-12)) & (front[:, 1] <= cost[1] * (1 + 1e-12))
+        assert beaten.any() or cost[1] > usable_bytes(NODE.device)
+
+
+@pytest.mark.parametrize(("objective", "column"), OBJECTIVES.items())
+def test_objectives(objective, column):
+    found = search(MODEL, NODE, 16, objective, top=5, space=SPACE, progress=False)
+    everything = search(MODEL, NODE, 16, top=10**6, space=SPACE, progress=False).table
+    assert len(found.table) == 5 and found.table[column].is_monotonic_increasing
+    assert found.table[column].iloc[0] == pytest.approx(everything[column].min(), rel=1e-12)
+
+
+def test_equal_memory_goes_to_the_faster_plan():
+    space = replace(SPACE, zero=(1,), pp=(1,), tp=(1,), overlap_gather=(False, True))  # the slower gather comes first
+    everything = search(MODEL, NODE, 16, top=10**6, space=space, progress=False).table
+    for top in (1, 3):
+        found = search(MODEL, NODE, 16, "memory", top=top, space=space, progress=False).table
+        ordered = everything.sort_values(["memory_bytes", "step_s"])[:top]
+        np.testing.assert_array_equal(found[["memory_bytes", "step_s"]], ordered[["memory_bytes", "step_s"]])
+
+
+def test_simulate_agrees_with_the_winner():
+    best = search(GPT, LARGE, 128, space=Space.quick(), top=3, progress=False)
+    for row in best.table.to_dict("records"):
+        step = mm.simulate(GPT, LARGE, plan_of(row), global_batch=128).spans
+        assert (step["start_ns"] + step["dur_ns"]).max() / 1e9 == pytest.approx(row["step_s"], rel=0.03)
+
+
+def test_shards_together_are_the_whole(found):
+    parts = [search(MODEL, NODE, 16, space=SPACE, shard=i, shards=3, progress=False) for i in range(3)]
+    assert sum(part.evaluated for part in parts) == found.evaluated
+    order = ["step_s", "memory_bytes", "tp", "cp", "pp"]
+    best = pd.concat([part.table for part in parts]).sort_values(order)[:20]
+    np.testing.assert_array_equal(best["step_s"], found.table["step_s"])
+
+
+def test_a_shard_may_hold_no_plan_that_fits():
+    large = replace(NODE, nodes=2)
+    parts = [search(GPT, large, 16, space=Space.quick(), shard=i, shards=8, progress=False) for i in range(8)]
+    assert not any(part.feasible for part in parts) and all(part.table.empty for part in parts)
+
+
+def test_a_stopped_search_goes_on(tmp_path, monkeypatch, found):
+    real, calls = shards_module.evaluate, []
+
+    def stops(problem, at):
+        calls.append(at)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(problem, at)
+
+    monkeypatch.setattr(shards_module, "evaluate", stops)
+    half = search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)
+    assert not half.complete and half.evaluated < found.evaluated and len(half.table) == 20
+    whole = search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)
+    assert whole.complete and len(calls) == 4 + len(list(tmp_path.glob("*.parquet"))) - 3
+    pd.testing.assert_frame_equal(whole.table, found.table)
+    assert (whole.evaluated, whole.feasible) == (found.evaluated, found.feasible)
+    with pytest.raises(ValueError, match="holds parts of another search"):
+        search(MODEL, NODE, 32, space=SPACE, directory=tmp_path, progress=False)
+
+
+def test_workers_find_what_one_process_finds(dask_client, found, tmp_path):
+    spread = search(MODEL, NODE, 16, space=SPACE, client=dask_client, directory=tmp_path, progress=False)
+    pd.testing.assert_frame_equal(spread.table, found.table)
+    pd.testing.assert_frame_equal(spread.pareto, found.pareto)
+    assert (spread.evaluated, spread.feasible) == (found.evaluated, found.feasible)
+    again = search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)  # nothing is left to do
+    pd.testing.assert_frame_equal(again.table, found.table)
+
+
+def test_slurm_workers_are_asked_for_as_the_readme_says():
+    """The lines of README make a job script; nothing is submitted."""
+    jobqueue = pytest.importorskip("dask_jobqueue")
+    asked = re.search(r"SLURMCluster\((.*), n_workers=32\)", (PROJECT / "README.md").read_text())[1]
+    options = dict(part.split("=") for part in asked.split(", "))
+    with jobqueue.SLURMCluster(**{name: ast.literal_eval(value) for name, value in options.items()},
+                               scheduler_options={"dashboard_address": ":0"}) as cluster:  # fmt: skip
+        script = cluster.job_script()
+    assert "#SBATCH -p cpu" in script and "#SBATCH --cpus-per-task=8" in script and "#SBATCH -t 01:00:00" in script
+    assert "--nworkers 8" in script
+
+
+def dies_once(folder, part):
+    """A worker that is killed over the second part, the first time."""
+    mark = folder / "mark"
+    if part == ["b"] and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return part[0]
+
+
+def test_the_part_of_a_killed_worker_is_done_again(dask_client, tmp_path):
+    todo = [(0, ["a"]), (1, ["b"]), (2, ["c"])]
+    assert dict(_on_workers(dies_once, tmp_path, todo, dask_client)) == {0: "a", 1: "b", 2: "c"}
+    assert (tmp_path / "mark").exists()
+
+
+def test_parts_that_cannot_be_read_are_made_again(tmp_path, found):
+    search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)
+    broken = sorted(tmp_path.glob("*.parquet"))[0]
+    broken.write_bytes(b"PAR1")
+    again = search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)
+    pd.testing.assert_frame_equal(again.table, found.table)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"objective": "speed"}, "objective='speed' is not one of time, cost, energy, memory"),
+        ({"objective": "cost", "cluster": mm.cluster("mi300x-8", nodes=1)}, "objective='cost' needs a price"),
+        ({"global_batch": 7, "space": Space(pp=(1,), tp=(1,), cp=(1,))}, "dp must divide the global batch"),
+        ({"model": GPT}, "no plan of gpt3-175b fits: the least needs .* GB per device, a100-80 has 8"),
+        ({"model": mm.model("dlrm-a")}, "recommendation models are split by dp only"),
+        ({"space": Space(micro_batch=(5,))}, "names no micro-batch, schedule or ZeRO stage that divides"),
+        ({"shard": 3, "shards": 3}, "shard=3 is not one of 0 to 2"),
+        ({"top": 0}, "top=0 and global_batch=16 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_searched(change, message):
+    arguments = {"model": MODEL, "cluster": NODE, "global_batch": 16, "space": SPACE, "progress": False} | change
+    with pytest.raises(ValueError, match=message):
+        search(**arguments)
+
+
+def test_energy_is_between_idle_and_the_limit():
+    table = mm.estimate(GPT, LARGE, mm.Plan.parse("dp2.tp8.pp8.full"), global_batch=64)
+    energy = device_energy_j(table[[*PARTS, "step_s"]], LARGE.device)[0]
+    assert 0.15 * 400 * table["step_s"][0] < energy < 400 * table["step_s"][0]
+    with pytest.raises(ValueError, match="has no TDP in the catalog"):
+        device_energy_j(table, replace(LARGE.device, tdp_w=float("nan")))
+
+
+def test_more_of_a_resource_is_never_worse():
+    table = codesign(MODEL, NODE, 16, (0.5, 2.0))
+    assert table["resource"].tolist() == ["as it is", *np.repeat(RESOURCES, 2)]
+    more = table[table["factor"] > 1]
+    assert (more["speedup"] >= 1 - 1e-9).all() and (table["value"].dropna() > -1e-9).all()
+    assert table.set_index("resource")["value"].get("compute").max() > 0.2
+
+
+def test_scaled_clusters():
+    twice = scaled(NODE, {"compute": 2.0, "inter": 3.0})
+    assert twice.device.peak("bf16") == 2 * NODE.device.peak("bf16") and twice.intra == NODE.intra
+    assert twice.inter.bandwidth_bytes_per_s == 3 * NODE.inter.bandwidth_bytes_per_s
+    for factors, message in (({"disk": 2.0}, "resource 'disk' is not one of"), ({"intra": 0}, "intra: factor 0 is")):
+        with pytest.raises(ValueError, match=message):
+            scaled(NODE, factors)
+
+
+def test_plans_close_to_the_best_are_worth_measuring(found):
+    table = shortlist(found.table, MODEL)
+    assert 1 < len(table) < len(found.table) and not table.duplicated(["tp", "cp", "pp", "zero", "recompute"]).any()
+    assert table["ratio"].iloc[0] == 1 and table["worth_measuring"].iloc[0]
+    width = np.log(table["ratio_high"] / table["ratio"])
+    assert np.ptp(width) < 1e-12 and 0.05 < width[0] < 0.25  # 13 % for dense models
+    far = table.assign(step_s=table["step_s"].iloc[0] * np.exp(np.arange(len(table)) * 1.01 * width[0]))
+    assert shortlist(far, MODEL)["worth_measuring"].sum() == 1
+    with pytest.raises(ValueError, match="parameters without residuals"):
+        shortlist(found.table, MODEL, Parameters())
+
+
+def test_training_time_and_cost(found):
+    table = training(found.table, 1e12, NODE)
+    first = table.iloc[0]
+    assert first["days"] * 86400 == pytest.approx(1e12 / first["tokens_per_s"])
+    assert first["usd"] == pytest.approx(first["days"] * 24 * 8 * 5.12125)

@@ -1,0 +1,134 @@
+"""One rank of a job that does not run: counts and bytes against closed forms and against the simulator's workload."""
+
+import warnings
+
+import pytest
+
+pytest.importorskip("torch")
+
+from madmax_lib.plan import Plan
+from madmax_lib.runs.model import models
+from madmax_lib.simulator.layers.workload import ops
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # as in `runs.parallel.sharding`
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """`abstract.trace` with its results kept: many tests look at one trace."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)  # torch's own modules, when first imported
+        from madmax_lib.runs import abstract
+
+    known = {}
+
+    def traced(model, plan, **options):
+        key = (model, plan, repr(sorted(options.items())))
+        if key not in known:
+            known[key] = abstract.trace(model, Plan.parse(plan), **options)
+        return known[key]
+
+    return traced
+
+
+def calls(found, collective, group):
+    """(count, bytes) of one kind in one group."""
+    rows = found.collectives
+    row = rows[(rows["collective"] == collective) & (rows["group"] == group)]
+    return (int(row["count"].iloc[0]), float(row["size_bytes"].iloc[0])) if len(row) else (0, 0.0)
+
+
+def layer_bytes(spec):
+    """fp32 bytes of a layer."""
+    return 4 * (models.spec(spec, layers=2).parameters - models.spec(spec, layers=1).parameters)
+
+
+@pytest.mark.parametrize("layers", [4, 12])
+def test_fully_sharded(trace, layers):
+    """L layers and the root: gathered twice and, the root, once; scattered once each [arXiv 2304.11277]."""
+    spec = models.spec("gpt-tiny", layers=layers)
+    found = trace("gpt-tiny", "dp4.z3", global_batch=4, sizes={"layers": layers})
+    whole, inside = 4 * spec.parameters, layers * layer_bytes("gpt-tiny")
+    assert calls(found, "all_gather", "dp") == (2 * layers + 1, whole + inside)
+    assert calls(found, "reduce_scatter", "dp") == (layers + 1, whole)
+    assert found.layers == layers
+
+
+def test_further_layers_are_those_traced_in_full(trace):
+    options = {"global_batch": 4, "sizes": {"layers": 5}}
+    short, full = (trace("gpt-tiny", "dp4.z3", depth=depth, **options) for depth in (2, 0))
+    assert short.flops == full.flops
+    assert short.collectives.astype({"size_bytes": float}).equals(full.collectives.astype({"size_bytes": float}))
+
+
+@pytest.mark.parametrize(("model", "samples"), [("gpt-tiny", 1), ("vit-tiny", 2)])
+def test_flops_are_the_closed_form(trace, model, samples):
+    """Forward exactly; backward twice, and half of the attention once more where it is fused."""
+    plan = f"dp4.mb{samples}.unfused"
+    found, spec = trace(model, plan, global_batch=4 * samples), models.spec(model)
+    assert found.flops["forward"] == spec.forward_flops(samples)
+    fused = trace(model, f"dp4.mb{samples}", global_batch=4 * samples)
+    scores = 4 * samples * spec.layers * spec.sequence**2 * spec.core_width
+    assert fused.flops["forward"] == spec.forward_flops(samples)
+    assert fused.flops["backward"] - found.flops["backward"] == pytest.approx(0.5 * scores)
+
+
+def test_recompute_repeats_the_layers(trace):
+    """But for the last product of each: torch stops once all that the backward pass needs is there."""
+    spec = models.spec("gpt-tiny")
+    none, full = (trace("gpt-tiny", plan, global_batch=4) for plan in ("dp4.unfused", "dp4.full.unfused"))
+    head, down = (2 * spec.sequence * spec.hidden * width for width in (spec.vocab, spec.ffn))
+    again = full.flops["backward"] - none.flops["backward"]
+    assert again == pytest.approx(spec.forward_flops(1) - head - spec.layers * down)
+
+
+def test_copies_reduce_all_gradients_once(trace):
+    _, size = calls(trace("gpt-tiny", "dp4", global_batch=8), "all_reduce", "dp")
+    assert size == pytest.approx(4 * models.spec("gpt-tiny").parameters, abs=64)  # and the sums for loss and norm
+
+
+@pytest.mark.parametrize("plan", ["dp512.tp2.z3", "dp2.tp2.z3"])
+def test_tensor_parallel_traffic_is_that_of_the_simulator(trace, plan):
+    """Same bytes per micro-batch as the simulator, at 4 ranks and at 1,024; the run also gathers its logits."""
+    plan_, spec = Plan.parse(plan), models.spec("gpt-tiny")
+    found = trace("gpt-tiny", plan, global_batch=plan_.dp)
+    table = ops(spec, plan_, dtype="fp32")
+    tensor = table[table["group"] == "tp"].groupby("collective")["size_bytes"].agg(["count", "sum"])
+    logits = 4 * spec.sequence * spec.vocab
+    count, size = calls(found, "all_gather", "tp")
+    assert (count - 1, size - logits) == tuple(tensor.loc["all_gather"])
+    assert calls(found, "reduce_scatter", "tp") == tuple(tensor.loc["reduce_scatter"])
+    assert found.flops["forward"] == pytest.approx(spec.forward_flops(1) / 2)
+
+
+def test_context_and_expert_exchanges(trace):
+    """Two all-to-alls per layer and pass; keys, queries and values in one of them."""
+    spec = models.spec("gpt-tiny")
+    count, _ = calls(trace("gpt-tiny", "dp2.cp2", global_batch=2), "all_to_all", "cp")
+    assert count == 4 * spec.layers
+    count, _ = calls(trace("moe-tiny", "dp4.ep2", global_batch=4), "all_to_all", "ep")
+    assert count == 5 * spec.layers  # and one that tells how many rows come
+
+
+def test_stages_send_activations(trace):
+    spec = models.spec("gpt-tiny")
+    activation = 4 * spec.sequence * spec.hidden
+    first = trace("gpt-tiny", "dp2.pp2", global_batch=8)
+    last = trace("gpt-tiny", "dp2.pp2", global_batch=8, rank=3)
+    for found in (first, last):
+        assert calls(found, "send", "pp") == calls(found, "recv", "pp") == (4, 4 * activation)
+        assert found.layers == 2
+    assert last.flops["forward"] > first.flops["forward"]  # the head
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 4}, "rank=4 is not one of the 4 ranks of dp4"),
+        ({"depth": 1}, "depth=1 must be 0"),
+        ({"global_batch": 6}, "dp=4 does not divide global_batch=6"),
+    ],
+)
+def test_bad_requests_are_refused(trace, change, message):
+    with pytest.raises(ValueError, match=message):
+        trace("gpt-tiny", "dp4", **{"global_batch": 4, **change})

@@ -1,0 +1,247 @@
+"""Data by name: the same batch on every rank, questions and padding masked, fall-backs that say why."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from madmax_lib.runs.data import hub, text
+from madmax_lib.runs.data.batches import NAMES, DataWarning, canonical, default_name, get_data, kind_of
+from madmax_lib.runs.data.synthetic import SyntheticImages, arithmetic_problem, upscale
+from madmax_lib.runs.data.text import BYTES, MASKED, PAD, cached_tokens, chat, example, tokenizer, windows
+
+
+@pytest.mark.parametrize("name", ["synthetic-images", "arithmetic"])
+def test_a_batch_depends_on_seed_and_step_alone(name):
+    one, other = get_data(name, seed=3), get_data(name, seed=3)
+    for step in (0, 7):
+        for key, array in one.batch(step, 6, seed=3).items():
+            assert np.array_equal(array, other.batch(step, 6, seed=3)[key])
+    first, second = (one.batch(step, 6, seed=3) for step in (0, 1))
+    assert not any(np.array_equal(first[key], second[key]) for key in first)
+    assert not np.array_equal(first[next(iter(first))], one.batch(0, 6, seed=4)[next(iter(first))])
+
+
+@pytest.mark.parametrize(("count", "size"), [(10, 3), (10, 10), (4, 7), (1, 2)])
+def test_every_epoch_has_every_sample_once_and_no_batch_is_short(count, size):
+    data = get_data("arithmetic")
+    data.sizes["train"] = count
+    drawn = np.concatenate([data.indices(step, size) for step in range(count)])
+    assert len(drawn) == count * size
+    for epoch in drawn.reshape(-1, count):
+        assert sorted(epoch) == list(range(count))
+    if count > 4:
+        assert list(drawn[:count]) != list(drawn[count : 2 * count])
+
+
+def test_images_have_the_asked_shape_and_a_pattern_per_class():
+    data = get_data("synthetic-images", image=16, classes=5)
+    batch = data.batch(0, 40)
+    assert batch["images"].shape == (40, 3, 16, 16) and batch["images"].dtype == np.float32
+    assert batch["labels"].dtype == np.int64 and set(batch["labels"]) <= set(range(5)) and data.classes == 5
+    patterns = SyntheticImages(16, 5, 0).patterns
+    distance = ((batch["images"][:, None] - patterns) ** 2).sum(axis=(2, 3, 4))
+    assert (distance.argmin(axis=1) == batch["labels"]).all()  # learnable: the nearest pattern is the class
+
+
+def test_validation_samples_are_others():
+    for name in ("synthetic-images", "arithmetic"):
+        data = get_data(name)
+        inputs = [data.read[split](np.arange(20))[0] for split in ("train", "validation")]
+        assert not np.array_equal(*inputs)
+
+
+@pytest.mark.parametrize("index", range(40))
+def test_arithmetic_answers_are_right(index):
+    question, answer = arithmetic_problem(index, 5)
+    left, right = answer.split(" = ")
+    assert eval(left) == int(right) >= 0
+    assert sum(map(len, BYTES.chat(question, answer))) <= 96
+    numbers = [word for word in left.split() if word.isdigit()]
+    assert all(number in question.replace(".", "").split() for number in numbers)
+
+
+@pytest.mark.parametrize("sequence", [8, 32, 128, 256, 300])
+def test_only_answers_are_targets(sequence):
+    data = get_data("arithmetic", sequence=sequence)
+    batch = data.batch(0, 5)
+    tokens, targets = batch["tokens"], batch["targets"]
+    assert tokens.shape == targets.shape == (5, sequence) and tokens.dtype == targets.dtype == np.int64
+    assert ((targets != MASKED).sum(axis=1) >= min(sequence, 8)).all()
+    shifted = targets[:, :-1]
+    assert (shifted == tokens[:, 1:])[shifted != MASKED].all()  # a target is the token that follows
+    assert tokens.max() < data.vocab and not (targets == PAD).any()
+    if sequence == 128:
+        row = bytes(token for token in targets[0] if 0 <= token < 256).decode()
+        assert row == arithmetic_problem(int(data.indices(0, 5)[0]), 0)[1]
+
+
+@pytest.mark.parametrize(
+    ("turns", "sequence", "tokens", "targets"),
+    [
+        ([([1, 2], [3])], 2, [1, 2], [MASKED, 3]),
+        ([([1, 2], [3])], 4, [1, 2, 3, PAD], [MASKED, 3, MASKED, MASKED]),
+        ([([1, 2, 3], [4, 5])], 2, [3, 4], [4, 5]),
+        ([([1], [2]), ([3], [4])], 3, [1, 2, 3], [2, MASKED, 4]),
+        ([([], [1, 2, 3])], 2, [1, 2], [2, 3]),
+    ],
+)
+def test_example(turns, sequence, tokens, targets):
+    found = example(turns, sequence)
+    assert [part.tolist() for part in found] == [tokens, targets]
+
+
+def test_running_text_is_one_stream_cut_into_windows():
+    tokens, targets = windows(["abcd", "efg"], BYTES, 3, most=5)
+    assert bytes(tokens.ravel().tolist()) == b"abcdef" and bytes(targets.ravel().tolist()) == b"bcdefg"
+    assert len(windows(["abcd", "efg"], BYTES, 3, most=1)[0]) == 1
+    with pytest.raises(ValueError, match="sequence=9 is longer than the text of 4 tokens"):
+        windows(["abcd"], BYTES, 9, most=5)
+
+
+def test_tokens_are_cached_by_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "cache_folder", lambda: tmp_path)
+    made = []
+
+    def make():
+        made.append(1)
+        return chat([("one?", "1"), ("two?", "2")], BYTES, 40, most=9)
+
+    first, again = cached_tokens("a", make), cached_tokens("a", make)
+    assert len(made) == 1 and all(np.array_equal(*pair) for pair in zip(first, again, strict=True))
+    cached_tokens("b", make)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"), [("CIFAR100", "cifar-100"), ("food_101", "food-101"), ("MetaMathQA", "metamathqa")]
+)
+def test_spellings(spelling, name):
+    assert canonical(spelling) == name
+
+
+def test_unknown_names_list_the_nearest():
+    with pytest.raises(ValueError, match="unknown data 'cifar10'; nearest: cifar-100"):
+        get_data("cifar10")
+
+
+def test_images_scale_by_nearest_pixel():
+    image = np.array([[[0, 1], [2, 3]]], dtype=np.float32)
+    assert upscale(image, 4)[0].tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [2, 2, 3, 3], [2, 2, 3, 3]]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != default_name(kind_of(name))])
+def test_what_is_not_here_is_replaced_and_says_so(name, monkeypatch):
+    for package in ("sklearn", "sklearn.datasets", "datasets", "torchvision"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(hub, "find_spec", lambda package: None)
+    with pytest.warns(DataWarning, match=f"in place of {name}: "):
+        data = get_data(name)
+    assert data.name == default_name(kind_of(name)) and name in data.note
+
+
+def test_a_missing_tokenizer_is_a_fall_back_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match="transformers"):
+        tokenizer("Qwen/Qwen2.5-3B")
+
+
+class Picture:
+    """What the loader asks of a PIL image."""
+
+    def __init__(self, grey):
+        self.grey, self.size = grey, None
+
+    def convert(self, mode):
+        assert mode == "RGB"
+        return self
+
+    def resize(self, size):
+        self.size = size
+        return self
+
+    def __array__(self, dtype=None, copy=None):
+        return np.full((*self.size, 3), self.grey, dtype=dtype)
+
+
+class Table(list):
+    """What the loader asks of a table of `datasets`."""
+
+    def __getitem__(self, key):
+        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
+
+    def train_test_split(self, test_size, shuffle):
+        cut = int(len(self) * (1 - test_size))
+        return {"train": Table(self[:cut]), "test": Table(self[cut:])}
+
+
+ROWS = {
+    "uoft-cs/cifar100": [{"img": Picture(255 * (i % 2)), "fine_label": 98 + i % 2} for i in range(4)],
+    "meta-math/MetaMathQA": [{"query": f"what is {i}?", "response": f"it is {i}"} for i in range(100)],
+    "nyu-mll/glue": [{"sentence": f"film {i}", "label": i % 2} for i in range(6)],
+    "Salesforce/wikitext": [{"text": "the quick brown fox " * 20}] * 3,
+}
+
+
+@pytest.fixture
+def hugging_face(monkeypatch, tmp_path):
+    """A stand-in for `datasets` with a few rows, and whether it was asked to stay offline."""
+    asked = []
+
+    def load_dataset(path, config, *, split, data_files):
+        asked.append((path, config, split, data_files, package.config.HF_HUB_OFFLINE))
+        if path not in ROWS:
+            raise ConnectionError(f"Couldn't reach {path}\nsecond line")
+        return Table(ROWS[path])
+
+    package, library = ModuleType("datasets"), ModuleType("huggingface_hub")
+    constants = ModuleType("huggingface_hub.constants")
+    package.config, package.load_dataset = SimpleNamespace(HF_HUB_OFFLINE=False), load_dataset
+    constants.HF_HUB_OFFLINE, library.constants = False, constants
+    for name, module in {"datasets": package, "huggingface_hub": library, constants.__name__: constants}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(hub, "find_spec", lambda name: name == "datasets")
+    monkeypatch.setattr(text, "cache_folder", lambda: tmp_path)
+    return asked
+
+
+def test_real_images_are_scaled_and_labelled(hugging_face):
+    data = get_data("cifar-100", image=8)
+    images, labels = data.read["train"](np.array([1, 2]))
+    assert images.shape == (2, 3, 8, 8) and images[0].max() == 1 and images[1].min() == -1
+    assert labels.tolist() == [99, 98] and data.classes == 100 and not data.note
+    assert [(split, offline) for *_, split, _, offline in hugging_face] == [("train", True), ("test", True)]
+
+
+@pytest.mark.parametrize("download", [False, True])
+def test_downloads_only_when_allowed(hugging_face, download):
+    get_data("glue", allow_download=download)
+    assert all(offline is not download for *_, offline in hugging_face)
+    assert not sys.modules["datasets"].config.HF_HUB_OFFLINE  # as it was
+
+
+def test_one_split_is_cut_and_questions_are_masked(hugging_face):
+    data = get_data("metamathqa", sequence=64)
+    assert data.sizes == {"train": 98, "validation": 2}
+    batch = data.batch(0, 4)
+    answers = [bytes(token for token in row if 0 <= token < 256).decode() for row in batch["targets"]]
+    assert answers == [f"it is {index}" for index in data.indices(0, 4)]
+
+
+def test_labels_of_glue_become_words(hugging_face):
+    batch = get_data("glue", sequence=64).batch(0, 6)
+    words = {bytes(token for token in row if 0 <= token < 256) for row in batch["targets"]}
+    assert words == {b"negative", b"positive"}
+
+
+def test_running_text_has_no_mask(hugging_face):
+    batch = get_data("wikitext-103", sequence=32).batch(0, 3)
+    assert (batch["targets"] >= 0).all() and batch["targets"].dtype == np.int64
+
+
+def test_a_dataset_that_is_not_in_the_cache_is_replaced(hugging_face):
+    with pytest.warns(DataWarning, match=r"in place of c4: c4 is not on .* downloaded \(Couldn't reach allenai/c4\)$"):
+        assert get_data("c4").name == "arithmetic"

@@ -1,0 +1,247 @@
+"""The closed form: limits, conservation, monotonicity, tables against single plans, published steps."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import madmax_lib as mm
+from madmax_lib.plan import Plan
+from madmax_lib.simulator.estimate import estimate, machine_fields, matrix_fields, model_fields, plan_fields
+from madmax_lib.simulator.rates.parameters import Parameters, bounds, load, save, shipped
+from madmax_lib.simulator.schedule.engine import run
+from madmax_lib.simulator.simulate import lay_out
+from madmax_lib.simulator.step.inputs import CLASSES, FIELDS, Work
+from madmax_lib.simulator.step.step_time import PARTS, pieces
+
+GPT = mm.model("gpt3-175b")
+CLUSTER = mm.cluster("dgx-a100", nodes=16)
+IDEAL = Parameters()
+
+
+def test_parts_add_up_to_the_step():
+    table = estimate(GPT, CLUSTER, Plan(tp=8, pp=8, dp=2, zero=1, recompute="full"), global_batch=64)
+    assert len(table) == 1 and list(table.columns) == ["step_s", "low_s", "high_s", *PARTS, "mfu", "tokens_per_s"]
+    assert table[list(PARTS)].sum(axis=1).iloc[0] == pytest.approx(table["step_s"].iloc[0])
+    assert (table[list(PARTS)] >= -1e-9).all(axis=None)
+    assert table["tokens_per_s"].iloc[0] == pytest.approx(64 * 2048 / table["step_s"].iloc[0])
+
+
+def test_one_ideal_device_does_its_flops_at_the_peak():
+    model, cluster = replace(mm.model("gpt2-large"), layers=2), mm.cluster("colab-t4")
+    table = estimate(model, cluster, Plan(micro_batch=4), global_batch=8, parameters=IDEAL).iloc[0]
+    s, h = model.sequence, model.hidden
+    weights = 2 * 12 * h * h + h * model.vocab
+    core = 2 * 4 * s * h * (s + 128) / 2  # causal, whole diagonal blocks
+    backward = 2.5 * core  # flash attention computes the scores again
+    flops = 8 * (s * 6 * weights + core + backward)
+    peak, memory = cluster.device.peak("bf16"), cluster.device.memory_bandwidth_bytes_per_s
+    assert table["step_s"] - table["optimizer_s"] == pytest.approx(flops / peak)
+    held = 2 * 12 * h * h + 2 * h * model.vocab
+    assert table["optimizer_s"] == pytest.approx(30 * held / memory)
+    assert table[["tp_s", "cp_s", "ep_s", "fsdp_s", "bubble_s", "pp_s", "dp_s", "launch_s"]].abs().sum() < 1e-9
+
+
+def test_bubble_of_equal_stages():
+    """(pp - 1) / interleave of a stage's micro-batches wait [Narayanan et al. 2021]."""
+    model = replace(GPT, vocab=1)
+    for interleave in (1, 2):
+        plan = Plan(pp=8, tp=8, dp=2, interleave=interleave)
+        table = estimate(model, CLUSTER, plan, global_batch=128, parameters=IDEAL).iloc[0]
+        work_s = table[list(PARTS)].sum() - table[["bubble_s", "pp_s", "dp_s", "optimizer_s"]].sum()
+        assert table["bubble_s"] / work_s == pytest.approx(7 / interleave / 64, rel=1e-3)
+
+
+def test_a_table_is_its_plans():
+    table = pd.DataFrame(
+        {"dp": [16, 2, 4, 128], "tp": [8, 8, 4, 1], "pp": [1, 8, 8, 1], "zero": [3, 1, 0, 3],
+         "recompute": ["full", "none", "selective", "full"]}, index=[5, 6, 7, 8],
+    )  # fmt: skip
+    result = estimate(GPT, CLUSTER, table, global_batch=256)
+    assert result.index.tolist() == [5, 6, 7, 8]
+    for index, row in table.iterrows():
+        single = estimate(GPT, CLUSTER, Plan(**dict(row)), global_batch=256)
+        assert np.allclose(result.loc[index], single.iloc[0], rtol=1e-12)
+
+
+def test_intervals_come_with_the_fit():
+    plan = Plan(tp=8, pp=8, dp=2, zero=1)
+    row = estimate(GPT, CLUSTER, plan, global_batch=64).iloc[0]
+    known, unknown = 0.05 < np.log(row["high_s"] / row["step_s"]) < 0.4, mm.cluster("mi300x-8", nodes=16)
+    assert known and row["low_s"] * row["high_s"] == pytest.approx(row["step_s"] ** 2)
+    wide = estimate(GPT, unknown, plan, global_batch=64).iloc[0]
+    assert wide["high_s"] / wide["step_s"] > row["high_s"] / row["step_s"]
+    assert estimate(GPT, CLUSTER, plan, global_batch=64, parameters=IDEAL)[["low_s", "high_s"]].isna().all(axis=None)
+
+
+def test_chunks_do_not_show():
+    table = pd.DataFrame({"dp": 2, "tp": 8, "pp": 8, "micro_batch": np.resize([1, 2, 4], 40000)})
+    times = estimate(GPT, CLUSTER, table, global_batch=64)["step_s"].to_numpy()
+    assert len(np.unique(times)) == 3 and (times[:3] == times[3:6]).all()
+
+
+def test_what_cannot_be_laid_out():
+    table = pd.DataFrame({"dp": [2, 2, 3], "tp": [8, 8, 8], "pp": [8, 4, 8]})
+    assert estimate(GPT, CLUSTER, table, global_batch=64)["step_s"].isna().tolist() == [False, True, True]
+    heads = pd.DataFrame({"dp": 2, "tp": 8, "cp": 8, "context": ["ring", "ulysses"]})  # 12 heads a rank, 8 peers
+    assert estimate(GPT, CLUSTER, heads, global_batch=64)["step_s"].isna().tolist() == [False, True]
+    experts = pd.DataFrame({"dp": 64, "tp": 2, "ep": 8, "sequence_parallel": [True, False]})
+    step_s = estimate(mm.model("mixtral-8x7b"), CLUSTER, experts, global_batch=64)["step_s"]
+    assert step_s.isna().tolist() == [False, True]
+    with pytest.raises(ValueError, match="has 128 devices"):
+        estimate(GPT, CLUSTER, Plan(tp=8), global_batch=64)
+    with pytest.raises(ValueError, match="'tensor' is not a field of Plan"):
+        estimate(GPT, CLUSTER, pd.DataFrame({"tensor": [8]}), global_batch=64)
+    with pytest.raises(ValueError, match="use simulate"):
+        estimate(mm.model("dlrm-a"), mm.cluster("zionex"), Plan(dp=128), global_batch=65536)
+    with pytest.raises(ValueError, match="no peak for dtype"):
+        estimate(GPT, CLUSTER, Plan(tp=8, pp=8, dp=2), global_batch=64, dtype="fp12")
+
+
+@pytest.mark.parametrize(
+    ("plan", "what"),
+    [("dp2.tp8.pp8.first8", "first_layers=8"), ("dp2.tp8.pp8.cap125", "capacity=1.25")],
+)
+def test_no_time_for_what_has_no_closed_form(plan, what):
+    plan = Plan.parse(plan)
+    with pytest.raises(ValueError, match=f"{what}: the closed form covers"):
+        estimate(GPT, CLUSTER, plan, global_batch=256)
+    table = pd.DataFrame([vars(plan), vars(Plan(dp=2, tp=8, pp=8))])
+    assert estimate(GPT, CLUSTER, table, global_batch=256)["step_s"].isna().tolist() == [True, False]
+
+
+PLANS = ["dp2.tp8.pp8", "dp128.z3.full", "dp16.tp8.z3.full", "dp8.tp4.pp4.v4.full", "dp4.tp8.pp2.cp2"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("what", ["intra", "inter"])
+def test_more_bandwidth_is_never_slower(plan, what):
+    link = getattr(CLUSTER, what)
+    for factor in (1.3, 2, 100):
+        faster = replace(CLUSTER, **{what: replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s)})
+        before, after = (estimate(GPT, c, Plan.parse(plan), global_batch=256)["step_s"][0] for c in (CLUSTER, faster))
+        assert after <= before * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_ideal_machine_is_faster(plan):
+    real, ideal = (estimate(GPT, CLUSTER, Plan.parse(plan), global_batch=256, parameters=p)["step_s"][0]
+                   for p in (shipped(), IDEAL))  # fmt: skip
+    half = estimate(GPT, CLUSTER, Plan.parse(plan), global_batch=256, parameters=Parameters(0.5, 0.5, 0.5))["step_s"][0]
+    assert ideal < real and half == pytest.approx(2 * ideal)
+
+
+@pytest.mark.parametrize("parameters", [shipped(), IDEAL], ids=["fitted", "ideal"])
+@pytest.mark.parametrize(
+    "plan", ["dp1", "mb2.full", "selective", "pp8", "pp8.full", "pp4.dp2.mb2", "pp8.gpipe", "pp8.v3"]
+)
+def test_engine_and_closed_form_are_equal_where_streams_are_uniform(plan, parameters):
+    """All but gradients and update, in float seconds; without a vocabulary the stages are equal."""
+    plan = Plan.parse(plan)
+    model, cluster = replace(GPT, vocab=0), replace(CLUSTER, nodes=1, devices_per_node=plan.world_size)
+    _, program = lay_out(model, cluster, plan, global_batch=64, parameters=parameters)
+    ends = zip(run(program)[1], program.name, program.group, strict=True)
+    engine_s = max(end for end, name, group in ends if name not in ("adam", "host work") and group != "dp")
+    closed = estimate(model, cluster, plan, global_batch=64, parameters=parameters).iloc[0]
+    closed_s = closed["step_s"] - closed[["dp_s", "optimizer_s", "overhead_s"]].sum()
+    assert engine_s == pytest.approx(closed_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("parameters", [shipped(), IDEAL], ids=["fitted", "ideal"])
+@pytest.mark.parametrize(
+    ("plan", "bound"),
+    [("dp2.tp8.pp8", 5e-3), ("dp2.tp8.pp8.full", 5e-3), ("dp16.tp8.nosp", 5e-3), ("dp2.tp8.pp8.z1.mb2", 5e-3),
+     ("dp4.tp8.pp2.cp2", 1e-2), ("dp4.tp8.cp4.ulysses", 1e-2), ("dp2.tp8.pp8.zb", 2e-2), ("dp4.tp8.pp4.v3", 3e-2),
+     ("dp16.tp8.z3", 1e-2), ("dp128.z3.full", 1e-2), ("dp128.z3.hs8", 2e-2), ("dp128.z3.zpp", 1e-2), ("dp128", 3e-2),
+     ("dp128.z1.overlap-gather", 3e-2), ("dp128.z2", 3e-2)],
+)  # fmt: skip
+def test_engine_and_closed_form_agree(plan, bound, parameters):
+    """What differs: the ends of the model, who waits for whom in detail, and the smooth maximum of what overlaps."""
+    plan = Plan.parse(plan)
+    spans = mm.simulate(GPT, CLUSTER, plan, global_batch=256, parameters=parameters).spans
+    engine_s = ((spans["start_ns"] + spans["dur_ns"]).max() - spans["start_ns"].min()) / 1e9
+    closed_s = estimate(GPT, CLUSTER, plan, global_batch=256, parameters=parameters)["step_s"][0]
+    assert closed_s == pytest.approx(engine_s, rel=bound)
+
+
+def test_more_work_takes_longer():
+    plan = Plan(tp=8, pp=8, dp=2)
+    base = estimate(GPT, CLUSTER, plan, global_batch=64)["step_s"][0]
+    assert estimate(GPT, CLUSTER, plan, global_batch=128)["step_s"][0] > base
+    assert estimate(GPT, CLUSTER, plan, global_batch=64, sequence=4096)["step_s"][0] > 1.8 * base
+    assert estimate(GPT, CLUSTER, replace(plan, recompute="selective"), global_batch=64)["step_s"][0] > base
+    full = estimate(GPT, CLUSTER, replace(plan, recompute="full"), global_batch=64)["step_s"][0]
+    assert 1.2 * base < full < 4 / 3 * base * 1.05
+
+
+def test_experts():
+    cluster = mm.cluster("gb200-nvl72", nodes=1)
+    model = mm.model("qwen3-30b-a3b")
+    one = estimate(model, cluster, Plan(dp=72, zero=1), global_batch=72 * 8, sequence=4096)
+    spread = estimate(model, cluster, Plan(dp=72, ep=8, zero=1), global_batch=72 * 8, sequence=4096)
+    assert one["ep_s"][0] == 0 and spread["ep_s"][0] > 0
+    ideal = estimate(model, cluster, Plan(dp=72), global_batch=72, sequence=4096, parameters=IDEAL)["gemm_s"][0]
+    layer = model.attention_parameters + model.hidden * 128 + 8 * 3 * model.hidden * 768
+    assert ideal == pytest.approx(6 * 4096 * 48 * layer / cluster.device.peak("bf16"), rel=1e-4)
+
+
+def test_lower_precision_is_faster():
+    cluster = mm.cluster("gb300-nvl72")
+    model, plan = mm.model("llama3-70b"), Plan(tp=2, pp=4, dp=9)
+    times = [estimate(model, cluster, plan, global_batch=288, dtype=d)["step_s"][0] for d in ("bf16", "fp8", "nvfp4")]
+    assert times == sorted(times, reverse=True)
+    hopper = mm.cluster("dgx-h100", nodes=9)
+    assert np.isfinite(estimate(model, hopper, Plan(tp=8, dp=9), global_batch=72, dtype="nvfp4")["step_s"][0])
+
+
+def test_vision_transformers_and_unknown_devices():
+    table = estimate(mm.model("vit-huge"), mm.cluster("kaggle-2xt4"), Plan(dp=2, zero=1), global_batch=16, dtype="fp16")
+    assert 0 < table["head_s"][0] < 0.01 * table["gemm_s"][0]
+    assert np.isfinite(estimate(GPT, mm.cluster("mi300x-8", nodes=16), Plan(tp=8, pp=16), global_batch=64)["step_s"][0])
+
+
+def test_work_names_what_is_missing():
+    fields, classes = machine_fields(CLUSTER)
+    fields |= model_fields(GPT) | matrix_fields(CLUSTER.device, "bf16") | plan_fields(Plan(tp=8, pp=8, dp=2), 64)
+    work = Work(fields, classes | {"mixture": "none"})
+    assert work.shape == (1,) and set(pieces(work, IDEAL)) >= {"layer_s", "head_s", "weight_s", "send_s", "dp_s"}
+    with pytest.raises(ValueError, match="field 'layers' of a step is missing"):
+        Work({k: v for k, v in fields.items() if k != "layers"}, classes | {"mixture": "none"})
+    with pytest.raises(ValueError, match="'speed' is not a field"):
+        Work(fields | {"speed": 1}, classes | {"mixture": "none"})
+    assert set(CLASSES) == set(work.codes) and len(FIELDS) > 50
+
+
+def test_parameters():
+    with pytest.raises(ValueError, match=r"compute_efficiency=1.5 is not in \(0, 1\]"):
+        Parameters(compute_efficiency=1.5)
+    with pytest.raises(ValueError, match="constant 'speed' is not in"):
+        Parameters(constants={"speed": 1.0})
+    table = bounds()
+    fitted = table[table["scale"] != "fixed"]
+    assert (fitted["low"] <= fitted["start"]).all() and (fitted["start"] <= fitted["high"]).all()
+    assert IDEAL.constants["gemm_efficiency:ampere-16"] == 1 and IDEAL.constants["step_s"] == 0
+    values = shipped().constants
+    assert all(table.at[n, "low"] <= values[n] <= table.at[n, "high"] for n in fitted.index)
+    assert set(shipped().intervals) == set(shipped().fitted) and len(shipped().provenance["sha256"]) == 64
+    assert np.shape(shipped().covariance) == (len(shipped().fitted),) * 2
+
+
+def test_parameters_are_written_and_read(tmp_path):
+    save(shipped(), tmp_path / "p.json")
+    again = load(tmp_path / "p.json")
+    assert again.constants == shipped().constants and again.residuals == shipped().residuals
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a parameters file"):
+        load(tmp_path / "bad.json")
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "none.json")
+
+
+def test_llama3_70b_on_64_h100():
+    """NVIDIA Megatron-Bridge 26.02.01: 19.99 s a step of 256 x 8,192 tokens in FP8."""
+    plan = Plan(tp=4, pp=8, dp=2, interleave=5, zero=1)
+    table = estimate(mm.model("llama3-70b"), mm.cluster("dgx-h100", nodes=8), plan, global_batch=256, sequence=8192,
+                     dtype="fp8")  # fmt: skip
+    assert table["step_s"][0] == pytest.approx(19.99, rel=0.12)

@@ -1,0 +1,420 @@
+"""Bytes on a device: closed forms, monotonicity, the ZeRO and recompute papers, published rows."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+from support import local_or_skip
+
+import madmax_lib as mm
+from madmax_lib import catalog
+from madmax_lib.plan_layers import stage_layers
+from madmax_lib.simulator.memory.activations import in_flight, layer_bytes
+from madmax_lib.simulator.memory.memory import PHASES, memory, peak_bytes, stage_bytes, usable_bytes
+from madmax_lib.simulator.memory.states import STACKS, default_stack
+from madmax_lib.simulator.schedule.schedules import order
+from madmax_lib.specs import Transformer
+
+GPT = Transformer("gpt", layers=8, hidden=512, heads=8, ffn=2048, sequence=256, vocab=1024)
+LLAMA = Transformer("llama", layers=8, hidden=512, heads=8, kv_heads=2, ffn=1408, sequence=256, vocab=1024, gated=True,
+                    norm="rms", positions="rope", attention_bias="none", mlp_bias=False, tied=False)  # fmt: skip
+MIXTURE = replace(LLAMA, experts=8, active_experts=2, shared_experts=1, expert_ffn=256, dense_layers=1)
+STATES = ["weights", "gradients", "optimizer"]
+# arXiv 2205.05198 Table 3: layers, hidden, heads, tp, pp, interleave, micro_batch
+PAPER = {"22B": (48, 6144, 64, 8, 1, 1, 4), "175B": (96, 12288, 96, 8, 8, 3, 1),
+         "530B": (105, 20480, 128, 8, 35, 3, 1), "1T": (128, 25600, 160, 8, 64, 1, 1)}  # fmt: skip
+
+
+def sizes(model, plan, stage=0, **options):
+    plan = mm.Plan.parse(plan) if isinstance(plan, str) else plan
+    table = memory(model, plan, **options)
+    return table[table["stage"] == stage].set_index("component")["size_bytes"]
+
+
+def peak(model, plan, **options):
+    return peak_bytes(memory(model, mm.Plan.parse(plan), **options))
+
+
+def paper_model(size):
+    layers, hidden, heads, *_ = PAPER[size]
+    return Transformer(size, layers, hidden, heads, 4 * hidden, 2048, 51200)
+
+
+def facts(quantity):
+    table = catalog.table("published_memory")
+    table = table[table["quantity"] == quantity]
+    return [row._replace(value=float(row.value)) for row in table.itertuples()]
+
+
+# closed forms
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("stack", "per_parameter"), [("torch", 16), ("deepspeed", 16), ("megatron", 18)])
+def test_one_device_holds_16_bytes_per_parameter(stack, per_parameter, dtype):
+    """Megatron-LM sums gradients in fp32: 18; in fp32 all hold 4 + 4 + 8."""
+    for model in (GPT, LLAMA, MIXTURE, mm.model("vit-huge"), mm.model("deepseek-v2-lite")):
+        states = sizes(model, "dp1", stack=stack, dtype=dtype)[STATES].sum()
+        assert states / model.parameters == pytest.approx(16 if dtype == "fp32" else per_parameter)
+
+
+@pytest.mark.parametrize("fact", facts("model states"), ids=lambda fact: f"{fact.model} {fact.plan}")
+def test_zero_paper(fact):
+    """arXiv 1910.02054 Table 1, to the digits printed."""
+    plan, parameters = mm.Plan.parse(fact.plan), float(fact.model.split()[0])
+    states = sizes(GPT, plan, stack="deepspeed", dtype="fp16")[STATES].sum() / GPT.parameters * parameters
+    last_digit = 10.0 ** -len(f"{fact.value:g}".partition(".")[2])  # some are rounded, some cut off
+    assert states / 1e9 == pytest.approx(fact.value, abs=last_digit)
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("size", PAPER)
+def test_layer_of_the_recompute_paper(size, tp):
+    """arXiv 2205.05198 Table 2, exactly: s b h (34 + 5 a s / h) and its parallel forms."""
+    model, tokens = paper_model(size), 2048.0
+    h, core = model.hidden, 5 * model.heads * 2048 / model.hidden
+    unit = tokens * h
+    plain = layer_bytes(model, tokens, 2048, tp=tp, flash=False)
+    assert plain.whole / unit == pytest.approx(10 + 24 / tp + core / tp)
+    assert plain.kept("full") / unit == 2
+    split = layer_bytes(model, tokens, 2048, tp=tp, sequence_parallel=True, flash=False)
+    assert split.whole / unit == pytest.approx((34 + core) / tp)
+    assert split.kept("selective") / unit == pytest.approx(34 / tp)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("size", PAPER)
+def test_first_stage_of_the_recompute_paper(size, recompute):
+    """Total activations of section 4.2.3, first stage: layers, interleaving and the embedding's dropout."""
+    layers, h, heads, tp, pp, v, b = PAPER[size]
+    plan = mm.Plan(tp=tp, pp=pp, interleave=v, micro_batch=b, recompute=recompute, sequence_parallel=True,
+                   attention="unfused")  # fmt: skip
+    per_layer = {"none": 34 + 5 * heads * 2048 / h, "selective": 34, "full": 2}[recompute]
+    held = 1 + (pp - 1) / (pp * v) if v > 1 else 1
+    expected = 2048 * b * h / tp * (layers * per_layer * held + pp)
+    assert sizes(paper_model(size), plan)["activations"] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("size", PAPER)
+def test_states_of_the_recompute_paper(size):
+    """Parameters and optimizer over all stages against 12 L h^2 (1 + 13/12h + (V + s)/12Lh) [arXiv 2104.04473]."""
+    layers, h, _, tp, pp, _, _ = PAPER[size]
+    table = memory(paper_model(size), mm.Plan(tp=tp, pp=pp), stack="megatron")
+    states = table[table["component"].isin(STATES)]["size_bytes"].sum() * tp
+    count = 12 * layers * h**2 * (1 + 13 / (12 * h) + (51200 + 2048) / (12 * layers * h))
+    assert states / (18 * count) == pytest.approx(1, rel=0.03)
+
+
+def test_facts_of_the_recompute_paper():
+    """Share that selective recompute saves, and the outputs that Megatron frees and DeepSpeed keeps."""
+    for fact in facts("saved by selective recompute"):
+        layer = layer_bytes(paper_model({"gpt3-175b": "175B"}.get(fact.model, "530B")), 1.0, 2048, flash=False)
+        assert 1 - layer.kept("selective") / layer.whole == pytest.approx(fact.value, abs=0.01)
+    plan = mm.Plan(tp=8, pp=35, sequence_parallel=False)
+    kept, freed = (sizes(paper_model("530B"), plan, stack=stack)["activations"] for stack in ("deepspeed", "megatron"))
+    assert (kept - freed) / 2**30 == pytest.approx(facts("stage outputs freed")[0].value, abs=0.01)
+
+
+def test_llama_layer():
+    """Grouped queries, gated feed-forward part, fused attention, no dropout, in elements of 2 bytes."""
+    h, q, kv, f = 512, 512, 128, 1408
+    layer = layer_bytes(LLAMA, 1.0, 256)
+    assert layer.whole == 2 * (4 * h + 2 * q + 2 * kv + 3 * f) + 4 * LLAMA.heads
+    split = layer_bytes(LLAMA, 1.0, 256, tp=2, sequence_parallel=True)
+    assert split.whole * 2 == layer.whole and split.kept("full") * 2 == layer.kept("full") == 2 * h
+    eight = layer_bytes(LLAMA, 1.0, 256, product_width=1)
+    assert layer.whole - eight.whole == 2 * h + q + f
+
+
+def test_mixture_layer():
+    dense, mixture = layer_bytes(MIXTURE, 1.0, 256), layer_bytes(MIXTURE, 1.0, 256, mixture=True)
+    used = 3 * 256
+    assert mixture.feed_forward == 2 * (3 * used + 2 * 2 * 512) + 8 * 8
+    assert dense.hidden == mixture.hidden
+    assert layer_bytes(MIXTURE, 1.0, 256, mixture=True, load=1.5).feed_forward > mixture.feed_forward
+
+
+@pytest.mark.parametrize(("schedule", "interleave", "held"), [
+    ("1f1b", 1, [4, 3, 2, 1]), ("gpipe", 1, [8, 8, 8, 8]), ("zero-bubble", 1, [4, 4, 4, 4]),
+    ("1f1b", 2, [5.5, 4.5, 3.5, 2.5]), ("1f1b", 4, [4.75, 4.25, 3.75, 3.25]),
+])  # fmt: skip
+def test_micro_batches_in_flight(schedule, interleave, held):
+    assert in_flight(schedule, np.arange(4), 4, interleave, 8).tolist() == held
+    assert in_flight(schedule, np.arange(4), 4, interleave, 1).tolist() == [1, 1, 1, 1]
+    for batches in (4, 8, 16):  # what the simulated order of a stage really holds
+        expected = in_flight(schedule, np.arange(4), 4, interleave, batches)
+        for stage in range(4):
+            frees = "weight" if schedule == "zero-bubble" else "backward"
+            slots = [slot[0] for slot in order(schedule, stage, 4, batches, interleave)]
+            steps = np.cumsum([1 if slot == "forward" else -1 if slot == frees else 0 for slot in slots])
+            assert steps.max() / interleave == expected[stage]
+    assert in_flight("1f1b", 0, 4, interleave) == 4 * (1 + (3 / (4 * interleave) if interleave > 1 else 0))
+
+
+def test_experts_are_laid_over_data_parallel_ranks():
+    """8 experts of 7 layers: ep 4 leaves a quarter of them, and dp / ep ranks to share their states."""
+    expert = 7 * 8 * MIXTURE.mlp_parameters(256)
+    whole, part = (sizes(MIXTURE, plan, stack="megatron") for plan in ("dp8", "dp8.ep4"))
+    assert whole["weights"] - part["weights"] == 2 * expert * 3 / 4
+    whole, part = (sizes(MIXTURE, plan, stack="megatron")["optimizer"] for plan in ("dp8.z1", "dp8.ep4.z1"))
+    assert whole == pytest.approx(part)
+
+
+def test_buffers():
+    """DDP's buckets, FSDP's gathered block and ends, autocast's casts, torch's optimizer temporaries."""
+    block = LLAMA.attention_parameters + LLAMA.mlp_parameters(LLAMA.ffn) + 2 * LLAMA.norm_parameters
+    ends = 2 * 1024 * 512 + 512
+    ddp, fsdp = sizes(LLAMA, "dp4"), sizes(LLAMA, "dp4.z3")
+    assert ddp["buckets"] == ddp["optimizer temporaries"] == 4 * LLAMA.parameters and fsdp["buckets"] == 0
+    assert ddp["gathered weights"] == 2 * LLAMA.parameters
+    assert fsdp["gathered weights"] == 2 * 2 * block + (2 + 4) * block + 2 * 2 * ends
+    ahead = mm.Plan(dp=4, zero=3, prefetch=3)
+    assert sizes(LLAMA, ahead)["gathered weights"] - fsdp["gathered weights"] == 2 * 2 * block
+    deepspeed = mm.Plan(dp=4, zero=2, bucket_bytes=1e6)
+    assert sizes(LLAMA, deepspeed)["buckets"] == 2e6
+    assert sizes(LLAMA, "dp1")["buckets"] == 0
+    assert sizes(LLAMA, "dp8.z3.hs2")["optimizer"] == 4 * sizes(LLAMA, "dp8.z3")["optimizer"]
+
+
+def test_logits_are_on_the_last_stage():
+    table = memory(LLAMA, mm.Plan.parse("pp4"), stack="megatron").pivot(index="stage", columns="component",
+                                                                         values="size_bytes")  # fmt: skip
+    assert (table["logits"] > 0).tolist() == [False, False, False, True]
+    assert table["logits"].max() == 256 * 1024 * 10 + 2 * 256 * 2 * 512
+    fused = sizes(LLAMA, "pp4", stage=3, fused_loss=True, stack="megatron")["logits"]
+    assert table["logits"].max() - fused == 256 * 1024 * 6
+    assert table["activations"].is_monotonic_decreasing
+
+
+def test_frozen_weights_have_no_gradients():
+    lora = sizes(LLAMA, "dp2", trainable=0.01)
+    assert lora["weights"] == sizes(LLAMA, "dp2")["weights"]
+    assert lora["gradients"] == 0.04 * LLAMA.parameters and lora["optimizer"] == 0.08 * LLAMA.parameters
+
+
+def test_peak_is_the_fullest_moment():
+    table = pd.DataFrame([(0, "weights", "always", 1.0), (0, "activations", "pass", 2.0), (0, "logits", "loss", 4.0),
+                          (0, "block at work", "backward", 3.0), (0, "optimizer temporaries", "step", 5.0),
+                          (1, "weights", "always", 0.5), (1, "optimizer temporaries", "step", 7.0)],
+                         columns=["stage", "component", "phase", "size_bytes"])  # fmt: skip
+    assert peak_bytes(table) == 7.5 and peak_bytes(table[table["stage"] == 0]) == 7.0
+    whole = memory(LLAMA, mm.Plan.parse("dp2.tp2"))
+    assert set(whole["component"]) == set(PHASES) and (whole["size_bytes"] >= 0).all()
+    assert peak_bytes(whole) - peak_bytes(whole, allocated=True) == pytest.approx(
+        whole.loc[whole["component"].isin(["context", "fragmentation"]), "size_bytes"].sum())  # fmt: skip
+
+
+# order
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("model", [GPT, LLAMA, MIXTURE], ids=lambda m: m.name)
+def test_states_fall_with_every_zero_stage(model, stack):
+    held = [*STATES, "buckets", "gathered weights"]
+    stages = [sizes(model, f"dp8.z{zero}", stack=stack)[held] for zero in range(4)]
+    for before, after in pairwise(stages):
+        assert (after[STATES] <= before[STATES]).all() and after.sum() < before.sum()
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b", "llama2-70b", "mixtral-8x7b"])
+def test_more_of_what_saves_memory_never_costs_any(name):
+    model = mm.model(name)
+    for ladder in (
+        ["dp8.z0", "dp8.z1", "dp8.z2", "dp8.z3"], ["tp1", "tp2", "tp4", "tp8"], ["pp1", "pp2", "pp4", "pp8"],
+        ["dp8.cp1", "dp8.cp2", "dp8.cp4"], ["tp8.nosp", "tp8.sp"], ["dp8.z3.mb4", "dp8.z3.mb2", "dp8.z3"],
+        ["tp8", "tp8.selective", "tp8.full"], ["tp8.unfused", "tp8"], ["dp16.z3.hs4", "dp16.z3.hs8", "dp16.z3"],
+    ):  # fmt: skip
+        stack = "torch" if "z3" in ladder[-1] else "megatron"
+        peaks = [peak(model, plan, stack=stack, sequence=2048) for plan in ladder]
+        assert peaks == sorted(peaks, reverse=True), ladder
+
+
+def test_default_stack_is_monotone_in_zero():
+    model = mm.model("llama-7b")
+    assert [default_stack(mm.Plan(dp=8, zero=z)) for z in range(4)] == ["torch", "deepspeed", "deepspeed", "torch"]
+    assert default_stack(mm.Plan(tp=2, pp=2, zero=1)) == "megatron"
+    peaks = [peak(model, f"dp8.z{zero}.full") for zero in range(4)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_uneven_stages_hold_their_layers():
+    """Embedding and head counted as layers: 10 layers on 4 stages are 2, 3, 3, 2."""
+    plan = mm.Plan(pp=4, embedding_as_layer=True, head_as_layer=True)
+    gpt = replace(GPT, layers=10)
+    layer = gpt.attention_parameters + gpt.mlp_parameters(gpt.ffn) + 2 * gpt.norm_parameters
+    assert sizes(gpt, plan, stage=1)["weights"] == 2 * 3 * layer
+    assert sizes(gpt, plan, stage=0)["weights"] == 2 * (2 * layer + gpt.embedding_parameters)
+
+
+# arrays
+
+
+def test_arrays_of_plans_give_what_single_plans_give():
+    plans = [mm.Plan.parse(text) for text in (
+        "dp2", "dp8.z3", "dp4.tp2.pp4.z1", "dp4.tp2.pp4.z1.nosp.full", "dp2.pp2.cp2.v2.selective.unfused",
+        "dp8.ep4.z2.mb2", "dp8.tp2.z3.hs4", "dp4.pp4.zb", "dp8.z1.reduce-fp32")]  # fmt: skip
+    table = pd.DataFrame([vars(plan) for plan in plans])
+    layers = np.array([len(stage_layers(MIXTURE.layers, plan.pp)[0]) for plan in plans])
+    for stack in STACKS:
+        parts = stage_bytes(MIXTURE, table, 0, layers, layers - 1, stack=stack)
+        for i, plan in enumerate(plans):
+            alone = sizes(MIXTURE, plan, stack=stack)
+            for name, size in parts.items():
+                assert np.broadcast_to(size, len(plans))[i] == pytest.approx(alone[name], rel=1e-12), (name, str(plan))
+
+
+# recommendation models
+
+
+def test_dlrm_shards_tables_and_copies_dense_layers():
+    model = mm.model("dlrm-a")
+    dense = model.parameters - model.embedding_parameters
+    one, many = sizes(model, "dp1.mb64"), sizes(model, "dp128.mb64")
+    assert one["weights"] == 2 * model.embedding_parameters + 4 * dense
+    assert one["weights"] - many["weights"] == pytest.approx(2 * model.embedding_parameters * 127 / 128)
+    assert one["gradients"] == many["gradients"] == 4 * dense
+    assert sizes(model, "dp128.z3.mb64")["gradients"] == pytest.approx(4 * dense / 128)
+    assert sizes(model, "dp128.mb128")["activations"] == 2 * many["activations"]
+    with pytest.raises(ValueError, match="split by dp only"):
+        memory(model, mm.Plan.parse("dp2.tp2"))
+
+
+# bad input
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"stack": "jax"}, "stack='jax' is not one of torch"), ({"dtype": "fp12"}, "dtype='fp12' is not one of"),
+    ({"optimizer": "lion"}, "optimizer='lion' is not one of adam"), ({}, "global_batch is needed"),
+])  # fmt: skip
+def test_errors_name_the_field(options, message):
+    with pytest.raises(ValueError, match=message):
+        memory(GPT, mm.Plan.parse("pp2.gpipe"), **({"global_batch": 8} | options if options else {}))
+
+
+# published facts
+
+
+def test_vit_huge_on_two_t4():
+    """DDP fails in its first optimizer step, ZeRO-2 fits with 8.04 bytes per parameter after a step."""
+    model, device = mm.model("vit-huge"), catalog.device("t4")
+    (failed,), (kept,) = facts("out of memory"), facts("weights and optimizer")
+    for cluster_bytes in (usable_bytes(device), device.memory_bytes):
+        assert peak(model, failed.plan, dtype="fp16") > cluster_bytes
+        assert peak(model, kept.plan, dtype="fp16") < cluster_bytes
+    without = memory(model, mm.Plan.parse(failed.plan), dtype="fp16")
+    without = without[~without["component"].isin(["buckets", "optimizer temporaries"])]
+    assert peak_bytes(without) < device.memory_bytes  # the terms that decide
+    after_step = sizes(model, kept.plan, dtype="fp16")[["weights", "optimizer"]].sum()
+    assert after_step == pytest.approx(8.04 * model.parameters, rel=0.02)
+    assert after_step == pytest.approx(kept.value * 1e9, rel=0.02)
+
+
+@pytest.mark.parametrize("fact", facts("allocated"), ids=lambda fact: fact.plan)
+def test_gpt2_large_on_four_a100(fact):
+    plan = replace(mm.Plan.parse(fact.plan), bucket_bytes=1e8)
+    table = memory(mm.model(fact.model), plan, dtype="fp16", stack=fact.stack, sequence=1024)
+    assert peak_bytes(table, allocated=True) / 2**30 == pytest.approx(fact.value, rel=0.10)
+
+
+def test_usable_memory_is_near_the_data_sheet():
+    assert all(
+        0.9 < usable_bytes(device) / device.memory_bytes < 1.08 for device in map(catalog.device, catalog.devices())
+    )
+
+
+ERA = r"bigscience|cases_april2021|2205.05198|SC21|megatron-turing|@50a4b5fa02"
+NOT_STATED = {"nan", ""}
+
+
+def read(row, usable):
+    """Model, plan and options of a published row; what the row does not state follows its software."""
+    source, recompute, name = row.source, str(row.recompute), row.model.lower()
+    era = bool(re.search(ERA, source))
+    stack = "deepspeed" if re.search("bigscience|megatron-turing|ZeRO-3", f"{source} {row.table_row}") else (
+        "torch" if re.search("foundry|torchtitan|fms-fsdp|seed 004", source) else "megatron")  # fmt: skip
+    modern = bool(re.search("llama|qwen|deepseek|gpt oss|mpt", name))
+    model = Transformer(
+        row.model, int(row.layers), int(row.hidden), int(row.heads), number(row.ffn, 4 * int(row.hidden)),
+        number(row.seq_len, 1024), number(row.vocab, 51200), kv_heads=number(row.kv_heads, int(row.heads)),
+        gated=modern and "mpt" not in name, norm="rms" if modern else "layer", tied=not modern or "mpt" in name,
+        positions="rope" if modern else "learned", attention_bias="none" if modern else "all", mlp_bias=not modern,
+    )  # fmt: skip
+    for pattern, known in (("deepseekv2", "deepseek-v2"), ("qwen3_30b", "qwen3-30b-a3b"), ("gpt oss", "gpt-oss-120b")):
+        if pattern in name and known in mm.models():
+            model = replace(mm.model(known), layers=model.layers, sequence=model.sequence)
+    pp, zero = number(row.pp, 1), number(row.zero_stage, 0 if era or stack == "torch" else 1)
+    if pd.isna(row.zero_stage) and pp == 1 and 6 * model.parameters / number(row.tp, 1) > usable:
+        zero = 3  # 16-bit weights and fp32 gradients alone fill the device
+    ends = stack == "deepspeed" and model.layers % pp > 0 and (model.layers + 2) % pp == 0
+    plan = mm.Plan(
+        dp=number(row.dp, 1), tp=number(row.tp, 1), pp=pp, cp=number(row.cp, 1), ep=number(row.ep, 1), zero=zero,
+        micro_batch=number(row.micro_batch, 1), interleave=number(row.vpp, 1) if pp > 1 else 1,
+        recompute="full" if recompute.startswith("full") else "selective" if "selective" in recompute else "none",
+        sequence_parallel=number(row.tp, 1) > 1 and (not era or "sequence" in recompute) and "seed" not in source,
+        attention="unfused" if era or "seed" in source else "flash", reduce_fp32="fp32 grad" in str(row.precision),
+        bucket_bytes=1e9, embedding_as_layer=ends, head_as_layer=ends,  # DeepSpeed's default of 5e8 elements
+    )  # fmt: skip
+    dtype = "fp8" if re.search("fp8|float8|fp4", str(row.precision).lower()) else "bf16"
+    fused = "foundry" in source or bool(re.search("torchtitan.*2025", source) and "compile" in str(row.notes))
+    batch = None if pd.isna(row.global_batch) else int(row.global_batch)
+    return model, plan, {"dtype": dtype, "stack": "torch" if zero == 3 and stack == "megatron" else stack,
+                         "global_batch": batch, "fused_loss": fused,
+                         "trainable": 0.01 if "LoRA" in str(row.table_row) else 1.0}  # fmt: skip
+
+
+def number(value, default):
+    return default if pd.isna(value) else int(value)
+
+
+@pytest.fixture(scope="module")
+def published():
+    """Peak bytes of every row that can be laid out; the recompute not stated is the least that fits."""
+    rows = pd.read_csv(local_or_skip("published/published_train.csv"))
+    rows = rows.dropna(subset=["layers", "hidden", "heads", "gpu", "dp"])
+    capacity = {name: usable_bytes(catalog.device(name)) for name in rows["gpu"].unique()}
+    result = []
+    for row in rows.itertuples():
+        usable = capacity[row.gpu]
+        model, plan, options = read(row, usable)
+        stated = str(row.recompute) not in NOT_STATED
+        for recompute in [plan.recompute] if stated else ["none", "selective", "full"]:
+            table = memory(model, replace(plan, recompute=recompute), **options)
+            if peak_bytes(table) <= usable:
+                break
+        # SimuMax and seed 004 publish what the allocator handed out, the others what the device held
+        allocated = bool(re.search("SimuMax|seed 004", row.source))
+        measured = row.mem_gb * (2**30 if "seed 004" in row.source else 1e9)  # the seed's figures are GiB
+        result.append(SimpleNamespace(source=row.source, row=row.Index, measured=measured, usable=usable, stated=stated,
+                                      peak=peak_bytes(table), like=peak_bytes(table, allocated=allocated),
+                                      out_of_memory=bool(re.search("(?<!reported) OOM$", str(row.notes)))))  # fmt: skip
+    return pd.DataFrame([vars(item) for item in result])
+
+
+def test_published_memory(published):
+    rows = published.dropna(subset=["measured"])
+    error = (rows["like"] / rows["measured"] - 1).abs()
+    by_source = error.groupby(rows["source"]).median()
+    print(pd.concat([by_source, error.groupby(rows["source"]).max()], axis=1), error.median())
+    assert len(rows) >= 61 and error.median() < 0.05 and by_source.max() < 0.15
+    assert (rows["peak"] / rows["measured"] - 1).abs().median() < 0.08  # without knowing what was measured
+
+
+def test_published_rows_that_ran_fit_and_those_that_failed_do_not(published):
+    failed = published[published["out_of_memory"]]
+    missed = failed[failed["peak"] <= failed["usable"]]
+    # 206B on tp4 pp12 failed, though 203B on the same plan ran with 67 GB: no smooth model says so
+    assert len(failed) >= 4 and missed["row"].tolist() in ([], [160])
+    ran = published[~published["out_of_memory"]]
+    alarms = ran[ran["peak"] > ran["usable"]]
+    print(ran["stated"].value_counts(), alarms[["row", "source", "stated", "peak", "usable"]].to_string())
+    assert not alarms["stated"].any() and len(alarms) <= 0.03 * len(ran)
+
+
+def test_selective_recompute_of_llama2_70b_on_64_a100():
+    """torchtitan docs/performance.md: full recompute runs with two samples, selective reported out of memory."""
+    model, usable = mm.model("llama2-70b"), usable_bytes(catalog.device("a100-80"))
+    assert peak(model, "dp64.z3.mb2.full", sequence=4096) < usable < peak(model, "dp64.z3.mb2.selective", sequence=4096)

@@ -1,0 +1,89 @@
+"""Orders of pipeline stages: bubbles in closed form, activations held, no deadlock for any shape."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from madmax_lib.simulator.schedule.engine import Program, run
+from madmax_lib.simulator.schedule.schedules import dependency, in_order, order
+
+
+def step_s(schedule, pp, micro_batches, chunks=1, forward=1.0, backward=2.0, weight=0.0):
+    """Length of a step whose passes take so long on a whole stage; messages take no time."""
+    seconds = {"forward": forward / chunks, "backward": backward / chunks, "weight": weight / chunks}
+    program, issued = Program(), {}
+    for stage, slot in in_order([order(schedule, s, pp, micro_batches, chunks) for s in range(pp)], chunks):
+        needed = dependency(slot, stage, pp, chunks)
+        after = [issued[needed]] if needed else []
+        issued[stage, slot] = program.op(0, "compute", slot[0], seconds[slot[0]], after, rank=stage)
+    return max(run(program)[1])
+
+
+def held(schedule, stage, pp, micro_batches, chunks=1):
+    """Passes whose activations a stage holds at once, at most; freed by the last pass that needs them."""
+    frees = "weight" if schedule == "zero-bubble" else "backward"
+    change = {"forward": 1, frees: -1}
+    return np.cumsum([change.get(slot[0], 0) for slot in order(schedule, stage, pp, micro_batches, chunks)]).max()
+
+
+SHAPES = [(1, 1), (1, 5), (2, 4), (4, 4), (4, 16), (4, 17), (8, 8), (8, 30), (3, 7)]
+
+
+@pytest.mark.parametrize(("pp", "m"), SHAPES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_bubble_of_one_chunk(schedule, pp, m):
+    """(pp-1)/(m+pp-1) of the step is idle."""
+    assert 1 - 3 * m / step_s(schedule, pp, m) == pytest.approx((pp - 1) / (m + pp - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize(("pp", "m"), [shape for shape in SHAPES if shape[0] > 1])
+@pytest.mark.parametrize("v", [2, 3, 5])
+def test_bubble_of_interleaved_chunks(pp, m, v):
+    """(pp-1)/(v m+pp-1), also where pp does not divide m."""
+    assert 1 - 3 * m / step_s("1f1b", pp, m, v) == pytest.approx((pp - 1) / (v * m + pp - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize(("pp", "m"), SHAPES)
+def test_bubble_of_zero_bubble_is_a_third(pp, m):
+    """ZB-H1, forward = backward = weight: (pp-1)(F+B-W) idle [Qi et al. 2024, table 1], memory as 1F1B."""
+    step = step_s("zero-bubble", pp, m, backward=1.0, weight=1.0)
+    assert step == pytest.approx(3 * m + (pp - 1), abs=1e-12)
+    assert max(held("zero-bubble", stage, pp, m) for stage in range(pp)) == min(pp, m)
+
+
+def test_activations_held_at_once():
+    assert [held("1f1b", stage, 4, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert [held("gpipe", stage, 4, 8) for stage in range(4)] == [8, 8, 8, 8]
+    # p v + p - 1 chunks of 1/v stage on the first stage: 1 + (p-1)/(p v) times 1F1B [arXiv 2205.05198, section 4.2.3]
+    assert held("1f1b", 0, 4, 16, 2) == 4 * 2 + 4 - 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(["gpipe", "1f1b", "zero-bubble"]), st.integers(1, 9), st.integers(1, 25), st.integers(1, 4))
+def test_every_pass_runs_once_and_nothing_waits_for_ever(schedule, pp, m, chunks):
+    chunks = chunks if schedule == "1f1b" and pp > 1 else 1
+    slots = list(in_order([order(schedule, s, pp, m, chunks) for s in range(pp)], chunks))
+    passes = 3 if schedule == "zero-bubble" else 2
+    assert len(slots) == len(set(slots)) == passes * pp * m * chunks
+    for stage in range(pp):
+        mine = [slot for s, slot in slots if s == stage]
+        place = {slot: i for i, slot in enumerate(mine)}
+        assert all(place["forward", *slot[1:]] < i for slot, i in place.items() if slot[0] != "forward")
+
+
+def test_the_order_of_megatron():
+    """Narayanan et al. 2021, figure 4 below: device 1 of 4, two chunks, 8 micro-batches."""
+    text = [f"{slot[0][0]}{slot[1]}.{slot[2] + 1}" for slot in order("1f1b", 0, 4, 8, 2)]
+    assert text[:13] == ["f0.1", "f0.2", "f0.3", "f0.4", "f1.1", "f1.2", "f1.3", "f1.4", "f0.5", "f0.6", "f0.7",
+                         "b1.1", "f0.8"]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
+def test_chunks_need_1f1b(schedule):
+    with pytest.raises(ValueError, match="interleave=2 needs schedule='1f1b'"):
+        order(schedule, 0, 4, 8, 2)
+
+
+def test_stages_that_wait_for_each_other_are_named():
+    with pytest.raises(ValueError, match=r"stage 0 before .'backward', 0, 0."):
+        list(in_order([[("backward", 0, 0), ("forward", 0, 0)], [("forward", 0, 0), ("backward", 0, 0)]]))

@@ -1,0 +1,309 @@
+"""Closed forms, conservation laws and counts of the simulated step."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from support import core_flops
+
+import madmax_lib as mm
+from madmax_lib.kinds import collective_names
+from madmax_lib.simulator.layers.ops import Block, gemm
+from madmax_lib.simulator.layers.workload import blocks
+from madmax_lib.simulator.rates.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
+from madmax_lib.simulator.rates.compute import compute_s
+from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator.schedule.engine import run
+from madmax_lib.simulator.schedule.layout import Step
+from madmax_lib.simulator.schedule.prices import DataSheet
+from madmax_lib.specs import Cluster, Device, Link, Transformer
+
+DEVICE = Device("ideal", 1e12, 1e30, {"bf16": 1.0, "fp32": 1.0})
+CLUSTER = Cluster("c", DEVICE, 8, 8, Link("in", 1e30), Link("out", 1e30))
+TINY = Transformer("tiny", layers=4, hidden=64, heads=4, ffn=256, sequence=128, vocab=512)
+NODE = mm.cluster("dgx-a100")
+
+
+def step_s(model, cluster, plan, **options):
+    spans = mm.simulate(model, cluster, mm.Plan.parse(plan), **options).spans
+    return (spans["start_ns"] + spans["dur_ns"]).max() * 1e-9
+
+
+def collectives(timeline, rank=0):
+    """Count and bytes of a rank by (collective, group without its ranks)."""
+    spans = timeline.select(ranks=[rank]).spans
+    spans = spans[spans["kind"] == "comm"]
+    named = {
+        "collective": collective_names(spans["name"].astype(str)),
+        "group": spans["group"].astype(str).str.split().str[0],
+    }
+    return spans.assign(**named).groupby(["collective", "group"])["size_bytes"].agg(["count", "sum"])
+
+
+def volumes(timeline, rank=0):
+    """Bytes of a rank by (collective, group)."""
+    return collectives(timeline, rank)["sum"].to_dict()
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(1, 1), (2, 4), (4, 4), (4, 16), (8, 3), (3, 10)])
+@pytest.mark.parametrize("plan", ["gpipe", "1f1b", "v2", "v3", "zb"])
+def test_bubble_of_equal_stages(plan, pp, micro_batches):
+    """Idle share (pp-1)/(v m+pp-1), of ZB-H1 (pp-1)/(3 m+pp-1); forward takes 1, backward 2 halves of 1."""
+    v = int(plan[1]) if plan in ("v2", "v3") else 1
+    if (v > 1 or plan == "zb") and not 1 < pp <= micro_batches:
+        return
+    schedule = {"gpipe": "gpipe", "zb": "zero-bubble"}.get(plan, "1f1b")
+    plan = mm.Plan(pp=pp, schedule=schedule, interleave=v)
+    block = Block("attention", (gemm("product", 0.5 / v, 1.0, 1.0, "bf16", weights=True),))  # 1/v FLOP at 1 FLOP/s
+    step = Step([[[block]] * v] * pp, plan, CLUSTER, DataSheet(plan, CLUSTER, Parameters()), "bf16")
+    _, end_s = run(step.build(micro_batches, 0.0))
+    passes = 3 * v * micro_batches if schedule == "zero-bubble" else v * micro_batches
+    assert 1 - 3 * micro_batches / max(end_s) == pytest.approx((pp - 1) / (passes + pp - 1), abs=1e-12)
+
+
+def test_one_device_does_not_communicate():
+    timeline = mm.simulate(TINY, replace(NODE, devices_per_node=1), mm.Plan(), global_batch=1)
+    assert set(timeline.spans["kind"]) == {"compute", "idle"} and timeline.ranks == [0]
+    assert timeline.spans.query("kind == 'idle'")["name"].tolist() == ["host work"]
+
+
+def test_ideal_step_time_is_flops_over_peak():
+    """On an ideal machine only products and the optimizer take time; full recompute repeats all but the head."""
+    model, cluster = mm.model("gpt3-175b"), mm.cluster("dgx-a100", nodes=16)
+    cluster = replace(cluster, device=replace(cluster.device, memory_bandwidth_bytes_per_s=1e30))
+    plan = mm.Plan(tp=8, pp=8, dp=2, recompute="full", attention="unfused")
+    table = mm.breakdown(mm.simulate(model, cluster, plan, global_batch=128, parameters=Parameters()))
+    head = 2 * model.sequence * model.hidden * model.vocab
+    work = (4 * model.forward_flops(128) - 128 * head) / 128 / 312e12
+    assert table["compute_s"].mean() == pytest.approx(work, rel=1e-6)
+    assert table["rank"].tolist() == list(range(0, 128, 16))
+
+
+@pytest.mark.parametrize(
+    ("plan", "counts"),
+    [
+        ("dp8.z3", {"all_gather": 2 * 2 * 6, "reduce_scatter": 2 * 6}),
+        ("dp8", {"all_reduce": 1}),
+        ("dp8.z1", {"reduce_scatter": 1, "all_gather": 1}),
+        ("dp8.z2", {"reduce_scatter": 2, "all_gather": 1}),
+        ("dp8.z1.overlap-gather", {"reduce_scatter": 1, "all_gather": 6}),
+        ("dp4.tp2.nosp", {"all_reduce": 2 * 2 * 9 + 1}),
+        ("dp4.tp2", {"all_gather": 2 * 2 * 9, "reduce_scatter": 2 * 2 * 9, "all_reduce": 1}),
+        ("cp8", {"send_recv": 2 * 4 * (7 + 15), "all_reduce": 1}),
+    ],
+)
+def test_counts_of_collectives(plan, counts):
+    """Two micro-batches of a model of six units (embedding, four layers, head); tp reduces at the ends of 9 blocks."""
+    plan = mm.Plan.parse(plan)
+    found = collectives(mm.simulate(TINY, NODE, plan, global_batch=2 * plan.dp))["count"]
+    assert found.groupby("collective").sum().to_dict() == counts
+
+
+P = 2.0 * TINY.parameters  # bytes
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ("dp16", {("all_reduce", "dp"): P}),
+        ("dp16.reduce-fp32", {("all_reduce", "dp"): 2 * P}),
+        ("dp16.z1", {("reduce_scatter", "dp"): P, ("all_gather", "dp"): P}),
+        ("dp16.z2", {("reduce_scatter", "dp"): 2 * P, ("all_gather", "dp"): P}),
+        ("dp16.z3", {("reduce_scatter", "dp"): 2 * P, ("all_gather", "dp"): 4 * P}),
+        ("dp16.z3.hs8", {("reduce_scatter", "shard"): 2 * P, ("all_gather", "shard"): 4 * P,
+                         ("all_reduce", "replicate"): P / 8}),
+        ("dp8.cp2.z3.ulysses", {("reduce_scatter", "dp"): 2 * P, ("all_gather", "dp"): 4 * P}),
+        ("dp16.z3.qwz", {("reduce_scatter", "dp"): 2 * P, ("all_gather", "dp"): 2 * P}),
+        ("dp16.z3.zpp", {("all_gather", "dp"): P, ("all_gather", "node"): 2 * P, ("all_to_all", "node"): P / 2,
+                         ("all_to_all", "across"): P / 16}),
+    ],
+)  # fmt: skip
+def test_volumes_of_data_parallelism(plan, expected):
+    """Two micro-batches on two nodes. ZeRO++ sends a quarter of ZeRO-3's gathers and gradients [arXiv 2306.10209]."""
+    plan = mm.Plan.parse(plan)
+    found = volumes(mm.simulate(TINY, replace(NODE, nodes=2), plan, global_batch=2 * plan.dp))
+    data = {key: size for key, size in found.items() if key[1] != "cp"}
+    assert data == pytest.approx(expected, rel=1e-12)
+
+
+def test_experts_are_reduced_over_their_own_group():
+    model = replace(TINY, experts=8, active_experts=2, gated=True)
+    found = volumes(mm.simulate(model, NODE, mm.Plan(dp=8, ep=4), global_batch=8))
+    experts = 4 * model.experts * model.mlp_parameters(model.ffn)
+    assert found["all_reduce", "edp"] == pytest.approx(2 * experts / 4)
+    assert found["all_reduce", "dp"] == pytest.approx(2 * (model.parameters - experts))
+    assert found["all_to_all", "ep"] == pytest.approx(4 * 4 * 2 * 128 * 2 * 64)  # 4 layers x there and back x 2 passes
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_a_pipeline_sends_every_activation_once(v):
+    timeline = mm.simulate(TINY, NODE, mm.Plan(pp=2, dp=4, interleave=v), global_batch=16)
+    sent = [volumes(timeline, rank)["send_recv", "pp"] for rank in (0, 4)]
+    assert sum(sent) == 2 * (2 * v - 1) * 4 * 2 * 128 * 64
+
+
+def test_a_short_last_micro_batch():
+    """Seven samples in micro-batches of 3, 3 and 1: work and messages as with seven micro-batches of one."""
+    cluster = replace(NODE, devices_per_node=2, device=replace(DEVICE, memory_bandwidth_bytes_per_s=1e30))
+    short, ones = (
+        mm.simulate(TINY, cluster, mm.Plan(pp=2, micro_batch=b), global_batch=7, dtype="fp32") for b in (3, 1)
+    )
+    table = [mm.breakdown(timeline)["compute_s"].to_numpy() for timeline in (short, ones)]
+    np.testing.assert_allclose(table[0], table[1], rtol=1e-9)
+    assert volumes(short) == pytest.approx(volumes(ones))
+    assert volumes(short)["send_recv", "pp"] == 7 * 4 * 128 * 64
+
+
+def test_what_recompute_repeats():
+    """Seconds of recompute over forward, without the head: none, the attention core, everything."""
+    one = replace(NODE, devices_per_node=1, device=replace(NODE.device, memory_bandwidth_bytes_per_s=1e30))
+    shares = []
+    for recompute in ("none", "selective", "full"):
+        spans = mm.simulate(TINY, one, mm.Plan(recompute=recompute), global_batch=1, parameters=Parameters()).spans
+        phase = spans["name"].astype(str).str.split().str[-1]
+        layers = spans["name"].astype(str).str.match("attention|feed-forward")
+        seconds = spans[layers].groupby(phase)["dur_ns"].sum()
+        shares.append(seconds.get("recompute", 0) / seconds["forward"])
+    flat = blocks(TINY, mm.Plan())[0][1:-1]
+    core = sum(core_flops(block) for block in flat) / sum(block.flops for block in flat)
+    assert shares == pytest.approx([0.0, core, 1.0], rel=2e-2)  # spans are rounded to ns
+
+
+def test_a_ring_hides_its_exchange_and_ulysses_does_not():
+    model = replace(mm.model("gpt2-large"), layers=2)
+    exposed = {}
+    for context in ("ring", "ulysses"):
+        plan = mm.Plan(cp=4, dp=2, context=context)
+        timeline = mm.simulate(model, NODE, plan, global_batch=2, sequence=65536)
+        spans = timeline.select(ranks=[0]).where(
+            ~timeline.select(ranks=[0]).spans["group"].astype(str).str.startswith("dp")
+        )
+        exposed[context] = mm.breakdown(spans)["exposed_comm_s"].iloc[0] / mm.breakdown(spans)["comm_s"].iloc[0]
+    assert exposed["ring"] < 0.2 and exposed["ulysses"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_hsdp_keeps_gathers_inside_the_node():
+    cluster = mm.cluster("dgx-a100", nodes=4)
+    flat, hybrid = (
+        step_s(mm.model("gpt2-large"), cluster, plan, global_batch=32) for plan in ("dp32.z3", "dp32.z3.hs8")
+    )
+    assert hybrid < flat
+
+
+def test_what_is_laid_out_is_exported_and_read_back(tmp_path):
+    plan = mm.Plan.parse("pp2.cp2.dp2.ep4.z1.v2")
+    model = replace(TINY, experts=4, active_experts=2)
+    step = mm.simulate(model, NODE, plan, global_batch=8)
+    again = mm.read_trace(mm.export_trace(step, tmp_path))
+    mine, theirs = (mm.breakdown(timeline).set_index("rank") for timeline in (step, again))
+    np.testing.assert_allclose(mine[["compute_s", "comm_s"]], theirs[["compute_s", "comm_s"]], rtol=1e-12)
+    of_groups = [timeline.spans.groupby("group", observed=True)["dur_ns"].sum().to_dict() for timeline in (step, again)]
+    assert of_groups[0] == of_groups[1]
+    assert {"cp [0, 1]", "ep [0, 1, 2, 3]", "dp [4, 5, 6, 7]", "pp [0, 4]"} <= set(of_groups[0])
+
+
+PLANS = ["dp8", "dp8.z1", "dp8.z3", "dp2.tp4", "dp2.tp2.pp2", "dp2.tp2.pp2.gpipe.full.z3", "pp2.dp4.v2", "pp4.dp2.zb",
+         "cp4.dp2", "cp2.dp4.ulysses.z2", "dp8.z3.hs4", "dp8.z3.zpp", "dp8.z1.overlap-gather",
+         "dp4.tp2.ep4.full"]  # fmt: skip
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(PLANS), st.sampled_from(["intra", "inter", "memory", "peak"]), st.floats(1.0, 8.0))
+def test_faster_parts_never_make_a_slower_step(plan, part, factor):
+    """A model large enough that its kernels, not their launches, set the pace."""
+    cluster, model = replace(NODE, devices_per_node=4, nodes=2), replace(TINY, hidden=4096, ffn=16384, sequence=4096)
+    model = replace(model, experts=4, active_experts=2) if "ep" in plan else model
+    device = cluster.device
+    if part in ("intra", "inter"):
+        link = getattr(cluster, part)
+        better = replace(cluster, **{part: Link("x", factor * link.bandwidth_bytes_per_s, link.latency_s)})
+    elif part == "memory":
+        rate = factor * device.memory_bandwidth_bytes_per_s
+        better = replace(cluster, device=replace(device, memory_bandwidth_bytes_per_s=rate))
+    else:
+        better = replace(
+            cluster, device=replace(device, peak_flops={k: factor * v for k, v in device.peak_flops.items()})
+        )
+    assert step_s(model, better, plan, global_batch=8) <= step_s(model, cluster, plan, global_batch=8)
+
+
+def test_prefetch_hides_gathers_and_recompute_costs_a_third():
+    cluster = mm.cluster("dgx-a100", nodes=4)
+    ahead, late = (mm.simulate(mm.model("gpt2-large"), cluster, mm.Plan(dp=32, zero=3, prefetch=n, micro_batch=4),
+                               global_batch=128) for n in (1, 0))  # fmt: skip
+    assert mm.breakdown(ahead)["exposed_comm_s"].iloc[0] < mm.breakdown(late)["exposed_comm_s"].iloc[0]
+    one, batch = replace(NODE, devices_per_node=1), 16
+    none, full = (
+        step_s(mm.model("gpt2-large"), one, plan, global_batch=batch, parameters=Parameters())
+        for plan in (f"mb{batch}", f"mb{batch}.full")
+    )
+    assert full / none == pytest.approx(4 / 3, rel=0.04)  # the head is not repeated
+
+
+def test_small_buckets_overlap_and_one_bucket_does_not():
+    """The two-T4 finding: with a bucket larger than half the model the first all-reduce starts too late to hide."""
+    model, cluster = mm.model("vit-huge"), mm.cluster("kaggle-2xt4")
+    shares = []
+    for bucket_bytes in (25e6, 5e8 * 2):
+        plan = mm.Plan(dp=2, zero=2, micro_batch=16, bucket_bytes=bucket_bytes)
+        timeline = mm.simulate(model, cluster, plan, global_batch=32, dtype="fp16")
+        shares.append(mm.breakdown(timeline)["overlap"].iloc[0])
+    assert shares[0] > shares[1] + 0.1
+
+
+def test_all_ranks_up_to_64_then_one_per_stage():
+    small = mm.simulate(TINY, NODE, mm.Plan(dp=2, tp=2, pp=2), global_batch=4)
+    assert small.ranks == list(range(8)) and small.meta.represents[5] == [5]
+    large = mm.simulate(TINY, mm.cluster("dgx-a100", nodes=16), mm.Plan(dp=64, pp=2), global_batch=64)
+    assert large.ranks == [0, 64] and large.meta.represents[64] == list(range(64, 128))
+    assert len(small.edges) and small.edges[["source", "target"]].to_numpy().max() < len(small)
+
+
+def test_dlrm_step_has_its_exchanges_and_hides_bottom_layers():
+    timeline = mm.simulate(mm.model("dlrm-a"), mm.cluster("zionex"), mm.Plan(dp=128, micro_batch=512),
+                           global_batch=65536, dtype="tf32")  # fmt: skip
+    spans = timeline.spans
+    assert spans["name"].astype(str).str.startswith("all_to_all").sum() == 2
+    exchange = spans[spans["name"] == "all_to_all embedding forward"].iloc[0]
+    bottom, top = (spans[spans["name"] == f"{name} forward"].iloc[0]["start_ns"] for name in ("bottom 9", "top 0"))
+    assert exchange["start_ns"] <= bottom < exchange["start_ns"] + exchange["dur_ns"] <= top
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": mm.Plan(dp=4)}, "= 4, but dgx-a100 has 8 devices"),
+        ({"plan": mm.Plan(dp=8, offload="all")}, "offload=all needs zero=3, but zero=0"),
+        ({"plan": mm.Plan(pp=2, dp=4, interleave=2, schedule="gpipe")}, "interleave=2 needs schedule='1f1b'"),
+        ({"plan": mm.Plan(pp=2, dp=4, first_layers=4)}, "do not leave 4 layers for pp x interleave = 2 x 1"),
+        ({"imbalance": 0.5, "model": replace(TINY, experts=2, active_experts=1)}, "imbalance=0.5 must be at least 1"),
+        ({"global_batch": 12}, "global_batch=12 is not a multiple of dp x micro_batch = 8 x 1"),
+        ({"model": mm.model("dlrm-a"), "plan": mm.Plan(dp=4, tp=2)}, "split by dp only"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused(change, message):
+    arguments = {"model": TINY, "cluster": NODE, "plan": mm.Plan(dp=8), "global_batch": 8} | change
+    with pytest.raises(ValueError, match=message):
+        mm.simulate(**arguments)
+
+
+@pytest.mark.parametrize("efficiency", [0, 1.5, float("nan")])
+def test_efficiencies_are_shares(efficiency):
+    with pytest.raises(ValueError, match=r"is not in .0, 1."):
+        Parameters(compute_efficiency=efficiency)
+
+
+def test_collectives_in_closed_form():
+    assert all_reduce_s(1e9, 1, 1e9) == all_gather_s(1e9, 1, 1e9) == 0
+    assert all_reduce_s(8e9, 4, 1e9, 1e-3) == pytest.approx(12 + 6e-3)
+    assert reduce_scatter_s(8e9, 4, 1e9) == all_gather_s(8e9, 4, 1e9) == pytest.approx(6)
+    assert all_to_all_s(8e9, 8, 8, 1e9, 1e9) == pytest.approx(7)
+    assert all_to_all_s(8e9, 16, 8, 1e9, 1e8) == pytest.approx(40)
+    np.testing.assert_allclose(all_reduce_s(np.array([1e9, 2e9]), np.array([2, 4]), 1e9), [1, 3])
+
+
+def test_roofline_takes_the_slower_bound():
+    device = Device("d", 1, 10.0, {"bf16": 100.0})
+    assert compute_s(200.0, 10.0, device, "bf16", Parameters()) == 2
+    assert compute_s(200.0, 100.0, device, "bf16", Parameters(memory_efficiency=0.5)) == 20

@@ -1,0 +1,268 @@
+"""The op table against torch's FLOP counter, published counts and closed forms of bytes."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support import core_flops
+
+import madmax_lib as mm
+from madmax_lib.plan_layers import chunk_layers, stage_layers
+from madmax_lib.simulator.layers.moe import load_factor
+from madmax_lib.simulator.layers.ops import backward, gemm
+from madmax_lib.simulator.layers.transformer import TransformerBlocks
+from madmax_lib.simulator.layers.workload import blocks, ops
+from madmax_lib.specs import Transformer
+
+TINY = Transformer("tiny", layers=4, hidden=64, heads=4, ffn=256, sequence=128, vocab=512)
+GATED = Transformer("gated", 3, 64, 8, 192, 64, 256, kv_heads=2, gated=True, norm="rms", positions="rope",
+                    attention_bias="none", mlp_bias=False, tied=False)  # fmt: skip
+MLA = replace(GATED, name="mla", kv_heads=8, head_dim=16, q_lora_rank=24, kv_lora_rank=32, rope_head_dim=4,
+              v_head_dim=12, experts=8, active_experts=2, shared_experts=1, expert_ffn=48,
+              dense_layers=1)  # fmt: skip
+UNFUSED = mm.Plan(attention="unfused")
+
+
+def counted_by_torch(model, samples, sequence):
+    """(forward, backward) FLOPs of the matrix products of a model on the meta device, attention as plain products."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    nn = torch.nn
+    d, heads, kv = model.head_dim, model.heads, model.kv_heads
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(model.hidden, n * d) for n in (heads, kv, kv))
+            self.out = nn.Linear(heads * d, model.hidden)
+            self.up = nn.ModuleList(nn.Linear(model.hidden, model.ffn) for _ in range(1 + model.gated))
+            self.down = nn.Linear(model.ffn, model.hidden)
+
+        def forward(self, x):
+            b, s, _ = x.shape
+            q, k, v = (m(x).view(b, s, -1, d).transpose(1, 2) for m in (self.q, self.k, self.v))
+            k, v = (t.repeat_interleave(heads // kv, dim=1) for t in (k, v))
+            values = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+            x = x + self.out(values.transpose(1, 2).reshape(b, s, heads * d))
+            inner = self.up[0](x)
+            return x + self.down(inner * self.up[1](x) if model.gated else inner.relu())
+
+    with torch.device("meta"):
+        layers = [Layer() for _ in range(model.layers)]
+        if model.image:
+            first = nn.Conv2d(3, model.hidden, model.patch, stride=model.patch)
+            token, head = nn.Parameter(torch.empty(1, 1, model.hidden)), nn.Linear(model.hidden, model.classes)
+            inputs = torch.empty(samples, 3, model.image, model.image)
+        else:
+            first, head = nn.Embedding(model.vocab, model.hidden), nn.Linear(model.hidden, model.vocab, bias=False)
+            inputs = torch.zeros(samples, sequence, dtype=torch.long)
+        with FlopCounterMode(display=False) as forward:
+            x = first(inputs)
+            if model.image:
+                x = torch.cat([token.expand(samples, -1, -1), x.flatten(2).transpose(1, 2)], dim=1)
+            for layer in layers:
+                x = layer(x)
+            loss = head(x[:, 0] if model.image else x).sum()
+        with FlopCounterMode(display=False) as back:
+            loss.backward()
+    return forward.get_total_flops(), back.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "sequence"), [("gpt2-large", 8, 1024), ("vit-huge", 16, None), ("qwen2.5-3b", 1, 2048)]
+)
+def test_flops_equal_torchs_counter(name, samples, sequence):
+    """Forward and backward, to the last FLOP, counted over two layers and over one: the rest of them are the same."""
+    whole = mm.model(name)
+    for layers in (1, 2):
+        model = replace(whole, layers=layers)
+        forward, back = counted_by_torch(model, samples, sequence)
+        assert model.forward_flops(samples, sequence) == forward
+        table = ops(model, replace(UNFUSED, micro_batch=samples), sequence)
+        by_phase = table.groupby("phase")["flops"].sum()
+        assert (by_phase["forward"], by_phase["backward"]) == (forward, back)
+    per_layer = model.forward_flops(samples, sequence) - replace(whole, layers=1).forward_flops(samples, sequence)
+    assert whole.forward_flops(samples, sequence) == forward + (whole.layers - 2) * per_layer
+
+
+MODELS = [TINY, GATED, MLA, "gpt2-large", "qwen2.5-3b", "vit-huge", "mixtral-8x7b", "deepseek-v2-lite", "dlrm-a"]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_blocks_add_up_to_the_model(model):
+    model = mm.model(model) if isinstance(model, str) else model
+    flat = [block for stage in blocks(model, UNFUSED) for block in stage]
+    assert sum(block.flops for block in flat) == pytest.approx(model.forward_flops(1), rel=1e-12)
+    assert sum(block.parameters for block in flat) == pytest.approx(model.parameters, rel=1e-12)
+
+
+@pytest.mark.parametrize("plan", ["tp2", "pp2", "dp2.cp2", "dp2.cp2.ulysses", "tp4.pp2", "dp4.ep4", "dp2.ep2.tp2.cp2"])
+def test_devices_share_the_work_of_a_model(plan):
+    """Summed over the devices of a replica; experts of a device take the tokens that come from ep devices."""
+    plan = replace(mm.Plan.parse(plan), attention="unfused")
+    model = MLA if plan.ep > 1 else TINY
+    flat = [block for stage in blocks(model, plan) for block in stage]
+    replica = plan.tp * plan.cp
+    assert sum(b.flops for b in flat) * replica == pytest.approx(model.forward_flops(1), rel=1e-12)
+
+
+@pytest.mark.parametrize("model", [GATED, MLA])
+@pytest.mark.parametrize("choices", [{}, {"cp": np.array([2, 4]), "dp": 4, "ep": np.array([4, 8])}])
+def test_arrays_of_plans_are_worked_out_at_once(model, choices):
+    if not model.experts:
+        choices = choices | {"ep": 1}
+    degrees = {"tp": np.array([2, 4]), "micro_batch": np.array([1, 3]), "pp": np.array([1, 2])} | choices
+    plan = SimpleNamespace(**{**vars(mm.Plan(tp=2)), **degrees})
+    work = TransformerBlocks(model, plan, 64, "bf16", 1.0)
+    many = [work.embedding(), *work.layers(range(model.layers)), work.head()]
+    for i in range(2):
+        one = mm.Plan(**{name: int(value[i]) if np.ndim(value) else value for name, value in degrees.items()})
+        alone = TransformerBlocks(model, one, 64, "bf16", 1.0)
+        for block, single in zip(
+            many, [alone.embedding(), *alone.layers(range(model.layers)), alone.head()], strict=True
+        ):
+            for name in ("flops", "traffic_bytes", "parameters", "ring_bytes"):
+                value = np.broadcast_to(getattr(block, name), 2)[i]
+                assert value == pytest.approx(getattr(single, name)), (block.name, name)
+
+
+def test_flash_attention_computes_the_causal_half():
+    causal, full = (sum(core_flops(b) for b in blocks(TINY, mm.Plan(attention=kind), 4096)[0])
+                    for kind in ("flash", "unfused"))  # fmt: skip
+    assert causal / full == pytest.approx(0.5, abs=0.02)  # half, and half a tile per row
+    vit = mm.model("vit-huge")
+    dense = [sum(core_flops(b) for b in blocks(vit, mm.Plan(attention=kind))[0]) for kind in ("flash", "unfused")]
+    assert dense[0] == pytest.approx(dense[1])
+
+
+def test_windowed_layers_attend_to_fewer_tokens():
+    model = replace(TINY, window=256, full_every=2)
+    core = [core_flops(block) for block in blocks(model, mm.Plan(), 8192)[0] if core_flops(block)]
+    assert core[0] == core[2] < core[1] / 10 and core[1] == core[3]
+
+
+def test_phases_of_a_step():
+    """Backward is twice the products (flash 2.5 times the core); recompute repeats a layer, or its attention."""
+    for recompute, share in (("none", 0.0), ("selective", None), ("full", 1.0)):
+        table = ops(TINY, mm.Plan(recompute=recompute, attention="unfused"))
+        flops = table.groupby("phase")["flops"].sum()
+        core = table[table["op"].isin(["scores", "values"]) & (table["phase"] == "forward")]["flops"].sum()
+        head = table[(table["op"] == "logits") & (table["phase"] == "forward")]["flops"].sum()
+        assert flops["backward"] == pytest.approx(2 * flops["forward"])
+        expected = core if share is None else share * (flops["forward"] - head)
+        assert flops.get("recompute", 0.0) == pytest.approx(expected)
+    assert set(ops(TINY, UNFUSED).query("op in ('scores', 'values')")["kind"]) == {"attention"}
+    fused = ops(TINY, mm.Plan()).query("kind == 'attention'").groupby("phase")["flops"].sum()
+    assert fused["backward"] == 2.5 * fused["forward"]
+    adam = ops(TINY, mm.Plan(dp=4, zero=1)).query("phase == 'optimizer'").iloc[0]
+    assert (adam["read_bytes"] + adam["written_bytes"]) * 4 == pytest.approx(30 * TINY.parameters)
+
+
+def test_backward_of_a_product_is_two_products():
+    op = gemm("g", 8, 4, 2, "bf16", weights=True)
+    (inputs,), (weights,) = backward(op)
+    assert (inputs.shape, weights.shape) == ((1.0, 8, 2, 4), (1.0, 2, 4, 8))
+    assert inputs.flops == weights.flops == op.flops == 2 * 8 * 4 * 2
+    assert op.read_bytes == 2 * (8 * 2 + 2 * 4) and op.written_bytes == 2 * 8 * 4
+
+
+def test_eight_bit_products_keep_attention_head_and_network_in_sixteen():
+    narrow, wide = (ops(TINY, mm.Plan(tp=2), dtype=dtype) for dtype in ("fp8", "bf16"))
+    dtypes = narrow.groupby("op")["dtype"].agg(set)
+    assert dtypes["up"] == dtypes["qkv wgrad"] == {"fp8"}
+    assert dtypes["logits"] == dtypes["flash"] == dtypes["norm"] == {"bf16"}
+    assert narrow["size_bytes"].equals(wide["size_bytes"])
+
+
+# collectives of a micro-batch
+
+
+def moved(model, plan, **options):
+    """Bytes by (phase, collective, group)."""
+    table = ops(model, mm.Plan.parse(plan), **options)
+    return table[table["kind"] == "comm"].groupby(["phase", "collective", "group"])["size_bytes"].sum().to_dict()
+
+
+def test_tensor_parallel_volume():
+    """4 all-reduces of 2 b s h per layer, 2 in recompute; embedding and head one each [arXiv 1909.08053]."""
+    each = 2 * 128 * 64
+    plain = moved(TINY, "tp2.nosp.full")
+    assert plain == {("forward", "all_reduce", "tp"): 9 * each, ("backward", "all_reduce", "tp"): 9 * each,
+                     ("recompute", "all_reduce", "tp"): 8 * each}  # fmt: skip
+    split = moved(TINY, "tp2")
+    assert split == {(phase, kind, "tp"): 9 * each for phase in ("forward", "backward")
+                     for kind in ("all_gather", "reduce_scatter")}  # fmt: skip
+    assert moved(TINY, "dp8.z3") == {}
+
+
+def test_context_parallel_volume():
+    """Ring: K and V (cp-1) times; back with their gradients. Ulysses: Q K V, then the output [arXiv 2309.14509]."""
+    tokens = 128 / 4
+    ring, ulysses = moved(TINY, "cp4"), moved(TINY, "cp4.ulysses")
+    kv = 4 * 2 * (2 * tokens * 64)
+    assert ring == {("forward", "send_recv", "cp"): 3 * kv, ("backward", "send_recv", "cp"): 7 * kv}
+    assert ulysses == {(phase, "all_to_all", "cp"): 4 * 2 * tokens * 4 * 64 for phase in ("forward", "backward")}
+
+
+def test_expert_parallel_volume():
+    """Two exchanges of k h bytes per token and mixture layer; over tp each device sends its share of the tokens."""
+    tokens, layers, k = 64, 2, 2
+    each = 2 * tokens * k * 64
+    assert moved(MLA, "dp4.ep4")["forward", "all_to_all", "ep"] == 2 * layers * each
+    both = moved(MLA, "dp4.ep4.tp2")
+    assert both["forward", "all_to_all", "ep"] == layers * each
+    assert both["forward", "all_gather", "tp"] == layers * each + 2 * tokens * 64 * (
+        1 + 3 + 1 + 2
+    )  # last: shared expert
+    busy = moved(MLA, "dp4.ep4", imbalance=1.5)["forward", "all_to_all", "ep"]
+    assert busy == 1.5 * 2 * layers * each
+    assert moved(MLA, "dp4.ep4.cap125", imbalance=1.5)["forward", "all_to_all", "ep"] == 1.25 * 2 * layers * each
+    with pytest.raises(ValueError, match=r"imbalance=0.5 must be at least 1"):
+        load_factor(mm.Plan(), 0.5)
+
+
+# stages
+
+
+def test_stages_are_even_and_the_ends_are_not_longer():
+    assert [len(layers) for layers in stage_layers(10, 4)] == [2, 3, 3, 2]
+    assert [i for layers in stage_layers(105, 35) for i in layers] == list(range(105))
+
+
+@pytest.mark.parametrize(
+    ("layers", "plan", "sizes"),
+    [
+        (70, mm.Plan(pp=12, embedding_as_layer=True, head_as_layer=True), [5, *[6] * 10, 5]),  # BLOOM-176B
+        (126, mm.Plan(pp=16, embedding_as_layer=True, head_as_layer=True), [7, *[8] * 14, 7]),  # Llama 3 405B
+        (32, mm.Plan(pp=4, embedding_as_layer=True, head_as_layer=True), [8, 9, 8, 7]),  # torchtitan
+        (61, mm.Plan(pp=16, last_layers=1), [*[4] * 15, 1]),
+        (14, mm.Plan(pp=4, first_layers=3, last_layers=3), [3, 4, 4, 3]),
+        (8, mm.Plan(pp=2, first_layers=3, last_layers=5), [3, 5]),
+    ],
+)
+def test_uneven_stages_of_megatron(layers, plan, sizes):
+    stages = chunk_layers(layers, plan)
+    assert [sum(map(len, stage)) for stage in stages] == sizes
+    assert sorted(i for stage in stages for chunk in stage for i in chunk) == list(range(layers))
+
+
+def test_chunks_take_turns():
+    stages = chunk_layers(8, mm.Plan(pp=2, interleave=2))
+    assert stages == [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]
+    uneven = chunk_layers(14, mm.Plan(pp=2, interleave=2, embedding_as_layer=True, head_as_layer=True))
+    assert [[len(chunk) for chunk in stage] for stage in uneven] == [[3, 4], [4, 3]]
+
+
+@pytest.mark.parametrize(
+    ("layers", "plan", "message"),
+    [
+        (9, mm.Plan(pp=4, first_layers=2), "pp x interleave = 4 x 1: 7 layers do not divide evenly over 3 stages"),
+        (8, mm.Plan(pp=2, first_layers=3, last_layers=4), "do not leave 8 layers for pp x interleave = 2 x 1"),
+        (4, mm.Plan(pp=4, first_layers=4), "do not leave 4 layers for pp x interleave = 4 x 1"),
+    ],
+)
+def test_layers_that_stages_cannot_share_are_refused(layers, plan, message):
+    with pytest.raises(ValueError, match=message):
+        chunk_layers(layers, plan)

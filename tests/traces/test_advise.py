@@ -1,0 +1,114 @@
+"""Each cause of lost time is found with its exact gain on a timeline that has only this cause."""
+
+from __future__ import annotations
+
+import pytest
+from support import dataset_or_skip, make_timeline
+
+import madmax_lib as mm
+from madmax_lib.accounting import breakdown
+from madmax_lib.timeline import Timeline
+from madmax_lib.traces.advise import COLUMNS, advise
+from madmax_lib.traces.comm.alignment import align
+
+NS = 1e-9
+ALL_REDUCE, KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "gemm"
+
+
+def gains(timeline: Timeline) -> dict[str, float]:
+    """{cause: ns} of the causes found."""
+    table = advise(timeline)
+    assert list(table) == COLUMNS and table["gain_s"].is_monotonic_decreasing
+    assert (table["evidence"] != "").all() and (table["remedy"] != "").all()
+    return {row.cause: round(row.gain_s / NS, 6) for row in table.itertuples()}
+
+
+def test_exposed_communication_counts_what_no_compute_hides_and_overlapping_calls_once():
+    rows = [
+        (0, 7, "compute", KERNEL, 0, 1000),
+        (0, 20, "comm", ALL_REDUCE, 600, 1000),
+        (0, 21, "comm", ALL_REDUCE, 800, 800),
+    ]
+    assert gains(make_timeline(rows)) == {"exposed communication": 600}
+
+
+def test_waiting_is_the_late_ranks_and_not_the_collectives():
+    rows = [
+        (0, 7, "compute", KERNEL, 0, 1000),
+        (0, 20, "comm", ALL_REDUCE, 1000, 900),
+        (1, 7, "compute", KERNEL, 0, 1500),
+        (1, 20, "comm", ALL_REDUCE, 1500, 400),
+    ]
+    table = advise(make_timeline(rows)).set_index("cause")
+    assert table.loc["straggler rank", "gain_s"] == pytest.approx(250 * NS)  # 500 ns of one of two ranks
+    assert table.loc["straggler rank", "where"] == "rank 1"
+    assert table.loc["exposed communication", "gain_s"] == pytest.approx(400 * NS)
+    assert "38% is waiting" in table.loc["exposed communication", "evidence"]
+
+
+def test_small_messages_gain_up_to_the_rate_of_the_best():
+    rows = [
+        (0, 20, "comm", "ncclDevKernel_Broadcast", start, dur) for start, dur in ((0, 1000), (1000, 500), (1500, 500))
+    ]
+    timeline = make_timeline(rows)
+    timeline = Timeline(timeline.spans.assign(size_bytes=[1000.0, 100.0, 100.0], group="g"), timeline.meta)
+    assert gains(timeline) == {"exposed communication": 2000, "small messages": 800}  # 500 ns each would take 100
+
+
+def launched(*kernels: tuple[int, int, int, int]) -> Timeline:
+    """Timeline of (launch start, launch duration, kernel start, kernel duration)."""
+    rows, correlation = [], []
+    for number, (call, call_dur, start, dur) in enumerate(kernels):
+        rows += [(0, -1, "cpu", "cudaLaunchKernel", call, call_dur), (0, 7, "compute", KERNEL, start, dur)]
+        correlation += [number, number]
+    timeline = make_timeline(rows)
+    return Timeline(timeline.spans.assign(correlation=correlation), timeline.meta)
+
+
+def test_a_late_host_is_told_from_slow_launches():
+    timeline = launched((0, 10, 20, 1000), (1500, 100, 1700, 1000))  # idle 1020 to 1700, 200 of it in the launch
+    assert gains(timeline) == {"host wait": 480, "launch-bound": 200}
+
+
+def test_short_gaps_between_kernels_launched_in_time():
+    assert gains(launched((0, 10, 20, 1000), (10, 10, 1030, 1000))) == {"short gaps": 10}
+
+
+def test_idle_that_is_no_matter_of_the_host():
+    timeline = launched((0, 10, 20, 1000), (10, 10, 200_000, 1000))
+    assert gains(timeline) == {"other idle": 200_000 - 1020}
+
+
+def test_copies_alone_on_the_device():
+    rows = [(0, 7, "compute", KERNEL, 0, 1000), (0, 9, "memcpy", "Memcpy HtoD (Pageable -> Device)", 900, 400)]
+    assert gains(make_timeline(rows)) == {"exposed copies": 300}
+
+
+def test_gains_are_per_step_and_mean_over_the_ranks():
+    one = [(0, 7, "compute", KERNEL, 0, 1000), (0, 9, "memcpy", "Memcpy HtoD", 1000, 400)]
+    timeline = make_timeline([*one, (1, 7, "compute", KERNEL, 0, 1400)])
+    assert gains(timeline) == {"exposed copies": 200}
+    spans = timeline.spans.assign(step=[0, 1, 1])
+    assert gains(Timeline(spans, timeline.meta)) == {"exposed copies": 100}
+
+
+def test_nothing_to_say_about_nothing_and_about_pure_compute():
+    assert gains(make_timeline([])) == {}
+    assert gains(make_timeline([(0, 7, "compute", KERNEL, 0, 1000)])) == {}
+
+
+def test_a_simulated_pipeline_has_a_bubble():
+    plan = mm.Plan(pp=4, dp=2, tp=1, micro_batch=1)
+    step = mm.simulate(mm.model("gpt2-large"), mm.cluster("dgx-a100", nodes=1), plan, global_batch=8)
+    table = advise(step).set_index("cause")
+    assert table.loc["pipeline bubble", "gain_s"] == pytest.approx(breakdown(step)["idle_s"].mean())
+    assert table.attrs["source"] == "simulated"
+
+
+def test_the_straggler_of_a_real_step_is_found():
+    timeline = mm.read_trace(dataset_or_skip("dlrm-8xv100"))
+    for measured in (timeline, align(timeline)):
+        table = advise(measured)
+        late = table[table["cause"] == "straggler rank"]
+        assert late["where"].iloc[0] == "rank 7" and late["share"].iloc[0] == pytest.approx(0.30, abs=0.02)
+        assert (table["share"] <= 1).all() and table["cause"].iloc[0] == "host wait"

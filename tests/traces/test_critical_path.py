@@ -1,0 +1,311 @@
+from random import Random
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings, strategies as st
+from matplotlib import pyplot as plt
+from support import detailed_timeline as trace, local_or_skip
+
+import madmax_lib as mm
+from madmax_lib.datasets import PROJECT
+from madmax_lib.simulator.schedule.engine import Program, run, to_timeline
+from madmax_lib.timeline import Meta, Timeline
+from madmax_lib.traces import hta
+from madmax_lib.traces.critical_path import PATH_KINDS, critical_path, faster_kinds, path_share, what_if
+from madmax_lib.traces.read.kineto import read_trace
+from madmax_lib.view.drawing import figure_data
+from madmax_lib.view.plots.path import plot_path, plot_path_share, plot_what_if
+
+INF = float("inf")
+TRACES = PROJECT / "traces"
+
+
+def parts(path) -> list:
+    """(kind, name, start, duration in ns) of a path."""
+    ns = path[["start_s", "dur_s"]].mul(1e9).round().astype(int)
+    return list(zip(path["kind"], path["name"].astype(str), ns["start_s"], ns["dur_s"], strict=True))
+
+
+def new_ns(timeline, faster) -> int:
+    return round(what_if(timeline, faster)["step_s"].iloc[0] * 1e9)
+
+
+# Launch n costs 10 ns of host time, each kernel takes 4 ns and starts 6 ns after its launch began
+LAUNCH_BOUND = [row for n in range(4) for row in [(0, -1, "cpu", "cudaLaunchKernel", 10 * n, 10, n),
+                                                  (0, 7, "compute", f"k{n}", 10 * n + 6, 4, n)]]  # fmt: skip
+
+
+def test_a_launch_bound_chain_is_the_host():
+    timeline = trace(LAUNCH_BOUND)
+    path = critical_path(timeline)
+    launches = [("host", "cudaLaunchKernel", 10 * n, 10) for n in range(3)]
+    assert parts(path) == [*launches, ("host", "cudaLaunchKernel", 30, 10)]
+    assert path.attrs["step_s"] == 40e-9
+    assert new_ns(timeline, {"host": 2}) == 15 + 6 + 4
+    assert new_ns(timeline, {"compute": 2}) == 40  # no gain: the last launch itself ends then
+    assert new_ns(timeline, {"host": INF}) == 6 + 4 * 4
+    assert new_ns(timeline, {"host": INF, "launch delay": INF}) == 4 * 4
+
+
+def test_a_launch_on_its_way_decides_even_if_the_stream_was_busy_meanwhile():
+    """Every 10 us a launch of 8 us, and kernels of 4 us: each ends while the next launch is on its way."""
+    rows = [row for n in range(5) for row in [(0, -1, "cpu", "cudaLaunchKernel", 10_000 * n, 9_000, n),
+                                              (0, 7, "compute", "k", 10_000 * n + 8_000, 4_000, n)]]  # fmt: skip
+    share = path_share(critical_path(trace(rows))).set_index("kind")["path_s"]
+    assert share.mul(1e6).round(3).to_dict() == {"host": 40, "launch delay": 8, "compute": 4}
+
+
+TWO_STREAMS = [
+    (0, -1, "cpu", "cudaLaunchKernel", 0, 2, 1),
+    (0, -1, "cpu", "cudaEventRecord", 2, 1, 2),
+    (0, -1, "cpu", "cudaStreamWaitEvent", 3, 1, 3),
+    (0, -1, "cpu", "cudaLaunchKernel", 4, 2, 4),
+    (0, -1, "cpu", "cudaDeviceSynchronize", 6, 59, 5),
+    (0, 7, "compute", "mm", 3, 37, 1),
+    (0, 20, "comm", "AllReduce", 42, 20, 4),
+    (0, 20, "idle", "Stream Wait Event", 3, 38, 3),
+]
+
+
+def test_two_streams_with_an_event():
+    timeline = trace(TWO_STREAMS, syncs=[(7, "Stream Wait Event", 7, 2)])
+    path = critical_path(timeline)
+    assert parts(path) == [
+        ("launch delay", "mm", 0, 3),
+        ("compute", "mm", 3, 37),
+        ("wait", "AllReduce", 40, 2),
+        ("comm", "AllReduce", 42, 20),
+        ("host", "cudaDeviceSynchronize", 62, 3),  # returns 3 ns after the kernel it waited for
+    ]
+    assert list(path["why"]) == ["launch", "work", "event", "work", "sync"]
+    assert new_ns(timeline, {"compute": INF}) == 4 + 3 + 20 + 3  # now its launch decides, as late as the other one
+    assert new_ns(timeline, {"AllReduce": 2}) == 65 - 10
+    share = path_share(path).set_index("kind")
+    assert share["path_s"].mul(1e9).round().to_dict() == {"host": 3, "launch delay": 3, "compute": 37, "comm": 20,
+                                                          "wait": 2}  # fmt: skip
+    assert share["busy_s"].mul(1e9).round().to_dict() == {"host": 65, "launch delay": 0, "compute": 37, "comm": 20,
+                                                          "wait": 0}  # fmt: skip
+    assert share["share"].sum() == pytest.approx(1)
+
+
+def test_a_collective_waits_for_the_slow_rank():
+    """Rank 1 computes 50 ns longer: its compute and the transfer decide, and rank 0's next kernel waits for both."""
+    rows = [(0, 7, "compute", "mm", 0, 10), (1, 7, "compute", "mm", 0, 60), (0, 7, "comm", "AllReduce", 10, 70),
+            (1, 7, "comm", "AllReduce", 60, 20), (0, 7, "compute", "next", 80, 5)]  # fmt: skip
+    timeline = trace(rows)
+    path = critical_path(timeline)
+    assert parts(path) == [("compute", "mm", 0, 60), ("comm", "AllReduce", 60, 20), ("compute", "next", 80, 5)]
+    assert list(path["rank"]) == [1, 0, 0] and list(path["why"]) == ["work", "collective", "work"]
+    assert new_ns(timeline, {"comm": 2}) == 85 - 10
+    assert new_ns(timeline, {"compute": INF}) == 20
+    slow_first = trace([(0, 7, "compute", "slow", 0, 50), *rows[1:2], (0, 7, "comm", "AllReduce", 50, 30), *rows[3:]])
+    assert new_ns(slow_first, {"mm": 6}) == 50 + 20 + 5  # now rank 0 arrives last
+
+
+def test_a_graph_launch_is_one_launch_of_many_kernels():
+    rows = [(0, -1, "cpu", "cudaGraphLaunch", 0, 9, 5), (0, 7, "compute", "first", 10, 10, 5),
+            (0, 7, "compute", "left", 21, 30, 5), (0, 7, "compute", "right", 22, 10, 5),
+            (0, 7, "compute", "last", 52, 5, 5)]  # fmt: skip
+    timeline = trace(rows)
+    assert parts(critical_path(timeline)) == [
+        ("launch delay", "first", 0, 10), ("compute", "first", 10, 10), ("wait", "left", 20, 1),
+        ("compute", "left", 21, 30), ("wait", "last", 51, 1), ("compute", "last", 52, 5),
+    ]  # fmt: skip
+    assert new_ns(timeline, {"left": INF}) == 33 + 0 + 5  # `right` goes on until 32, and a stream takes 1 ns to go on
+    assert new_ns(timeline, {"host": INF}) == 57
+
+
+def test_what_earlier_steps_left_running_counts_from_the_start_of_the_step():
+    rows = [(0, -1, "cpu", "cudaLaunchKernel", 0, 5, 1), (0, -1, "cpu", "cudaLaunchKernel", 10, 5, 2),
+            (0, 7, "compute", "old", 5, 25, 1), (0, 7, "compute", "new", 31, 9, 2)]  # fmt: skip
+    timeline = trace(rows)
+    timeline = Timeline(timeline.spans.assign(step=[0, 1, 0, 1]), timeline.meta)
+    assert parts(critical_path(timeline, 1)) == [("compute", "old", 0, 20), ("wait", "new", 20, 1),
+                                                 ("compute", "new", 21, 9)]  # fmt: skip
+    assert critical_path(timeline).attrs["step_s"] == 30e-9  # the first step
+    with pytest.raises(ValueError, match=r"step 7 is not in the timeline; it has \[0, 1\]"):
+        critical_path(timeline, 7)
+
+
+OPS = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 9), st.sets(st.integers(0, 30), max_size=3)),
+    min_size=1,
+    max_size=30,
+)
+
+
+def program(ops, faster=1) -> Program:
+    """Program of (rank, stream, duration in ns, after); `faster` divides the time of communication."""
+    made = Program()
+    for number, (rank, stream, ns, after) in enumerate(ops):
+        after = {a % number for a in after} if number else ()
+        duration_s = ns * 1024e-9 / (faster if stream == 2 else 1)
+        made.op(stream, "comm" if stream == 2 else "compute", f"op {number}", duration_s, after, rank=rank)
+    return made
+
+
+@settings(max_examples=30, deadline=None)
+@given(OPS)
+def test_on_a_simulated_timeline_it_is_the_longest_path_of_the_engine(ops):
+    timeline = to_timeline(program(ops), Meta(source="simulated"))
+    path, makespan_ns = critical_path(timeline), round(max(run(program(ops))[1]) * 1e9)
+    assert path["dur_s"].mul(1e9).round().sum() == makespan_ns == round(path.attrs["step_s"] * 1e9)
+    assert set(path["why"]) <= {"work"}  # an engine does not rest
+    starts = path["start_s"].mul(1e9).round().tolist()
+    ends = path["start_s"].add(path["dur_s"]).mul(1e9).round().tolist()
+    assert starts[1:] == ends[:-1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(OPS, st.sampled_from([1, 2, 4, INF]))
+def test_what_if_is_what_the_engine_would_say(ops, faster):
+    timeline = to_timeline(program(ops), Meta(source="simulated"))
+    again_ns = round(max(run(program(ops, faster))[1]) * 1e9)
+    assert new_ns(timeline, {"comm": faster}) == again_ns
+
+
+@pytest.mark.parametrize("plan", ["dp8.z0", "dp2.tp2.pp2.z0", "pp4.dp2.z0"])
+def test_simulated_steps(plan):
+    cluster = mm.cluster("dgx-a100", nodes=1)
+    timeline = mm.simulate(mm.model("gpt2-large"), cluster, mm.Plan.parse(plan), global_batch=16)
+    path = critical_path(timeline)
+    end_ns = int((timeline.spans["start_ns"] + timeline.spans["dur_ns"]).max())
+    assert int(path["dur_s"].mul(1e9).round().sum()) == end_ns
+    assert new_ns(timeline, {"compute": 1}) == end_ns
+    assert not set(path["kind"]) - {"compute", "comm", "host"}
+
+
+@pytest.mark.parametrize("name", ["gpt-ddp", "gpt-fsdp", "vit-ddp"])
+def test_a_measured_step_is_taken_apart_and_replayed_exactly(name):
+    timeline = read_trace(TRACES / name)
+    for step in timeline.steps:
+        path = critical_path(timeline, step)
+        step_ns = round(path.attrs["step_s"] * 1e9)
+        assert int(path["dur_s"].mul(1e9).round().sum()) == step_ns
+        table = what_if(timeline, [{"host": 1}, {"host": INF, "compute": INF, "comm": INF, "launch delay": INF}], step)
+        assert round(table["step_s"].iloc[0] * 1e9) == step_ns
+        assert 0 <= table["step_s"].iloc[1] < 0.2 * path.attrs["step_s"]
+
+
+def test_faster_kinds_and_bad_scenarios():
+    timeline = trace(TWO_STREAMS, syncs=[(7, "Stream Wait Event", 7, 2)])
+    table = faster_kinds(timeline)
+    assert set(table["faster"]) == {"host", "launch delay", "compute", "comm"} and len(table) == 8
+    assert (table["saved_s"] >= 0).all() and (table["speedup"] >= 1).all()
+    both = what_if(timeline, {"compute": 2, "comm": 4}).iloc[0]
+    assert both["faster"] == "compute + comm" and np.isnan(both["factor"])
+    with pytest.raises(ValueError, match="factor 0 of 'comm' is not a positive number"):
+        what_if(timeline, {"comm": 0})
+    with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
+        what_if(timeline, {"(": 2})
+    with pytest.raises(ValueError, match=r"'nothing' is no kind .* and in no name of the step"):
+        what_if(timeline, {"nothing": 2})
+
+
+@pytest.mark.parametrize("rows", [[], [(0, -1, "annotation", "label", 0, 5)], [(0, 7, "memory", "[memory]", 0, 0)]])
+def test_nothing_to_walk(rows):
+    timeline = trace(rows)
+    path = critical_path(timeline)
+    assert not len(path) and path.attrs["step_s"] == 0
+    assert not len(path_share(path)) and not len(faster_kinds(timeline))
+    assert what_if(timeline, {"compute": 2})["step_s"].tolist() == [0]
+
+
+CALLS = ("cudaLaunchKernel", "cudaDeviceSynchronize", "cudaStreamWaitEvent", "cudaEventRecord", "cudaMemcpyAsync",
+         "c10d::allreduce_", "aten::mm")  # fmt: skip
+
+
+def any_row(random, reach_ns) -> tuple:
+    rank, start_ns, dur_ns = random.randint(0, 1), random.randint(0, reach_ns), random.randint(0, reach_ns // 2)
+    stream, kind, name = random.choice(
+        [
+            (-random.randint(1, 2), "cpu", random.choice(CALLS)),
+            (-random.randint(1, 2), "annotation", "label"),
+            (-random.randint(1, 3), random.choice(["comm", "compute"]), "gloo:all_reduce"),
+            (random.randint(0, 2), "idle", "Stream Wait Event"),
+            (random.randint(0, 2), random.choice(["compute", "comm", "memcpy", "memory"]), random.choice("ab")),
+        ]
+    )
+    return rank, stream, kind, name, start_ns, dur_ns, random.randint(-1, 6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_a_trace_says_the_parts_sum_to_the_step(seed):
+    random = Random(seed)
+    rows = [any_row(random, random.choice([5, 100, 200_000])) for _ in range(40)]
+    syncs = [(row, random.choice(["Stream Wait Event", "Event Sync", "Stream Sync"]), random.randint(-1, 2),
+              random.randint(-1, 6)) for row, values in enumerate(rows) if values[2] == "idle"]  # fmt: skip
+    operators = [(row, "", "", "", random.randint(-1, 2), random.randint(-1, 1))
+                 for row, values in enumerate(rows) if values[2] == "cpu"]  # fmt: skip
+    timeline = trace(rows, syncs=syncs, operators=operators)
+    timeline = Timeline(timeline.spans.assign(step=[random.randint(-1, 1) for _ in rows]), timeline.meta,
+                        details=timeline.details)  # fmt: skip
+    for step in timeline.steps:
+        path = critical_path(timeline, step)
+        starts, ends = path["start_s"].mul(1e9).round(), path["start_s"].add(path["dur_s"]).mul(1e9).round()
+        assert starts.tolist() == [0, *ends[:-1]][: len(path)]
+        now, none = what_if(timeline, [{"host": 1}, dict.fromkeys(PATH_KINDS, INF)], step)["step_s"]
+        step_ns = round(path.attrs["step_s"] * 1e9)
+        assert step_ns == round(now * 1e9) == round(ends.max() if len(path) else 0) and none <= now
+
+
+def test_pictures_say_what_decides():
+    timeline = trace(TWO_STREAMS, syncs=[(7, "Stream Wait Event", 7, 2)])
+    path = critical_path(timeline)
+    ax = plot_path(path, timeline)
+    assert ax.get_title() == "What decides 65 ns: 57% compute, 31% communication, 5% host"
+    data = figure_data(ax)
+    assert data.loc[data["part"] == "path", "dur_s"].sum() == pytest.approx(65e-9)
+    assert set(data["part"]) == {"path", "beside"}
+    assert plot_path_share(path_share(path)).get_title() == "Compute decides 57% of the step"
+    assert plot_what_if(faster_kinds(timeline)).get_title() == "Most to gain: compute, up to 54%"
+    nothing = trace([])
+    plot_path_share(path_share(critical_path(nothing)))
+    plot_what_if(faster_kinds(nothing))
+    with pytest.raises(ValueError, match="the path is empty"):
+        plot_path(critical_path(nothing), nothing)
+    plt.close("all")
+
+
+HTA_BLOCKING = ("cudaDeviceSynchronize", "cudaEventQuery")  # HTA gives them no time on the path
+
+
+def test_equals_hta_where_hta_counts_everything():
+    """Differences: HTA gives no time to what lies between top-level operators, nor to calls that may block."""
+    file = local_or_skip("traces/hta-samples/cuda_event_sync_multi_stream.json.gz")
+    theirs = hta_path(file, "", 0)
+    path = critical_path(read_trace(file))
+    ns = path["dur_s"].mul(1e6).round()
+    between = (path["kind"] == "host") & ((path["why"] == "order") | path["name"].isin(HTA_BLOCKING))
+    ours = ns[~between].groupby(path["kind"]).sum()
+    assert ours.sum() == theirs.sum() == 1178
+    # the last kernel starts 15 us after its launch, which began in the microsecond in which a memset before it ended:
+    # to HTA 14 us of the memset's launch, 1 us of memset and 15 us between kernels, to us 15 us of host and of launch
+    assert ours["compute"] == theirs["gpu_compute_bound"] - 1 == 123
+    assert ours["host"] == theirs["cpu_bound"] + 15 == 1040
+    assert ours["launch delay"] == theirs["gpu_kernel_kernel_overhead"] == 15
+
+
+def test_hta_rounds_away_a_microsecond_of_every_kernel():
+    file = local_or_skip("traces/hta-samples/rank-0.Apr_03_18_51_38.1102.pt.trace.json.gz")
+    theirs = hta_path(file, "ProfilerStep", 0)
+    path = critical_path(read_trace(file), 101)
+    ours = path.groupby("kind")["dur_s"].sum().mul(1e6)
+    kernels = path["kind"].isin(["compute", "memcpy"]).sum()
+    assert ours["launch delay"] == pytest.approx(theirs["gpu_kernel_launch_overhead"], abs=1)
+    gpu = ours["compute"] + ours["memcpy"]
+    assert gpu + ours["wait"] == pytest.approx(
+        theirs["gpu_compute_bound"] + theirs["gpu_kernel_kernel_overhead"], abs=2
+    )
+    assert 0.5 * kernels < gpu - theirs["gpu_compute_bound"] < kernels
+
+
+def hta_path(file, annotation, instance) -> pd.Series:
+    """HTA's path in microseconds by what bounds it."""
+    analysis = hta.analysis(file)
+    with hta._quiet():
+        found, _ = analysis.critical_path_analysis(
+            rank=analysis.t.get_ranks()[0], annotation=annotation, instance_id=instance
+        )
+        return found.get_critical_path_breakdown().groupby("bound_by")["duration"].sum()

@@ -1,0 +1,230 @@
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+import pytest
+from support import detailed_timeline as trace
+
+from madmax_lib.timeline import Meta, Timeline
+from madmax_lib.traces.waits.dependencies import graph
+
+
+def edges(timeline, *why) -> set:
+    """Rows of the spans at both ends of each edge between two of them, and why; all edges, or those of some reasons."""
+    found = graph(timeline)
+    row = np.repeat(found.pieces["row"].to_numpy(dtype=np.int64), 2)
+    last = np.arange(len(found.time_ns))  # where ranks meet: the event that arrived last
+    arrives = found.binding & (found.target >= len(row))
+    last[found.target[arrives]] = found.source[arrives]
+    between = [(row[last[s]], row[t], w) for s, t, w in zip(found.source, found.target, found.why, strict=True)
+               if t < len(row)]  # fmt: skip
+    return {(source, target, w) for source, target, w in between if source != target and (not why or w in why)}
+
+
+def pieces(rows) -> list:
+    table = graph(trace(rows)).pieces
+    return list(table[["name", "start_ns", "end_ns"]].itertuples(index=False, name=None))
+
+
+def test_launches_kernels_and_orders():
+    rows = [
+        (0, -1, "cpu", "cudaLaunchKernel", 0, 5, 1),
+        (0, -1, "cpu", "cudaLaunchKernel", 5, 5, 2),
+        (0, 7, "compute", "a", 3, 6, 1),
+        (0, 7, "compute", "b", 12, 8, 2),
+    ]
+    assert edges(trace(rows)) == {(0, 1, "order"), (0, 2, "launch"), (1, 3, "launch"), (2, 3, "stream")}
+
+
+def test_a_thread_is_cut_where_its_innermost_span_changes():
+    rows = [(0, -1, "cpu", "op", 0, 100), (0, -1, "cpu", "call", 20, 10), (0, -1, "cpu", "empty", 50, 0),
+            (0, -1, "cpu", "next", 100, 5)]  # fmt: skip
+    cut = [("op", 0, 20), ("call", 20, 30), ("op", 30, 50), ("empty", 50, 50), ("op", 50, 100), ("next", 100, 105)]
+    assert pieces(rows) == cut
+
+
+@pytest.mark.parametrize(
+    ("rows", "cut"),
+    [
+        # three levels that start and end together: the innermost has the time
+        ([("a", 0, 10), ("b", 0, 10), ("c", 0, 10)], [("a", 0, 0), ("b", 0, 0), ("c", 0, 10)]),
+        ([("a", 0, 10), ("b", 2, 4), ("c", 3, 1)], [("a", 0, 2), ("b", 2, 3), ("c", 3, 4), ("b", 4, 6), ("a", 6, 10)]),
+        ([("a", 0, 4), ("b", 4, 4), ("c", 9, 1)], [("a", 0, 4), ("b", 4, 8), ("c", 9, 10)]),
+        # a child that outlives its parent: what no span covers alone is left out, nothing is counted twice
+        ([("a", 0, 10), ("b", 5, 10)], [("a", 0, 5), ("b", 5, 10)]),
+        ([("a", 0, 10), ("b", 5, 195), ("c", 100, 10)], [("a", 0, 5), ("b", 5, 10), ("c", 100, 110)]),
+        ([("a", 3, 0), ("b", 3, 0), ("c", 3, 2)], [("c", 3, 3), ("a", 3, 3), ("c", 3, 3), ("b", 3, 3), ("c", 3, 5)]),
+    ],
+)
+def test_pieces_cover_a_thread_once(rows, cut):
+    found = pieces([(0, -1, "cpu", *row) for row in rows])
+    assert [p for p in found if p[1] < p[2]] == [p for p in cut if p[1] < p[2]]
+    assert {name for name, *_ in found} == {name for name, *_ in rows}
+    assert all(a[2] <= b[1] for a, b in pairwise(found))
+
+
+def test_annotations_fill_what_is_between_operators():
+    rows = [
+        (0, -1, "annotation", "ProfilerStep#1", 0, 90),
+        (0, -1, "cpu", "op", 10, 10),
+        (0, 7, "compute", "k", 30, 10),
+    ]
+    assert pieces(rows) == [("ProfilerStep#1", 0, 10), ("op", 10, 20), ("ProfilerStep#1", 20, 40), ("k", 30, 40)]
+    assert pieces([(0, -1, "annotation", "label", 0, 90)]) == []
+
+
+def test_threads_that_only_wait_are_left_out():
+    rows = [(0, -1, "cpu", "cudaLaunchKernel", 0, 5, 1), (0, -2, "cpu", "threading.py: wait", 0, 900)]
+    assert pieces(rows) == [("cudaLaunchKernel", 0, 5)]
+
+
+SYNCED = [
+    (0, -1, "cpu", "cudaLaunchKernel", 0, 2, 1),  # 0
+    (0, -1, "cpu", "cudaEventRecord", 3, 1, 2),
+    (0, -1, "cpu", "cudaLaunchKernel", 5, 2, 3),
+    (0, -1, "cpu", "cudaStreamWaitEvent", 8, 1, 4),  # 3
+    (0, -1, "cpu", "cudaLaunchKernel", 10, 2, 5),
+    (0, -1, "cpu", "cudaStreamSynchronize", 13, 100, 6),  # 5
+    (0, 7, "compute", "before the event", 2, 30, 1),  # 6
+    (0, 7, "compute", "after the event", 32, 90, 3),
+    (0, 20, "comm", "waits", 33, 60, 5),  # 8
+    (0, 20, "idle", "Stream Wait Event", 9, 20, 4),
+    (0, 20, "idle", "Stream Sync", 20, 75, 6),  # 10
+]
+SYNC_ROWS = [(9, "Stream Wait Event", 7, 2), (10, "Stream Sync", -1, -1)]
+
+
+def test_sync_rows_tell_which_stream_waits_for_what():
+    found = edges(trace(SYNCED, syncs=SYNC_ROWS), "event", "sync")
+    assert found == {(6, 8, "event"), (8, 5, "sync")}
+    third = (0, 24, "compute", "on a third stream", 4, 100, -1)  # ends later, but nobody waits for that stream
+    assert edges(trace([*SYNCED, third], syncs=SYNC_ROWS), "event", "sync") == found
+
+
+def test_without_sync_rows_calls_tell_it():
+    """The stream that a call is about is unknown: the last launched on any, unless the times contradict."""
+    found = edges(trace(SYNCED[:9]), "event", "sync")
+    assert found == {(8, 5, "sync")}  # `after the event` was launched by then, but 8 did not wait for it
+    late = [(0, 20, "comm", "waits", 123, 60, 5) if row[3] == "waits" else row for row in SYNCED[:9]]
+    assert edges(trace(late), "event", "sync") == {(7, 8, "event")}
+
+
+def test_copies_that_block_and_copies_that_do_not():
+    rows = [(0, -1, "cpu", "cudaMemcpyAsync", 0, 50, 1), (0, -1, "cpu", "cudaMemcpyAsync", 50, 5, 2),
+            (0, 7, "memcpy", "Memcpy DtoH", 10, 30, 1), (0, 7, "memcpy", "Memcpy HtoD", 53, 30, 2)]  # fmt: skip
+    assert edges(trace(rows), "sync") == {(2, 0, "sync")}
+
+
+def test_a_graph_launch_starts_many_kernels_and_branches_run_side_by_side():
+    rows = [
+        (0, -1, "cpu", "cudaGraphLaunch", 0, 9, 5),
+        (0, 7, "compute", "first", 10, 10, 5),
+        (0, 7, "compute", "left", 21, 30, 5),
+        (0, 7, "compute", "right", 22, 10, 5),
+        (0, 7, "compute", "last", 52, 5, 5),
+    ]
+    assert edges(trace(rows), "launch") == {(0, row, "launch") for row in (1, 2, 3, 4)}
+    assert edges(trace(rows), "stream") == {(1, 2, "stream"), (1, 3, "stream"), (2, 4, "stream"), (3, 4, "stream")}
+
+
+def test_amd_stream_0():
+    rows = [(0, -1, "cpu", "hipLaunchKernel", 0, 5, 1), (0, 0, "compute", "a", 3, 6, 1),
+            (0, -1, "cpu", "hipDeviceSynchronize", 6, 9, 2)]  # fmt: skip
+    assert edges(trace(rows)) == {(0, 1, "launch"), (0, 2, "order"), (1, 2, "sync")}
+
+
+def test_a_late_kernel_that_starts_right_after_one_of_another_stream_waited_for_it():
+    def rows(start_ns):
+        return [(0, -1, "cpu", "cudaLaunchKernel", 0, 5, 1), (0, -1, "cpu", "cudaLaunchKernel", 5, 5, 2),
+                (0, 7, "compute", "a", 8, 99_992, 1), (0, 20, "comm", "b", start_ns, 10, 2)]  # fmt: skip
+
+    assert edges(trace(rows(103_000)), "event") == {(2, 3, "event")}
+    assert edges(trace(rows(160_000)), "event") == set()
+
+
+def test_collectives_wait_for_the_last_rank():
+    rows = [(rank, 20, "comm", "AllReduce", start, 100 - start) for rank, start in enumerate((10, 60, 30))]
+    assert edges(trace(rows), "collective") == {(1, 0, "collective"), (1, 2, "collective")}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 20, "comm", "AllReduce", 0, 10), (1, 20, "comm", "AllReduce", 20, 10)],  # never at the same time
+        [(0, 20, "comm", "AllReduce", 0, 10), (1, 20, "comm", "AllReduce", 5, 5), (1, 20, "comm", "AllReduce", 10, 9)],
+        [(0, 20, "comm", "AllReduce", 0, 10), (0, 20, "comm", "AllReduce", 10, 10)],
+        [(0, 20, "comm", "SendRecv", 0, 10), (1, 20, "comm", "SendRecv", 20, 10), (2, 20, "comm", "SendRecv", 25, 9)],
+    ],
+)
+def test_what_does_not_match_is_no_collective(rows):
+    assert edges(trace(rows), "collective") == set()
+
+
+def test_backward_is_handed_over_and_back():
+    """Thread 1 goes forward, rests, and steps; thread 2 goes backward while it rests; labels are a rest too."""
+    rows = [
+        (0, -1, "cpu", "aten::mm", 0, 10, 1),
+        (0, -2, "cpu", "MmBackward0", 20, 10, 2),
+        (0, -2, "cpu", "AddBackward0", 30, 10, 3),
+        (0, -1, "cpu", "step", 50, 10, 4),
+    ]
+    operators = [(0, "", "", "", 5, 0), (1, "", "", "", 5, 1), (2, "", "", "", 4, 1)]
+    assert edges(trace(rows, operators=operators), "backward") == {(0, 1, "backward"), (2, 3, "backward")}
+    labelled = [*rows, (0, -1, "annotation", "ProfilerStep#1", 0, 70)]
+    found = edges(trace(labelled, operators=operators), "backward")
+    assert found == {(4, 1, "backward"), (2, 4, "backward")}
+    assert edges(trace(rows, operators=operators[:1]), "backward") == set()
+
+
+def test_gloo_transfers_start_with_their_operator_and_end_a_rest():
+    rows = [
+        (0, -1, "cpu", "c10d::allreduce_", 0, 10),
+        (0, -1, "compute", "aten::mm", 20, 30),
+        (0, -1, "compute", "aten::add_", 80, 10),
+        (0, -2, "comm", "gloo:all_reduce", 5, 70),
+    ]
+    assert edges(trace(rows), "launch", "sync") == {(0, 3, "launch"), (3, 2, "sync")}
+    hidden = [*rows[:3], (0, -2, "comm", "gloo:all_reduce", 5, 30)]  # ends under mm: nobody waits for it there
+    assert edges(trace(hidden), "launch", "sync") == {(0, 3, "launch")}
+
+
+def test_a_transfer_more_or_less_belongs_to_the_operator_before_it():
+    rows = [(0, -1, "cpu", "c10d::allreduce_", 0, 5), (0, -1, "cpu", "c10d::allreduce_", 10, 5),
+            (0, -2, "comm", "gloo:all_reduce", 12, 30), (0, -1, "compute", "aten::mm", 20, 5)]  # fmt: skip
+    assert edges(trace(rows), "launch") == {(1, 2, "launch")}
+
+
+def test_what_the_times_contradict_is_left_out():
+    rows = [(0, -1, "cpu", "cudaLaunchKernel", 50, 5, 1), (0, 7, "compute", "a", 3, 6, 1)]
+    assert edges(trace(rows)) == set()
+
+
+def test_no_circle_at_one_instant():
+    """Everything at once, in microseconds: a launch, its kernel and the wait for it, two times."""
+    rows = [(0, -1, "cpu", "cudaLaunchKernel", 5, 0, 1), (0, 7, "compute", "a", 5, 0, 1),
+            (0, -1, "cpu", "cudaDeviceSynchronize", 5, 0, 2), (0, -1, "cpu", "cudaLaunchKernel", 5, 0, 3),
+            (0, 7, "compute", "b", 5, 0, 3)]  # fmt: skip
+    found = graph(trace(rows))
+    seen = set()
+    for source, target in zip(found.source.tolist(), found.target.tolist(), strict=True):
+        assert target not in seen, "an edge out of an event comes before one into it"
+        seen.add(source)
+
+
+def test_a_simulated_timeline_has_its_own():
+    rows = [(0, 0, "compute", "a", 0, 5), (0, 0, "compute", "b", 5, 5)]
+    timeline = trace(rows)
+    given = pd.DataFrame({"source": [0], "target": [1], "why": ["data"]})
+    timeline = Timeline(timeline.spans, Meta(source="simulated"), given)
+    assert edges(timeline) == {(0, 1, "data"), (0, 1, "stream")}
+
+
+def test_empty():
+    found = graph(trace([]))
+    assert not len(found.pieces) and not len(found.time_ns) and not len(found.why)
+
+
+def test_many_launches_of_one_damaged_id_do_not_multiply():
+    rows = [(0, -1, "cpu", "cudaLaunchKernel", i, 1, 1) for i in range(300)]
+    rows += [(0, 7, "compute", "a", 400 + i, 1, 1) for i in range(300)]
+    assert len(edges(trace(rows), "launch")) == 300

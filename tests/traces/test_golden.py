@@ -1,0 +1,37 @@
+"""Reference numbers of real traces: HTA 0.5.0's own, and decimal-exact ones of an independent implementation."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from madmax_lib.accounting import breakdown
+from madmax_lib.datasets import local_data
+from madmax_lib.traces.read.kineto import read_trace
+
+try:
+    FOLDER, WHY = local_data("traces/golden.csv").parent, ""
+except FileNotFoundError as reason:
+    FOLDER, WHY = None, str(reason)
+ROWS = list(csv.DictReader((FOLDER / "golden.csv").read_text().splitlines())) if FOLDER else []
+ABSENT = pytest.param(None, marks=pytest.mark.skip(reason=WHY))
+COLUMNS = {"total_s": "kernel_time_us", "compute_s": "compute_time_us", "non_compute_s": "non_compute_time_us",
+           "idle_s": "idle_time_us"}  # fmt: skip
+HTA_PRINTS = {("tracelens-samples/resnet_act_checkpoint.json.gz", "hta"): 22.45}  # where golden.csv differs from HTA
+
+
+@pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo:madmax_lib.traces.read.events.TraceWarning")
+@pytest.mark.parametrize("row", ROWS or [ABSENT], ids=lambda row: row and f"{row['file'][:-8]}-{row['mode']}")
+def test_breakdown_of_real_traces(row):
+    timeline = read_trace(FOLDER / row["file"], hta_compatible=row["mode"] == "hta")
+    ours = breakdown(timeline).iloc[0]
+    if row["rank"]:
+        assert timeline.ranks == [int(row["rank"])]
+    if row["world_size"]:
+        assert timeline.meta.world_size == int(row["world_size"])
+    assert {c: ours[c] * 1e6 for c in COLUMNS} == pytest.approx({c: float(row[g]) for c, g in COLUMNS.items()}, abs=1.0)
+    if printed := HTA_PRINTS.get((row["file"], row["mode"])):
+        assert round(ours["overlap"] * 100, 2) == printed
+    else:
+        assert ours["overlap"] * 100 == pytest.approx(float(row["comm_comp_overlap_pct"]), abs=0.01, nan_ok=True)

@@ -1,0 +1,447 @@
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import pytest
+from support import local_or_skip, make_timeline
+
+from madmax_lib import catalog
+from madmax_lib.side_tables import Details, conform
+from madmax_lib.timeline import BUSY_KINDS, Meta, Timeline, concat
+from madmax_lib.traces import hta
+from madmax_lib.traces.operators import ops, roofline
+from madmax_lib.traces.read.kineto import read_trace
+from madmax_lib.view.drawing import figure_data
+from madmax_lib.view.plots import operators as op_plots
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo"),
+    pytest.mark.filterwarnings("ignore:Downcasting behavior in `replace`:FutureWarning"),  # in HTA
+]
+MM = ("[[4,8],[8,2]]", '["float","float"]', "")
+FUNCTIONS = (ops.operators, ops.modules, roofline.roofline, roofline.mfu, ops.kernels, ops.kernel_types)
+
+
+def traced(rows, operators=(), **meta):
+    """Timeline of (rank, stream, kind, name, start_ns, dur_ns, correlation) rows.
+
+    operators: {row: (shapes, types, inputs[, sequence, forward_thread])}; rows that are listed alone have no shapes.
+    """
+    spans = pd.DataFrame(rows, columns=["rank", "stream", "kind", "name", "start_ns", "dur_ns", "correlation"])
+    spans = spans.assign(step=0, op=-1, group=None, size_bytes=float("nan"))
+    known = dict(operators) if isinstance(operators, dict) else dict.fromkeys(operators, ("", "", ""))
+    columns = [(*values, -1, -1)[: 5 if len(values) == 3 else len(values)] for values in known.values()]
+    table = {name: [values[i] for values in columns]
+             for i, name in enumerate(("shapes", "types", "inputs", "sequence", "forward_thread"))}  # fmt: skip
+    table = conform("operators", {"row": list(known), **table})
+    return Timeline(spans, Meta(**meta), details=Details(partial(dict, {"operators": table})))
+
+
+def by_name(table, column, name="name"):
+    """{name: value}, times in ns."""
+    scale = 1e9 if column.endswith("_s") and "per" not in column else 1
+    return {key: round(float(value) * scale, 6) for key, value in zip(table[name], table[column], strict=True)}
+
+
+NESTED = [
+    (0, -1, "cpu", "outer", 0, 100, -1),
+    (0, -1, "cpu", "inner", 10, 40, -1),
+    (0, -1, "cpu", "cudaLaunchKernel", 20, 5, 1),
+    (0, -1, "cpu", "cudaLaunchKernel", 60, 5, 2),
+    (0, -1, "cpu", "cudaLaunchKernel", 100, 5, 3),
+    (0, 7, "compute", "a", 200, 30, 1),
+    (0, 7, "memcpy", "b", 230, 7, 2),
+    (0, 7, "compute", "c", 240, 5, 3),
+    (0, 7, "comm", "d", 250, 4, 9),
+]
+
+
+def test_a_kernel_belongs_to_the_innermost_operator_around_its_launch():
+    table = ops.operators(traced(NESTED, [0, 1]))
+    assert by_name(table, "self_device_s") == {"inner": 30, ops.OUTSIDE: 9, "outer": 7}
+    assert by_name(table, "device_s") == {"inner": 30, ops.OUTSIDE: 9, "outer": 37}
+    assert by_name(table, "host_s") == {"inner": 40, ops.OUTSIDE: 0, "outer": 100}
+    assert by_name(table, "self_host_s") == {"inner": 40, ops.OUTSIDE: 0, "outer": 60}
+    assert by_name(table, "kernels") == {"inner": 1, ops.OUTSIDE: 2, "outer": 2}
+    assert table["share"].sum() == pytest.approx(1) and table["share"][0] == pytest.approx(30 / 46)
+    assert table["flops"].isna().all() and table.attrs["source"] == "measured"
+
+
+def test_ranks_and_threads_do_not_mix():
+    """The same times and correlations on another rank, where one launch is on another thread than the operators."""
+    other = [(1, *row[1:]) for row in NESTED]
+    other[2] = (1, -2, *other[2][2:])
+    timeline = concat([traced(NESTED, [0, 1]), traced(other, [0, 1])])
+    tables = dict(iter(ops.operators(timeline).groupby("rank")))
+    assert by_name(tables[0], "self_device_s") == {"inner": 30, ops.OUTSIDE: 9, "outer": 7}
+    assert by_name(tables[1], "self_device_s") == {ops.OUTSIDE: 39, "outer": 7, "inner": 0}
+
+
+def test_a_graph_launch_starts_many_kernels():
+    rows = [(0, -1, "cpu", "replay", 0, 10, -1), (0, -1, "cpu", "cudaGraphLaunch", 2, 3, 5)]
+    rows += [(0, 7, "compute", f"k{i}", 20 + 10 * i, 4, 5) for i in range(3)]
+    table = ops.operators(traced(rows, [0]))
+    assert by_name(table, "device_s") == {"replay": 12} and by_name(table, "kernels") == {"replay": 3}
+
+
+def test_an_operator_inside_of_its_own_name_counts_its_time_once():
+    rows = [(0, -1, "cpu", "aten::norm", 0, 100, -1), (0, -1, "cpu", "aten::norm", 10, 50, -1),
+            (0, -1, "cpu", "launch", 20, 5, 1), (0, -1, "cpu", "aten::norm", 100, 10, -1),
+            (0, 7, "compute", "k", 30, 8, 1)]  # fmt: skip
+    table = ops.operators(traced(rows, [0, 1, 3]))
+    assert table["count"].tolist() == [3]
+    assert by_name(table, "host_s") == {"aten::norm": 110} and by_name(table, "device_s") == {"aten::norm": 8}
+    assert by_name(table, "self_host_s") == {"aten::norm": 110}
+
+
+def test_flops_count_at_the_innermost_and_bytes_not_inside_of_them():
+    """linear and addmm tell the same product; copy_ inside of addmm is part of it, relu_ passes all to clamp_min_."""
+    linear = ("[[4,8],[2,8]]", '["float","float"]', "")
+    addmm = ("[[2],[4,8],[8,2]]", '["float","float","float"]', "")
+    eight = ("[[8],[8]]", '["float","float"]', "")
+    rows = [(0, -1, "cpu", "aten::linear", 0, 50, -1), (0, -1, "cpu", "aten::addmm", 10, 30, -1),
+            (0, -1, "cpu", "aten::copy_", 11, 5, -1), (0, -1, "cpu", "launch", 20, 5, 1),
+            (0, -1, "cpu", "aten::relu_", 60, 10, -1), (0, -1, "cpu", "aten::clamp_min_", 61, 5, -1),
+            (0, -1, "cpu", "aten::mul", 80, 10, -1), (0, -1, "cpu", "aten::copy_", 81, 5, -1),
+            (0, 7, "compute", "gemm", 70, 16, 1)]  # fmt: skip
+    shapes = {0: linear, 1: addmm, 2: eight, 4: ("[[8]]", '["float"]', ""), 5: ("[[8]]", '["float"]', ""),
+              6: eight, 7: ("[[],[]]", '["float","double"]', "")}  # fmt: skip
+    table = ops.operators(traced(rows, shapes)).set_index("name")
+    assert table["flops"].dropna().to_dict() == {"aten::addmm": 128}
+    moved = {"aten::addmm": 4 * (2 + 32 + 16 + 8), "aten::clamp_min_": 64, "aten::mul": 96, "aten::copy_": 12}
+    assert table["moved_bytes"].dropna().to_dict() == moved
+    assert table["flops_per_s"]["aten::addmm"] == pytest.approx(128 / 16e-9)
+    assert table["bytes_per_s"]["aten::addmm"] == pytest.approx(232 / 16e-9)
+    assert table["flops_per_byte"]["aten::addmm"] == pytest.approx(128 / 232)
+
+
+def test_rates_are_of_the_calls_that_count():
+    rows = [(0, -1, "cpu", "aten::mm", 0, 10, -1), (0, -1, "cpu", "l", 1, 2, 1), (0, -1, "cpu", "aten::mm", 10, 10, -1),
+            (0, -1, "cpu", "l", 11, 2, 2), (0, 7, "compute", "a", 30, 4, 1),
+            (0, 7, "compute", "a", 40, 60, 2)]  # fmt: skip
+    table = ops.operators(traced(rows, {0: MM, 2: ("", "", "")}))
+    assert table["flops_per_s"].tolist() == [pytest.approx(128 / 4e-9)] and by_name(table, "device_s")["aten::mm"] == 64
+    shaped = ops.operators(traced(rows, {0: MM, 2: ("", "", "")}), by_shape=True)
+    assert shaped[["shapes", "dtype", "count"]].to_numpy().tolist() == [["", "", 1], [MM[0], "fp32", 1]]
+
+
+def test_kernels_tell_that_fp32_was_rounded_to_tf32():
+    rows, names = [], ("sm80_xmma_gemm_f32f32_tf32f32_f32_nn", "ampere_sgemm_128x64_nn", "a_tf32_kernel_on_halves")
+    for i, name in enumerate(names):
+        rows += [(0, -1, "cpu", "aten::mm", 10 * i, 10, -1), (0, -1, "cpu", "l", 10 * i + 1, 2, i)]
+        rows += [(0, 7, "compute", name, 100 * i + 50, 4 + i, i)]
+    table = ops.operators(
+        traced(rows, {0: MM, 3: MM, 6: (MM[0], MM[1].replace("float", "c10::Half"), "")}), by_shape=True
+    )
+    assert by_name(table, "device_s", "dtype") == {"tf32": 4, "fp32": 5, "fp16": 6}
+
+
+def test_by_shape_an_operator_may_be_inside_of_its_own_name():
+    """MTIA: aten::mm calls aten::mm with the output as a third input; both rows have the time, one has the FLOPs."""
+    rows = [(0, -1, "cpu", "aten::mm", 0, 20, -1), (0, -1, "cpu", "aten::mm", 1, 9, -1), (0, -1, "cpu", "l", 2, 3, 1),
+            (0, 7, "compute", "fc", 50, 8, 1)]  # fmt: skip
+    inner = ("[[4,8],[8,2],[4,2]]", '["float","float","float"]', "")
+    table = ops.operators(traced(rows, {0: MM, 1: inner}), by_shape=True)
+    assert by_name(table, "device_s", "shapes") == {inner[0]: 8, MM[0]: 8}
+    assert table["flops"].fillna(0).tolist() == [128, 0] and table["moved_bytes"].fillna(0).tolist() == [224, 0]
+
+
+def test_without_a_device_the_time_is_the_hosts():
+    rows = [(0, -1, "compute", "aten::linear", 0, 50, -1), (0, -1, "cpu", "aten::mm", 10, 32, -1),
+            (0, -2, "comm", "gloo:all_reduce", 0, 99, -1)]  # fmt: skip
+    table = ops.operators(traced(rows, {0: ("", "", ""), 1: MM, 2: ("[[8]]", '["float"]', "")}))
+    assert by_name(table, "self_device_s") == {"aten::mm": 32, "aten::linear": 18}
+    assert by_name(table, "device_s") == {"aten::mm": 32, "aten::linear": 50}
+    assert table["flops_per_s"].max() == pytest.approx(128 / 32e-9) and not table["kernels"].any()
+
+
+def test_a_simulation_shows_its_own_operators():
+    rows = [(0, 0, "compute", "mlp", 0, 5), (0, 0, "compute", "mlp", 5, 6), (0, 2, "comm", "all_reduce", 5, 4)]
+    table = ops.operators(make_timeline(rows, source="simulated", device="a100-80"))
+    assert by_name(table, "device_s") == {"mlp": 11, "all_reduce": 4} and table["count"].tolist() == [2, 1]
+    assert table.attrs["source"] == "simulated"
+    found = roofline.mfu(make_timeline(rows, source="simulated", device="a100-80"), flops_per_step=11e-9 * 312e12 / 2)
+    assert found[["rank", "step"]].to_numpy().tolist() == [[0, 0]] and found["mfu"].tolist() == [pytest.approx(0.5)]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("rows", [[], NESTED, [NESTED[0]], NESTED[5:]])
+def test_missing_data_gives_no_rows_or_nan(function, rows):
+    """Nothing at all, no operator table, no device, no host."""
+    table = function(traced(rows))
+    assert set(table.columns) == set(function(traced(NESTED, {0: MM, 1: MM}, device="a100-80")).columns)
+    assert len(table) <= len(rows)
+    if "flops" in table:
+        assert table["flops"].isna().all()
+
+
+def test_any_forest_of_spans():
+    """Random nested operators against a search over all of them."""
+    random = np.random.default_rng(0)
+    rows, open_until = [], [400]
+    for time in sorted(random.integers(0, 390, 80).tolist()):  # each inside of what is still open
+        open_until = [end for end in open_until if end > time]
+        open_until.append(int(random.integers(time, open_until[-1] + 1)))
+        rows.append((0, -1, "cpu", f"op{len(rows)}", time, open_until[-1] - time, -1))
+    launches = random.integers(0, 400, 60)
+    operators = list(range(len(rows)))
+    rows += [(0, -1, "cpu", "launch", int(t), 0, i) for i, t in enumerate(launches)]
+    rows += [(0, 7, "compute", "k", 500 + 10 * i, i + 1, i) for i in range(60)]
+    expected, inclusive = {}, {}
+    for i, time in enumerate(launches):
+        inside = [r for r in rows[: len(operators)] if r[4] <= time < r[4] + r[5]]
+        name = inside[-1][3] if inside else ops.OUTSIDE
+        expected[name] = expected.get(name, 0) + i + 1
+        for row in inside:
+            inclusive[row[3]] = inclusive.get(row[3], 0) + i + 1
+    table = ops.operators(traced(rows, operators))
+    assert len(operators) > 40 and len(expected) > 10
+    assert {k: v for k, v in by_name(table, "self_device_s").items() if v} == expected
+    assert {k: v for k, v in by_name(table[table["name"] != ops.OUTSIDE], "device_s").items() if v} == inclusive
+
+
+MODULES = [
+    (0, -1, "cpu", "nn.Module: Net_0", 0, 100, -1),
+    (0, -1, "cpu", "nn.Module: Linear_0", 14, 16, -1),
+    (0, -1, "cpu", "aten::view", 12, 2, -1),  # has the next operator's number, makes no node
+    (0, -1, "cpu", "aten::mm", 14, 10, -1),
+    (0, -1, "cpu", "launch", 15, 2, 1),
+    (0, -1, "cpu", "nn.Module: Linear_1", 40, 20, -1),
+    (0, -1, "cpu", "triton launch", 45, 2, 2),
+    (0, -1, "cpu", "launch", 80, 2, 3),
+    (0, -2, "cpu", "evaluate_function: MmBackward0", 200, 50, -1),
+    (0, -2, "cpu", "aten::mm", 205, 20, -1),
+    (0, -2, "cpu", "launch", 210, 2, 4),
+    (0, -2, "cpu", "nn.Module: Linear_1", 230, 10, -1),  # recomputed in the backward pass
+    (0, -2, "cpu", "launch", 232, 2, 5),
+    *[(0, 7, "compute", "k", 300 + 100 * i, 2**i, i) for i in range(1, 6)],
+]
+MODULE_OPS = {2: ("", "", "", 7, 0), 3: (*MM, 7, 0), 8: ("", "", "", 7, 1), 9: (*MM, -1, -1)}
+
+
+def test_modules_own_their_kernels_forward_and_backward():
+    table = ops.modules(traced(MODULES, MODULE_OPS)).set_index("module")
+    times = {c: (table[c] * 1e9).round().astype(int).to_dict() for c in ("device_s", "self_device_s", "backward_s")}
+    assert times["self_device_s"] == {"Linear_1": 4 + 32, "Linear_0": 2 + 16, "Net_0": 8}
+    assert times["device_s"] == {"Linear_1": 4 + 32, "Linear_0": 2 + 16, "Net_0": 2 + 4 + 8 + 16}
+    assert times["backward_s"] == {"Linear_1": 0, "Linear_0": 16, "Net_0": 16}
+    assert table["flops"].to_dict() == {"Linear_1": 0, "Linear_0": 256, "Net_0": 256}
+    assert table["count"].to_dict() == {"Linear_1": 2, "Linear_0": 1, "Net_0": 1}
+    assert table["inside"].to_dict() == {"Linear_1": "Net_0", "Linear_0": "Net_0", "Net_0": ""}
+    assert table["type"].tolist() == ["Linear", "Linear", "Net"] and table["share"].sum() == pytest.approx(1)
+
+
+def test_modules_on_the_host():
+    table = ops.modules(traced([row for row in MODULES if row[1] < 0], MODULE_OPS)).set_index("module")
+    assert (table["device_s"] * 1e9).round().to_dict() == {"Linear_0": 10 + 50, "Net_0": 2 + 10 + 50, "Linear_1": 0}
+
+
+@pytest.mark.parametrize(("flops", "moved", "bound"), [(312e6, 203.9e3, "compute"), (312e6, 20.39e6, "memory")])
+def test_half_way_to_the_roof(flops, moved, bound, monkeypatch):
+    """A product that takes twice as long as an A100 needs for its FLOPs (1 us) or its bytes (10 us)."""
+    costs = pd.DataFrame({"flops": [flops], "moved_bytes": [moved], "dtype": ["fp16"]})
+    monkeypatch.setattr(ops, "operator_costs", lambda _: costs)
+    rows = [(0, -1, "cpu", "aten::mm", 0, 10, -1), (0, -1, "cpu", "l", 1, 2, 1)]
+    rows += [(0, 7, "compute", "a", 30, 2000 if bound == "compute" else 20_000, 1)]
+    table = roofline.roofline(traced(rows, [0], device="NVIDIA A100-SXM4-80GB"))
+    assert table["bound"].tolist() == [bound] and table["roof"].tolist() == [pytest.approx(0.5)]
+    assert table["flops_per_byte"].tolist() == [pytest.approx(flops / moved)]
+    assert table["peak_flops"].tolist() == [312e12] and table["peak_bytes_per_s"].tolist() == [2039e9]
+
+
+def test_what_multiplies_nothing_has_no_intensity():
+    rows = [(0, -1, "cpu", "aten::copy_", 0, 10, -1), (0, -1, "cpu", "l", 1, 2, 1), (0, 7, "compute", "a", 30, 8, 1)]
+    shapes = {0: ("[[1000],[1000]]", '["float","float"]', "")}
+    table = roofline.roofline(traced(rows, shapes), device="t4")
+    assert table[["flops_per_byte", "bound"]].to_numpy().tolist() == [[0, "memory"]]
+    assert table["roof"][0] == pytest.approx(8000 / 8e-9 / 320e9) and table.attrs["device"] == "t4"
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("NVIDIA H100 80GB HBM3", "h100-80"), ("Tesla V100-SXM2-32GB", "v100-32"), ("NVIDIA A100-PG509-200", "a100-40"),
+     ("AMD Instinct MI300X", "mi300x"), ("NVIDIA H800", "h800"), ("NVIDIA GB200", "gb200"), ("a100-80", "a100-80")],
+)  # fmt: skip
+def test_devices_by_the_name_in_a_trace(device, name):
+    assert roofline.device_of(make_timeline([], device=device)).name == name
+
+
+def test_every_named_device_is_in_the_catalog():
+    rows = catalog.table("device_names")
+    assert set(rows["name"]) <= set(catalog.devices()) and (rows["source"] != "").all()
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("", "the timeline names no device; give device=, one of a100-40"), ("AMD Instinct MI250X / MI250",
+     "'AMD Instinct MI250X / MI250', the timeline's device, is not in the catalog; give device=")],
+)  # fmt: skip
+def test_unknown_devices(device, message):
+    timeline = traced([(*row[:3], "aten::mm", *row[4:]) for row in NESTED], {0: MM, 1: MM}, device=device)
+    for function in (roofline.roofline, roofline.mfu):
+        if device or function is roofline.roofline:
+            with pytest.raises(ValueError, match=message):
+                function(timeline)
+        assert len(function(timeline, device=catalog.device("a100-80")))
+    with pytest.raises(ValueError, match="unknown device 'h1000'"):
+        roofline.mfu(timeline, "h1000")
+
+
+def test_without_a_device_the_rate_is_known_and_its_share_of_the_peak_is_not():
+    table = roofline.mfu(traced([(*row[:3], "aten::mm", *row[4:]) for row in NESTED], {0: MM, 1: MM}, device=""))
+    assert (table["flops_per_s"] > 0).all() and table["mfu"].isna().all()
+
+
+def test_mfu_goes_from_step_to_step():
+    """Two products of 128 FLOP in step 0, one in step 1; steps start 50 ns apart, the last lasts 20 ns."""
+    rows, shapes = [], {}
+    for i, start in enumerate((0, 10, 60)):
+        shapes[len(rows)] = MM
+        rows += [(0, -1, "cpu", "aten::mm", start, 10, -1), (0, -1, "cpu", "l", start, 1, i)]
+        rows += [(0, 7, "compute", "k", start + 100 - 10 * (i == 2), 20, i)]
+    timeline = traced(rows, shapes, device="v100-32")
+    spans = timeline.spans.assign(step=[0] * 6 + [1] * 3)
+    timeline = Timeline(spans, timeline.meta, details=timeline.details)
+    table = roofline.mfu(timeline)
+    assert table["flops"].tolist() == [256, 128]
+    assert (table["total_s"] * 1e9).round(6).tolist() == [50, 20]
+    assert table["mfu"].tolist() == pytest.approx([256 / 50e-9 / 15.7e12, 128 / 20e-9 / 15.7e12])
+    given = roofline.mfu(timeline, flops_per_step=512)
+    assert given["mfu"].tolist() == pytest.approx([512 / 50e-9 / 15.7e12, 512 / 20e-9 / 15.7e12])
+
+
+def test_kernel_statistics():
+    rows = [(0, 7, "compute", "a", 0, 2), (0, 7, "compute", "a", 5, 4), (0, 9, "comm", "b", 0, 3)]
+    table = ops.kernels(make_timeline(rows))
+    assert table[["kind", "name", "count"]].to_numpy().tolist() == [["compute", "a", 2], ["comm", "b", 1]]
+    statistics = table[["total_s", "mean_s", "min_s", "max_s"]].iloc[0] * 1e9
+    assert statistics.round(6).tolist() == [6, 3, 2, 4] and table["share"].tolist() == pytest.approx([2 / 3, 1 / 3])
+    assert table["std_s"][0] == pytest.approx(2**0.5 * 1e-9)
+
+
+def test_kinds_side_by_side():
+    """Compute [0, 10), communication [5, 25), copies [8, 12) and [30, 31)."""
+    rows = [(0, 7, "compute", "a", 0, 10), (0, 9, "comm", "b", 5, 20), (0, 8, "memcpy", "c", 8, 4),
+            (0, 8, "memcpy", "c", 30, 1)]  # fmt: skip
+    table = ops.kernel_types(make_timeline(rows))
+    expected = {"compute": 5, "comm": 13, "compute + comm": 3, "memcpy": 1, "comm + memcpy": 2,
+                "compute + comm + memcpy": 2}  # fmt: skip
+    assert by_name(table, "total_s", "kinds") == expected and table["share"].sum() == pytest.approx(1)
+    two = ops.kernel_types(make_timeline(rows), ("compute", "comm"))
+    assert by_name(two, "total_s", "kinds") == {"compute": 5, "comm": 15, "compute + comm": 5}
+
+
+HTA_SETS = ["nccl_data", "df_index_resolver", "rank0"]
+HTA_KINDS = {"COMPUTATION": "compute", "COMMUNICATION": "comm", "MEMORY": "memcpy"}
+
+
+@pytest.fixture(scope="module", params=HTA_SETS)
+def beside_hta(request):
+    """HTA's analysis, and our reading by its rules."""
+    path = local_or_skip(f"traces/hta-samples/{request.param}.json.gz")
+    return hta.analysis(path), read_trace(path, hta_compatible=True)
+
+
+def test_kernel_types_are_those_of_hta(beside_hta):
+    analysis, timeline = beside_hta
+    for kinds in (("compute", "comm"), ("compute", "comm", "memcpy")):
+        theirs, _ = analysis.get_gpu_kernel_breakdown(visualize=False, include_memory_kernels=len(kinds) == 3)
+        theirs = theirs[theirs["sum"] > 0]
+        names = theirs["kernel_type"].str.split(" overlapping ").map(lambda both: " + ".join(map(HTA_KINDS.get, both)))
+        ours = ops.kernel_types(timeline, kinds)
+        assert by_name(ours, "total_s", "kinds") == dict(zip(names, theirs["sum"] * 1000, strict=True))
+        assert sorted((ours["share"] * 100).round(1)) == sorted(theirs["percentage"])
+
+
+def test_kernel_statistics_are_those_of_hta(beside_hta):
+    """Of as many kernels as there are. By default HTA 0.5.0 lumps all but ten and then gives sums for max and min."""
+    analysis, timeline = beside_hta
+    ours = ops.kernels(timeline).assign(name=lambda t: t["name"].astype(str)).set_index(["kind", "name"])
+    _, theirs = analysis.get_gpu_kernel_breakdown(
+        visualize=False, include_memory_kernels=True, num_kernels=10_000, duration_ratio=1.0
+    )
+    theirs.index = pd.MultiIndex.from_arrays([theirs["kernel_type"].map(HTA_KINDS), theirs["name"]])
+    assert sorted(theirs.index) == sorted(ours.index)
+    names = {"sum (us)": "total_s", "max (us)": "max_s", "min (us)": "min_s", "mean (us)": "mean_s", "stddev": "std_s"}
+    for column, name in names.items():
+        values = theirs[column].astype(float).reindex(ours.index).to_numpy()
+        assert (ours[name] * 1e6).fillna(0).to_numpy() == pytest.approx(values, rel=1e-9), name
+    _, default = analysis.get_gpu_kernel_breakdown(visualize=False)
+    default = default[(default["kernel_type"] == "COMPUTATION") & (default["name"] != "others")].set_index("name")
+    longest_s = ours.loc["compute", "max_s"].reindex(default.index)
+    assert (default["max (us)"] == default["sum (us)"]).all() and (longest_s * 1e6 < default["max (us)"]).any()
+
+
+@pytest.fixture(scope="module")
+def owlv2():
+    return read_trace(local_or_skip("traces/tracelens-samples/owlv2_h100.json.gz"))
+
+
+def test_a_real_inference_stays_under_the_peaks(owlv2):
+    table, device = ops.operators(owlv2), catalog.device("h100-80")
+    busy = owlv2.spans[owlv2.spans["kind"].isin(BUSY_KINDS)]
+    assert table["self_device_s"].sum() * 1e9 == pytest.approx(busy["dur_ns"].sum()) and table["kernels"].max() > 1000
+    assert ops.OUTSIDE not in set(table["name"]) and table["share"].sum() == pytest.approx(1)
+    assert 0.5 < table["flops_per_s"].max() / device.peak("bf16") < 0.76
+    roofs = roofline.roofline(owlv2)
+    assert roofs["roof"].max() < 1.01 and roofline.mfu(owlv2)["mfu"].between(0.027, 0.028).all()
+
+
+def test_modules_of_a_real_inference(owlv2):
+    """All of its products run inside of modules, in order of their nesting."""
+    table = ops.modules(owlv2).set_index("module")
+    whole = table.loc[table["inside"] == "", ["device_s", "flops"]].sum()
+    assert whole["flops"] == ops.operators(owlv2)["flops"].sum() > 1e13
+    assert table["self_device_s"].sum() == pytest.approx(whole["device_s"])
+    assert table.loc["Linear_0":"Linear_0", "flops"].gt(0).all()
+
+
+@pytest.mark.parametrize("name", ["resnet_act_checkpoint", "train_resnet18"])
+def test_the_profiler_names_the_same_operators(name):
+    """Kineto writes the operator of a kernel as its External id, also on AMD's default stream 0, where HTA loses it."""
+    timeline = read_trace(local_or_skip(f"traces/tracelens-samples/{name}.json.gz"))
+    spans, (calls, work) = timeline.spans, ops.operator_calls(timeline)
+    work = work[work["launch_row"] >= 0]
+    theirs = spans["op"].to_numpy()[work["row"]]
+    ours = spans["op"].to_numpy()[calls["row"].to_numpy()[work["call"]]]
+    assert len(work) > 2000 and (work["stream"] == 0).sum() > 2000 and (ours == theirs).all()
+
+
+def test_backward_kernels_of_a_real_training_belong_to_modules():
+    timeline = read_trace(local_or_skip("traces/tracelens-samples/train_resnet18.json.gz"))
+    table = ops.modules(timeline).set_index("module")
+    assert table.loc["ResNet_0", "backward_s"] / table.loc["ResNet_0", "device_s"] == pytest.approx(0.68, abs=0.05)
+    assert table.loc["Conv2d_19", "flops"] == pytest.approx(3 * 5 * 2 * 512 * 49 * 512 * 512 * 9)
+
+
+PICTURES = {
+    ops.kernels: op_plots.plot_kernels,
+    ops.operators: op_plots.plot_operators,
+    ops.modules: op_plots.plot_modules,
+    roofline.roofline: op_plots.plot_roofline,
+    ops.kernel_types: op_plots.plot_kernel_types,
+    roofline.mfu: op_plots.plot_mfu,
+}
+
+
+@pytest.mark.parametrize("function", PICTURES)
+def test_pictures_say_what_they_show(function):
+    """Of a trace with everything, of a simulation (hatched) and of nothing at all."""
+    measured = traced(MODULES, MODULE_OPS, device="a100-80")
+    titles = {
+        ops.kernels: "k takes 100% of the work", ops.operators: "MmBackward0 takes 52% of the time",
+        ops.modules: "Linear takes 87% of the modules' time",
+        roofline.roofline: "mm runs at 1.2% of its memory roof on a100-80",
+        ops.kernel_types: "100% of the busy time is compute alone", roofline.mfu: "of the peak in the median step",
+    }  # fmt: skip
+    ax = PICTURES[function](function(measured))
+    assert titles[function] in ax.get_title() and len(figure_data(ax))
+    assert ax.get_xlabel() and not any(bar.get_hatch() for bar in ax.patches)
+    simulated = make_timeline([(0, 0, "compute", "attention 3 forward", 0, 9)], source="simulated", device="t4")
+    ax = PICTURES[function](
+        function(simulated, flops_per_step=1e3) if function is roofline.mfu else function(simulated)
+    )
+    assert all(bar.get_hatch() for bar in ax.patches) and figure_data(ax).attrs["source"] == "simulated"
+    assert len(ax.patches) == (function not in (ops.modules, roofline.roofline))
+    empty = PICTURES[function](function(make_timeline([])))
+    assert empty.get_title() and not len(figure_data(empty))

@@ -1,0 +1,125 @@
+"""Spans find their step by time on the host and by launch on the device."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+from support import make_timeline
+
+from madmax_lib.timeline import KINDS, Meta, Timeline
+from madmax_lib.traces.read.steps import assign_steps, hta_rows
+
+HOST, GPU = -1, 7
+
+
+def spans(rows: list[tuple]) -> pd.DataFrame:
+    """Spans of (stream, kind, name, start_ns, dur_ns, correlation) rows."""
+    table = pd.DataFrame(rows, columns=["stream", "kind", "name", "start_ns", "dur_ns", "correlation"])
+    return table.assign(kind=pd.Categorical(table["kind"], KINDS), name=table["name"].astype("category"))
+
+
+def step(name: str, start: int, dur: int, stream: int = HOST) -> tuple:
+    return (stream, "annotation", name, start, dur, -1)
+
+
+def launch(start: int, correlation: int) -> tuple:
+    return (HOST, "cpu", "cudaLaunchKernel", start, 1, correlation)
+
+
+def kernel(start: int, correlation: int, stream: int = GPU) -> tuple:
+    return (stream, "compute", "sgemm", start, 10, correlation)
+
+
+TWO = [step("ProfilerStep#3", 0, 100), step("ProfilerStep#4", 100, 100)]
+BY_STEP = [
+    ("host spans by their start", [*TWO, launch(-1, -1), launch(0, -1), launch(99, -1), launch(200, -1)],
+     [-1, 3, 3, -1]),
+    ("a kernel that runs late keeps the step of its launch", [*TWO, launch(90, 5), kernel(150, 5)], [3, 3]),
+    ("launched before, run inside", [*TWO, launch(-5, 5), kernel(50, 5)], [-1, -1]),
+    ("default stream of AMD", [*TWO, launch(90, 5), kernel(150, 5, stream=0)], [3, 3]),
+    ("correlation 0 is one", [*TWO, launch(90, 0), kernel(150, 0)], [3, 3]),
+    ("no launch: by time", [*TWO, kernel(150, -1), kernel(20, 77), launch(0, 5)], [4, 3, 3]),
+    ("rows in any order", [kernel(150, 6), kernel(160, 5), launch(120, 6), launch(90, 5), *TWO[::-1]], [4, 3, 4, 3]),
+    ("the device's own annotations do not count", [*TWO, step("ProfilerStep#4", 20, 60, GPU), launch(50, -1)], [3, 3]),
+    ("gap between two steps", [step("ProfilerStep#1", 0, 10), step("ProfilerStep#2", 20, 10), launch(15, -1)], [-1]),
+    ("ProfilerStep goes before others", [step("iteration 9", 0, 100), *TWO[1:], launch(50, -1), launch(150, -1)],
+     [-1, 4]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "expected"), [case[1:] for case in BY_STEP], ids=[case[0] for case in BY_STEP])
+def test_step_of_spans(rows, expected):
+    table = spans(rows)
+    found = assign_steps(table)
+    assert found.dtype == "int32"
+    others = ~((table["kind"] == "annotation") & (table["stream"] == HOST)).to_numpy()
+    assert found[others].tolist() == expected
+
+
+ITERATIONS = [
+    "iteration 12",
+    "Iteration#12",
+    "iter: 12",
+    "step_12",
+    "train_step_12",
+    "## batch 12 ##",
+    "training step 12",
+]
+
+
+@pytest.mark.parametrize("name", ITERATIONS)
+def test_annotations_that_look_like_an_iteration(name):
+    assert assign_steps(spans([step(name, 0, 10), launch(5, -1), launch(50, -1)])).tolist() == [12, 12, -1]
+
+
+@pytest.mark.parametrize("name", ["forward 12", "FSDP::pre_forward (12)", "Optimizer.step#Adam.step", "steps", "batch"])
+def test_without_steps_all_is_step_0(name):
+    assert assign_steps(spans([step(name, 0, 10), launch(5, 1), kernel(50, 1)])).tolist() == [0, 0, 0]
+    assert assign_steps(spans([step(name, 0, 10)])[:0]).tolist() == []
+
+
+def hta_kept(rows: list[tuple]) -> list[int]:
+    """Starts of the spans that HTA's selection keeps."""
+    table = spans(rows).assign(rank=0, step=-1, op=-1, group=None, size_bytes=float("nan"))
+    kept = hta_rows({0: Timeline(table, Meta(provenance={"rules": "hta"}))})[0]
+    return kept.spans["start_ns"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "dropped"),
+    [
+        ([*TWO[:1], launch(1, 5), kernel(250, 5), kernel(300, 9)], []),  # one step: all stays
+        ([*TWO, launch(1, 5), kernel(150, 5)], [100]),  # the last step goes, but not what was launched before it
+        ([*TWO, launch(120, 5), kernel(150, 5), kernel(50, 6)], [100, 120, 150, 50]),
+        ([*TWO, kernel(50, -1), kernel(150, -1)], [100, 150]),  # without correlation: by time
+    ],
+)
+def test_hta_drops_the_last_of_several_steps(rows, dropped):
+    assert sorted(hta_kept(rows)) == sorted({row[3] for row in rows} - set(dropped))
+
+
+def test_kernels_launched_before_the_trace_are_outside_of_its_steps():
+    rows = [
+        (0, -1, "annotation", "ProfilerStep#1", 0, 100),
+        (0, -1, "cpu", "cudaLaunchKernel", 50, 5),
+        (0, 7, "compute", "left over", 10, 20),
+        (0, 7, "compute", "launched", 60, 20),
+        (0, 7, "compute", "launch lost", 90, 5),
+    ]
+    spans = make_timeline(rows).spans.assign(correlation=[-1, 5, 3, 5, 6])
+    assert assign_steps(spans).tolist() == [1, 1, -1, 1, 1]
+
+
+def test_left_over_kernels_are_told_by_stream_or_by_correlation():
+    rows = [
+        (0, -1, "annotation", "ProfilerStep#1", 0, 100),
+        (0, -1, "cpu", "cudaLaunchKernel", 5, 5),
+        (0, -1, "cpu", "cudaLaunchKernel", 6, 5),
+        (0, 27, "comm", "launched at once", 10, 20),
+        (0, 7, "compute", "left over, its stream drains", 20, 20),
+        (0, 7, "compute", "launched", 60, 20),
+        (0, 9, "compute", "left over by its number", 70, 5),
+        (0, 9, "compute", "launch lost", 80, 5),
+    ]
+    spans = make_timeline(rows).spans.assign(correlation=[-1, 50, 51, 50, 60, 51, 3, 61])
+    assert assign_steps(spans).tolist() == [1, 1, 1, 1, -1, 1, -1, 1]

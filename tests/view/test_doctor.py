@@ -1,0 +1,78 @@
+import nbformat
+import pytest
+
+from madmax_lib.__main__ import main
+from madmax_lib.view.notebooks import doctor
+from madmax_lib.view.notebooks.doctor import Needs, devices, missing, needs
+from madmax_lib.view.notebooks.runner import notebooks
+
+
+def notebook(path, *cells):
+    made = [nbformat.v4.new_markdown_cell(text[3:]) if text.startswith("md ") else nbformat.v4.new_code_cell(text)
+            for text in cells]  # fmt: skip
+    nbformat.write(nbformat.v4.new_notebook(cells=made), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["import madmax_lib as mm"], Needs()),
+        (["from madmax_lib.runs.launch import sweep"], Needs(["torch"])),
+        (["from madmax_lib.traces import hta"], Needs(["holistictraceanalysis"])),
+        (['t = mm.dataset("vit-ddp")', 'd = optional_dataset("x", "optional/y")'], Needs([], ["vit-ddp", "x"])),
+        (["%matplotlib inline\n!ls\nx = mm.dataset(name)"], Needs()),
+        (["md On GPUs run this notebook with `quick=False`."], Needs(gpu=True)),
+    ],
+)
+def test_needs_are_read_from_the_cells(tmp_path, cells, expected):
+    assert needs(notebook(tmp_path / "a.ipynb", *cells)) == expected
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    wanted = Needs(["torch", "no-such-package"], ["vit-ddp", "no/such/file"], gpu=True)
+    monkeypatch.setattr(doctor, "version", lambda name: None if name.startswith("no") else "1")
+    assert missing(wanted, gpu=False) == ["package no-such-package", "input no/such/file", "a GPU"]
+    assert missing(wanted, gpu=True) == ["package no-such-package", "input no/such/file"]
+    assert missing(Needs(["torch"], ["vit-ddp"]), gpu=False) == []
+
+
+def test_gpus_are_those_of_nvidia_smi(monkeypatch, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert devices()[1:] == ["GPU 0: NVIDIA H200, 143771 MiB, 570.1"]
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert devices()[1].startswith("nvidia-smi does not answer")
+    smi.unlink()
+    assert "no NVIDIA driver" in devices()[1] or devices()[1].startswith("GPU 0")
+
+
+def test_every_notebook_and_package_has_a_line(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "devices", lambda: ["2 CPU cores, 4 GB of memory"])
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    verdicts = dict(line.strip().split(": ", 1) for line in text.split("\nnotebooks\n")[1].splitlines())
+    assert list(verdicts) == list(notebooks())
+    assert all(verdict.startswith(("full size", "quick only", "does not run")) for verdict in verdicts.values())
+    assert verdicts["10_profile_vit"].endswith("a GPU")
+    assert all(f"\n  {name} " in text for name in doctor.PACKAGES)
+
+
+def test_the_place_is_named(monkeypatch, tmp_path):
+    monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    monkeypatch.setenv("MADMAX_FIGURES", str(tmp_path))
+    assert f"place: kaggle, figures go to {tmp_path}" in doctor.report().splitlines()
+
+
+def test_an_absent_package_says_what_it_is_for(monkeypatch):
+    monkeypatch.setattr(doctor, "version", lambda name: None)
+    assert "torch is not installed: training runs [run]" in doctor.report()
+    assert "10_profile_vit: does not run: package torch" in doctor.report()
+
+
+def test_without_a_checkout_the_notebooks_are_said_to_be_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr("madmax_lib.view.notebooks.runner.PROJECT", tmp_path)
+    assert "notebooks: " in doctor.report().splitlines()[-1] and "no notebooks here" in doctor.report()

@@ -1,0 +1,211 @@
+import asyncio
+
+import pytest
+
+import madmax_lib as mm
+from madmax_lib.planner.space import Space
+from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
+from madmax_lib.view.explore.controls import Later, doublings, message_html
+from madmax_lib.view.explore.explorers import StepExplorer, transformers
+from madmax_lib.view.explore.plan_card import glance
+from madmax_lib.view.explore.space_explorer import SpaceExplorer
+from madmax_lib.view.explore.trace_explorer import TraceExplorer
+
+STEP = {"model": "gpt2-large", "cluster": "dgx-a100", "nodes": 2, "plan": "dp4.tp2.pp2", "global_batch": 64}
+SPACE = {"model": "gpt2-large", "cluster": "dgx-a100", "nodes": 1, "global_batch": 32}
+SMALL = Space(tp=(1, 2), pp=(1, 2), cp=(1,), interleave=(1,), schedule=("1f1b",), recompute=("none", "full"),
+              attention=("flash",), sequence_parallel=(True,), overlap_gather=(True,), reduce_fp32=(True,),
+              quantised=False, prefetch=(1,))  # fmt: skip
+
+
+@pytest.fixture
+def step():
+    return StepExplorer(**STEP)
+
+
+@pytest.mark.parametrize("plan", ["dp4.tp2.pp2", "dp16.z3", "dp2.tp4.pp2.full", "dp1.tp2.pp4.cp2"])
+def test_a_glance_is_the_estimate_and_the_memory(plan):
+    model, cluster, plan = mm.model("gpt2-large"), mm.cluster("dgx-a100", nodes=2), mm.Plan.parse(plan)
+    cost = glance(model, cluster, plan, global_batch=64)
+    row = mm.estimate(model, cluster, plan, global_batch=64).iloc[0]
+    assert cost.step_s == (row["low_s"], row["step_s"], row["high_s"])
+    assert sum(cost.time_s.values()) == pytest.approx(row["step_s"])
+    assert cost.mfu[1] * cost.step_s[1] == pytest.approx(cost.mfu[0] * cost.step_s[2])
+    assert cost.mfu[0] <= cost.mfu[1] <= cost.mfu[2]
+    assert cost.peak_bytes == pytest.approx(peak_bytes(memory(model, plan, global_batch=64)))
+    assert min(cost.memory_bytes.values()) >= 0 and cost.fits == (cost.peak_bytes <= usable_bytes(cluster.device))
+
+
+@pytest.mark.parametrize(
+    ("change", "plan"),
+    [
+        ({"tp": 4}, "dp2.tp4.pp2"),
+        ({"pp": 1}, "dp8.tp2"),
+        ({"nodes": 4}, "dp8.tp2.pp2"),
+        ({"tp": 1}, "dp8.pp2"),
+        ({"zero": 1, "recompute": "full"}, "dp4.tp2.pp2.z1.full"),
+        ({"plan": "dp16.z3"}, "dp16.z3"),
+        ({"global_batch": 128}, "dp4.tp2.pp2"),
+    ],
+)
+def test_dp_takes_the_devices_that_the_other_degrees_leave(step, change, plan):
+    step.set(**change)
+    assert (step.error, step.parameters["plan"]) == ("", plan)
+    assert step.plan.world_size == step.cluster.world_size and step.plan.sequence_parallel == (step.plan.tp > 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"pp": 3}, "tp=2 x pp=3 x cp=1 does not divide 16 devices"),
+        ({"plan": "dp3"}, "3"),
+        ({"plan": "dq3"}, "dq3"),
+        ({"model": "<nobody>"}, "&lt;nobody&gt;"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_line_and_the_picture_stays(step, change, reason):
+    before = step.view.timelines
+    step.set(**change)
+    step.draw()
+    assert step.error and reason in step.html and "tokens/s" not in step.html
+    assert step.view.timelines == before
+    step.set(**{name: STEP[name] for name in ("model", "plan")})
+    assert not step.error
+
+
+def test_the_timeline_has_few_micro_batches_on_a_rank_of_each_stage(step):
+    step.set(plan="dp2.tp4.pp2", global_batch=64)
+    step.draw()
+    (timeline,) = step.view.timelines
+    assert timeline.meta.provenance["global_batch"] == 8 * 2 and timeline.ranks == [0, 8]
+    assert "8 of 32 micro-batches" in step.html
+
+
+def test_the_first_plan_must_be_possible():
+    with pytest.raises(ValueError, match="= 7, but dgx-a100 has 16 devices"):
+        StepExplorer(**STEP | {"plan": "dp7"})
+
+
+def test_controls_carry_the_names_of_the_parameters_and_follow_each_other(step):
+    pytest.importorskip("ipywidgets")
+    assert set(STEP) | {"sequence"} <= set(step.controls)
+    step.widget.layout.width = "100%"
+    step.controls["tp"].value = 4
+    assert step.parameters["plan"] == step.controls["plan"].value == "dp2.tp4.pp2"
+    assert "MFU" in step.numbers.value and step.view.timelines[0].meta.provenance["plan"] == "dp2.tp4.pp2"
+    step.controls["plan"].value = "dp4.tp4.mb3"
+    assert (step.controls["tp"].value, step.controls["pp"].value, step.controls["micro_batch"].value) == (4, 1, 3)
+    step.controls["nodes"].value = 1
+    step.controls["pp"].value = 16
+    assert "does not divide" in step.numbers.value
+
+
+def test_the_static_picture_shows_time_memory_and_timeline(step):
+    titles = [ax.get_title(loc="left") + ax.get_title() for ax in step.figure().axes]
+    assert "MFU" in titles[0] and "micro-batches" in titles[2]
+
+
+def test_only_models_with_a_closed_form_are_offered():
+    assert "gpt3-175b" in transformers() and not [name for name in transformers() if name.startswith("dlrm")]
+
+
+@pytest.fixture(scope="module")
+def space():
+    return SpaceExplorer(**SPACE, space=SMALL)
+
+
+def test_the_best_plan_is_chosen_and_the_front_is_marked(space):
+    space.filter(tp="any", recompute="any")
+    best = space.points["step_s"].idxmin()
+    assert space.step.parameters["plan"] == space.points["plan"][best] == str(space.result.best)
+    front = space.points[space.points["front"]].sort_values("step_s")
+    assert front["memory_gb"].is_monotonic_decreasing and space.points["plan"].is_unique
+
+
+def test_a_filter_searches_the_smaller_space(space):
+    space.filter(tp=2, recompute="full")
+    plans = [mm.Plan.parse(text) for text in space.points["plan"]]
+    assert plans and {(plan.tp, plan.recompute) for plan in plans} == {(2, "full")}
+    assert space.step.plan.tp == 2
+    space.filter(tp="any", recompute="any")
+    assert space.filters == {} and {mm.Plan.parse(text).tp for text in space.points["plan"]} == {1, 2}
+
+
+def test_a_filter_that_leaves_nothing_is_refused_and_forgotten(space):
+    space.filter(tp="any", recompute="any")
+    with pytest.raises(ValueError, match="no layout"):
+        space.filter(tp=64)
+    assert space.filters == {}
+
+
+def test_a_click_shows_the_plan(space):
+    pytest.importorskip("anywidget")
+    space.filter(tp="any", recompute="any")
+    assert space.widget.children[0].children[0].description == "tp"
+    other = int(space.points["memory_gb"].idxmin())
+    space.front.chosen = other
+    plan = space.points["plan"][other]
+    assert space.step.parameters["plan"] == plan and plan in space.name.value
+    assert space.step.view.timelines[0].meta.provenance["plan"] == plan
+    space.controls["recompute"].value = "full"
+    assert all("full" in point["plan"] for point in space.front.points)
+    assert space.front.points[space.front.chosen]["plan"] == space.step.parameters["plan"]
+
+
+def test_the_space_as_a_picture(space):
+    assert len(space.figure().axes) == 2
+
+
+def test_traces_are_chosen_by_set_rank_and_step():
+    traces = TraceExplorer(trace="vit-ddp")
+    whole = traces.whole
+    assert len(traces.view.timelines[0]) == len(whole)
+    traces.set(ranks=[1], step=whole.steps[-1])
+    (chosen,) = traces.view.timelines
+    assert chosen.ranks == [1] and chosen.steps == whole.steps[-1:]
+    traces.set(trace="gpt-ddp")
+    assert traces.parameters == {"trace": "gpt-ddp", "ranks": [], "step": -1}
+
+
+@pytest.mark.parametrize("change", [{"step": 999}, {"ranks": [77]}, {"trace": "/no/such/trace"}])
+def test_a_part_that_is_not_there_is_refused_and_forgotten(change):
+    traces = TraceExplorer(trace="vit-ddp", step=-1)
+    with pytest.raises((ValueError, FileNotFoundError)):
+        traces.set(**change)
+    assert traces.parameters["trace"] == "vit-ddp" and traces.parameters["step"] == -1
+
+
+def test_trace_controls_offer_what_the_trace_has():
+    pytest.importorskip("ipywidgets")
+    traces = TraceExplorer(trace="vit-ddp")
+    assert traces.widget.children[0].children[1].options == (0, 1)
+    traces.controls["ranks"].value = (0,)
+    traces.controls["step"].value = traces.whole.steps[0]
+    assert traces.parameters == {"trace": "vit-ddp", "ranks": [0], "step": traces.whole.steps[0]}
+    assert traces.numbers.value.count("<tr") == 2
+    traces.controls["trace"].value = "gpt-fsdp"
+    assert traces.controls["step"].value == -1 and "gpt-fsdp" in traces.controls["trace"].options
+
+
+def test_work_waits_for_the_last_change_where_a_loop_runs():
+    calls, reasons = [], []
+
+    async def three():
+        later = Later(0.01, lambda: calls.append(1), reasons.append)
+        for _ in range(3):
+            later()
+        assert calls == []
+        while not calls:
+            await asyncio.sleep(0)
+
+    asyncio.run(three())
+    assert calls == [1]
+    Later(60, lambda: calls.append(2), reasons.append)()
+    assert calls == [1, 2]
+    Later(60, lambda: int("x"), reasons.append)()
+    assert reasons == ["invalid literal for int() with base 10: 'x'"]
+
+
+def test_small_helpers():
+    assert doublings(512, 2048, 0, 1000) == [0, 512, 1000, 1024, 2048]
+    assert "&lt;b&gt;" in message_html("<b>")

@@ -1,0 +1,207 @@
+"""The workbench in a real JupyterLab and a real browser with a fresh profile, as a newcomer meets it."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+from support import QUIET
+
+from madmax_lib.datasets import PROJECT
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra browser)")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SETTINGS = {  # all cells in the page at once, and no question to the network
+    "notebook-extension/tracker": {"windowingMode": "none"},
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+}
+SHOTS = PROJECT / "build" / "screenshots"
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium here (Debian: apt-get install chromium)")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """Address of a JupyterLab on copies of two notebooks; its own settings, kernels of this environment."""
+    home = tmp_path_factory.mktemp("lab")
+    for name in ("00_tour", "01_explore"):
+        shutil.copy(PROJECT / "notebooks" / f"{name}.ipynb", home)
+    for name, values in SETTINGS.items():
+        path = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(values))
+    places = {"JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+              "JUPYTER_CONFIG_DIR": "config", "JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython",
+              "MADMAX_FIGURES": "figures"}  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if name != "MADMAX_FIGURE_LOG"}
+    env |= {name: str(home / folder) for name, folder in places.items()} | {"MADMAX_OFFLINE": "1"}
+    env["PYTHONPATH"] = str(PROJECT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1",
+               "--IdentityProvider.token=", f"--ServerApp.root_dir={home}", "--ServerApp.port_retries=0"]  # fmt: skip
+    with open(home / "log.txt", "w") as log:
+        server = subprocess.Popen(command, env=env, cwd=home, stdout=log, stderr=log)
+    try:
+        yield f"http://127.0.0.1:{port}", server, home / "log.txt"
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser, lab, notebook):
+    """A page with the notebook, in a profile that has seen nothing before; its picture is kept."""
+    address, server, log = lab
+    answers(address, server, log)
+    context = browser.new_context(viewport={"width": 1400, "height": 1000})
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    try:
+        page.goto(f"{address}/lab/workspaces/{notebook}/tree/{notebook}.ipynb")
+        page.locator(".jp-Notebook .jp-Cell").first.wait_for()
+        page.get_by_text(re.compile(r"\| Idle$")).first.wait_for()
+        yield page
+    finally:
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SHOTS / f"{notebook}.png")
+        context.close()
+
+
+def answers(address, server, log):
+    """Wait until the server answers; a server that has died is an error with its log."""
+    request = urllib.request.Request(f"{address}/api", method="GET")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for _ in range(300):
+        try:
+            return opener.open(request, timeout=2)
+        except OSError:
+            try:
+                server.wait(0.2)
+            except subprocess.TimeoutExpired:
+                continue
+            raise AssertionError(log.read_text()) from None
+    raise AssertionError(f"no answer from {address}: {log.read_text()}")
+
+
+def run_all(page):
+    """Run every cell and wait for the last; no cell may show an error."""
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    page.wait_for_function(
+        """() => {
+          const code = [...document.querySelectorAll(".jp-CodeCell .jp-InputPrompt")].map((p) => p.textContent);
+          const error = document.querySelector('.jp-OutputArea-output[data-mime-type*="error"]');
+          return error || (code.length && code.every((text) => /\\d/.test(text)));
+        }"""
+    )
+    errors = page.locator('.jp-OutputArea-output[data-mime-type*="error"]')
+    assert errors.count() == 0, errors.first.inner_text()
+    warnings = page.locator('.jp-OutputArea-output[data-mime-type*="stderr"]')
+    assert warnings.count() == 0, warnings.first.inner_text()
+
+
+def redrawn(page, canvas, act):
+    """Do something to a canvas, wait until it has drawn again, and give its picture before and after."""
+    before, draws = canvas.screenshot(), canvas.get_attribute("data-draws")
+    act()
+    page.wait_for_function("([c, n]) => c.dataset.draws !== n", arg=[canvas.element_handle(), draws])
+    return before, canvas.screenshot()
+
+
+def shown(canvas):
+    """What the line above a canvas says."""
+    return canvas.locator("xpath=..").locator(".status").inner_text()
+
+
+def test_the_tour_runs_without_an_error(lab, browser):
+    with opened(browser, lab, "00_tour") as page:
+        run_all(page)
+        assert page.locator(".jp-RenderedImage img, .jp-RenderedSVG").count() >= 2
+        page.locator(".jp-RenderedImage, .jp-RenderedSVG").first.scroll_into_view_if_needed()
+
+
+def test_explorers_answer_to_wheel_brush_slider_filter_and_click(lab, browser):
+    with opened(browser, lab, "01_explore") as page:
+        run_all(page)
+        step = page.locator(".madmax-timeline canvas").first
+        step.scroll_into_view_if_needed()
+        check_canvas(page, step)
+        check_slider(page, step)
+        redrawn(page, step, lambda: page.keyboard.press("Control+b"))  # no file browser in the picture
+        page.screenshot(path=SHOTS / "step_explorer.png")
+        check_space(page)
+        assert page.locator('.jp-OutputArea-output[data-mime-type*="error"]').count() == 0
+
+
+def check_canvas(page, canvas):
+    box = canvas.bounding_box()
+    whole = shown(canvas)
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)
+    before, after = redrawn(page, canvas, lambda: page.mouse.wheel(0, -400))
+    assert before != after and shown(canvas) != whole
+    cells = page.locator(".jp-Cell").count()
+    canvas.focus()
+    before, after = redrawn(page, canvas, lambda: page.keyboard.press("d"))
+    assert before != after
+    redrawn(page, canvas, lambda: page.keyboard.press("0"))
+    assert shown(canvas) == whole
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 30)
+    tip = canvas.locator("xpath=..").locator(".tip")
+    tip.wait_for()
+    assert re.search(r"\n(compute|communication), .+s at .+s\nrank 0 · stream 0", tip.inner_text())
+    page.keyboard.press("a")
+    assert page.locator(".jp-Cell").count() == cells, "keys on the canvas reached the notebook"
+    page.keyboard.down("Shift")
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + 40, steps=4)
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    report = canvas.locator("xpath=..").locator(".report")
+    report.locator("table").wait_for()
+    assert "exposed communication" in report.inner_text()
+    canvas.locator("xpath=..").locator("input").fill("zzz")
+    page.wait_for_function("(c) => c.parentElement.querySelector('.status').textContent.endsWith(', 0 match')",
+                           arg=canvas.element_handle())  # fmt: skip
+    canvas.locator("xpath=..").locator("input").fill("")
+
+
+def check_slider(page, canvas):
+    numbers = page.locator(".widget-html-content", has_text="tokens/s").first
+    before = numbers.inner_text()
+    knob = page.locator(".widget-hslider", has_text=re.compile("^tp")).first.locator(".noUi-handle")
+    knob.focus()
+    old, new = redrawn(page, canvas, lambda: knob.press("ArrowRight"))
+    page.wait_for_function("([n, b]) => n.innerText !== b", arg=[numbers.element_handle(), before])
+    assert old != new
+    plan = page.locator(".widget-text", has_text="plan").first.locator("input")
+    assert "tp8" in plan.input_value()
+
+
+def check_space(page):
+    front = page.locator(".madmax-front").first
+    front.scroll_into_view_if_needed()
+    chosen = page.locator(".widget-html-content", has_text="chosen:").first
+    before = chosen.inner_text()
+    another = front.locator("circle[r='5']").first
+    plan = another.get_attribute("data-plan")
+    another.click()
+    page.wait_for_function("([n, b]) => n.innerText !== b", arg=[chosen.element_handle(), before])
+    assert plan in chosen.inner_text()
+    page.locator(".widget-dropdown", has_text=re.compile("^recompute")).last.locator("select").select_option("full")
+    page.wait_for_function("(n) => n.innerText.includes('full')", arg=chosen.element_handle())
+    page.screenshot(path=SHOTS / "space_explorer.png")

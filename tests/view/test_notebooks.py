@@ -1,0 +1,65 @@
+"""Every notebook runs headless, and its figures show the committed numbers."""
+
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+import pytest
+
+from madmax_lib.datasets import PROJECT
+from madmax_lib.view.notebooks.runner import known_parameters, notebooks, run_notebook
+
+NOTEBOOKS = notebooks()
+REPOSITORY = re.search(r'^Repository = "https://github.com/(.+)"', (PROJECT / "pyproject.toml").read_text(), re.M)[1]
+INSTALL = nbformat.read(NOTEBOOKS["00_tour"], as_version=4).cells[1].source  # the same in every notebook
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_runs_and_redraws_the_committed_figures(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MADMAX_OFFLINE", "1")
+    result = run_notebook(NOTEBOOKS[name], {"quick": True}, build=tmp_path / "build", figures=tmp_path / "figures")
+    assert not result.error
+    drawn = [figure for figure in result.figures if not figure.startswith("optional/")]
+    assert drawn, "a notebook draws at least one figure"
+    for figure in drawn:
+        committed = PROJECT / "figures" / f"{figure}.csv"
+        assert committed.exists(), f"{figure} is not committed: run make run"
+        new = pd.read_csv(tmp_path / "figures" / f"{figure}.csv")
+        pd.testing.assert_frame_equal(
+            new, pd.read_csv(committed), rtol=1e-4, atol=1e-9, check_dtype=False
+        )  # fits end alike
+
+
+def test_every_committed_figure_is_drawn_by_a_notebook():
+    source = "".join(path.read_text() for path in NOTEBOOKS.values())
+    for csv in (PROJECT / "figures").rglob("*.csv"):
+        name = csv.relative_to(PROJECT / "figures").with_suffix("").as_posix()
+        if name.startswith("optional/"):  # not committed
+            continue
+        assert f'\\"{name}\\"' in source, f"no notebook draws {name}"
+        assert csv.with_suffix(".svg").exists() and json.loads(csv.with_suffix(".json").read_text())["inputs"]
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_has_the_shape_of_a_typed_documented_function(name):
+    notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
+    nbformat.validate(notebook)
+    first, *cells = notebook.cells
+    assert first.source.startswith("# ") and f"github/{REPOSITORY}/blob/main/notebooks/{name}.ipynb" in first.source
+    assert len(notebook.cells) <= 40
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code), "make strip"
+    assert not re.search(r"^\s*(def|class|for|while) ", "\n".join(cell.source for cell in code), re.M)
+    assert code[0].source == INSTALL and "mm.setup()" in code[1].source
+    assert max(len(cell.source.splitlines()) for cell in code[3:]) <= 8
+    parameters = known_parameters(NOTEBOOKS[name])
+    assert list(parameters)[0] == "quick" and parameters["quick"]["default"] == "True"
+    assert all(about["inferred_type_name"] != "None" and about["help"] for about in parameters.values())
+
+
+def test_readme_pictures_come_from_a_run():
+    for link in re.findall(r"\]\((figures/[^)]+\.svg)\)", (PROJECT / "README.md").read_text()):
+        assert (PROJECT / link).exists() and Path(PROJECT / link).with_suffix(".csv").exists(), link
