@@ -6,9 +6,9 @@ the package stays light (no torch, hta, matplotlib, dask or widgets).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from madmax_lib.doors import open_room
+
+TYPE_CHECKING = False  # type checkers take it for true; `typing` itself would double the time of the import
 
 __version__ = "0.1.0"
 

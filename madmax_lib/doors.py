@@ -39,7 +39,8 @@ class _Room(ModuleType):
 def open_room(name: str) -> list[str]:
     """Turn the package `name` into a room, and give its public names: the value of its `__all__`."""
     room = sys.modules[name]
-    words = room.__loader__.get_source(name).replace("(", " ").replace(")", " ").replace(",", " ").split()
+    with open(room.__file__, encoding="utf-8") as file:
+        words = file.read().replace("(", " ").replace(")", " ").replace(",", " ").split()
     calls, module = {}, ""
     for before, word, after in zip(words, words[1:], words[2:], strict=False):
         if before == "from" and after == "import":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from madmax_lib.doors import open_room
+
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from madmax_lib.planner.hetero.export import (
