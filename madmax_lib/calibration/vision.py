@@ -43,10 +43,7 @@ def vision_rows(way: str = "gathers in turn") -> pd.DataFrame:
     """
     if way not in WAYS:
         raise ValueError(f"way={way!r} is not one of {', '.join(WAYS)}")
-    sheet = catalog.table("madmax_published")
-    value = {key: float(number) for key, number in zip(sheet["key"], sheet["value"], strict=True)}
-    runs = sheet.loc[sheet["key"].str.fullmatch("vit/.*/measured"), "key"]
-    rows = pd.DataFrame([_row(key, value, way) for key in runs])
+    rows = pd.DataFrame([_row(run, way) for run in catalog.table("published_vision").to_dict("records")])
     rows.attrs["provenance"] = {"files": {"rows": {"sha256": fingerprint(rows)}}, "rules": way}
     return rows
 
@@ -79,9 +76,9 @@ def compare_ways() -> pd.DataFrame:
     return pd.DataFrame({name: {"mean": part.mean(), "median": part.median()} for name, part in errors.items()}).T
 
 
-def _row(key: str, value: dict[str, float], way: str) -> dict:
-    _, name, gpus, batch, _ = key.split("/")
-    gpus, batch, model = int(gpus), int(batch), _model(name)
+def _row(run: dict[str, str], way: str) -> dict:
+    name, gpus, batch = run["model"], int(run["gpus"]), int(run["global_batch"])
+    model = _model(name)
     cluster = catalog.cluster("p4d", nodes=gpus // 8)
     plan = Plan(dp=gpus, zero=3, micro_batch=batch // gpus)
     room = usable_bytes(cluster.device)
@@ -91,13 +88,13 @@ def _row(key: str, value: dict[str, float], way: str) -> dict:
     fields, classes = machine_fields(cluster, stack="eager")
     fields |= model_fields(model) | matrix_fields(cluster.device, "bf16") | plan_fields(plan, batch)
     fields |= {"zero": 2 if way == "weights kept" and kept else 3, "tensorwise": way == "gathers in turn"}
-    measured = value[key] * 1e12
-    step_s = 3 * value[f"vit/{name}/tflop"] * 1e12 * batch / gpus / measured
+    measured = float(run["measured_tflop_per_s"]) * 1e12
+    step_s = 3 * float(run["forward_tflop"]) * 1e12 * batch / gpus / measured
     known = {field: default for field, default in FIELDS.items() if default == default}
     return known | {field: float(number) for field, number in fields.items()} | classes | {
-        "mixture": "none", "source": "MAD-Max sheet", "model": name, "group": key, "supported": True,
-        "consistent": True, "measured_s": step_s, "measured": measured, "global_batch": batch,
-        "paper": value[key.removesuffix("measured") + "paper"] * 1e12,
+        "mixture": "none", "source": "MAD-Max sheet", "model": name, "group": f"{name}/{gpus}/{batch}",
+        "supported": True, "consistent": True, "measured_s": step_s, "measured": measured, "global_batch": batch,
+        "paper": float(run["paper_tflop_per_s"]) * 1e12,
     }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def claims():
     return study.claims().set_index("key")
 
 
-@pytest.mark.parametrize("name", ["madmax_models.csv", "madmax_systems.csv", "madmax_published.csv"])
+@pytest.mark.parametrize("name", ["madmax/models", "madmax/systems", "madmax/published"])
 def test_every_typed_row_has_a_source(name):
     table = read_table(name)
     assert table["source"].str.len().gt(8).all()
@@ -165,7 +165,7 @@ def test_systems_give_the_release_s_throughput():
 
 def test_prices_and_power_are_those_of_the_artifact():
     theirs = pd.read_csv(local_or_skip("madmax_ref/artifact_cloud_instances.csv")).dropna(subset="usd_per_gpu_hour")
-    ours = read_table("madmax_systems.csv").query("provider != 'Internal'")
+    ours = read_table("madmax/systems").query("provider != 'Internal'")
     columns = ["usd_per_gpu_hour", "nic_gb_per_s", "tdp_w_per_gpu"]
     theirs = theirs.rename(columns={"inter_node_gb_s_per_gpu": "nic_gb_per_s"})[columns]
     assert sorted(map(tuple, ours[columns].to_numpy())) == sorted(map(tuple, theirs.to_numpy()))

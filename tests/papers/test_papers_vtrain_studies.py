@@ -8,8 +8,9 @@ import pytest
 from support import local_or_skip
 
 from madmax_lib.accounting import breakdown
-from madmax_lib.catalog import device, table
+from madmax_lib.catalog import device
 from madmax_lib.papers import vtrain
+from madmax_lib.papers.origin import read_table
 from madmax_lib.papers.vtrain import Config
 from madmax_lib.papers.vtrain.comm import RINGS
 from madmax_lib.papers.vtrain.config import TABLE, Shape
@@ -143,7 +144,7 @@ def test_what_does_not_follow_says_why(ours):
     rest = ours[ours["follows"].isin(["no", "measured"])]
     assert rest["ours"].isna().all() and (rest["note"].str.len() > 5).all()
     assert ours.loc[ours["follows"] == "yes", "ours"].notna().all()
-    assert (table("vtrain_published")["source"].str.len() > 5).all()
+    assert (read_table("vtrain/published")["source"].str.len() > 5).all()
 
 
 def test_design_space_covers_the_case_study():
@@ -175,7 +176,7 @@ def test_every_correction_is_slower_or_nothing():
 
 
 def test_an_unknown_key_is_refused():
-    with pytest.raises(ValueError, match="'speed' is not in data/vtrain_published"):
+    with pytest.raises(ValueError, match="'speed' is not in vtrain/data/published"):
         published("speed")
 
 

@@ -112,7 +112,7 @@ def cloud_comparison(samples: float = 1e9) -> pd.DataFrame:
 
     a100_hours are GPU-hours weighted by FP16 peak over that of an A100. published_mqps from the artifact's sheet.
     """
-    types = read_table("madmax_systems.csv")
+    types = read_table("madmax/systems")
     there = systems((name, n) for name in types["name"][types["provider"] != "Internal"] for n in (64, 128, 256, 512))
     table = steps(cases(["DLRM-A"], ["fsdp", "ddp", "tp,ddp"], list(there["name"])), there)
     about = there.set_index("name").loc[table["system"]].reset_index(drop=True)
@@ -133,21 +133,18 @@ def vit_mfu() -> pd.DataFrame:
     batch and FLOPs is not public. fitted multiplies that prediction by c x (local batch)^k, fitted to measured / ours
     of the other eight runs (leave one out). *_error are relative to the measured value.
     """
-    table = published()
-    table = table[table["key"].str.fullmatch("vit/.*/measured")]
     rows = []
-    for key, measured in table[["key", "value"]].itertuples(index=False):
-        _, model, gpus, batch, _ = key.split("/")
-        case = cases([model], ["fsdp"], [f"p4d.24xlarge-{gpus}"], global_batch=int(batch))
-        row = steps(case, systems([("p4d.24xlarge", int(gpus))])).iloc[0]
-        flops = 3 * published(f"vit/{model}/tflop") * 1e12 * row["throughput_samples_per_s"] / int(gpus)
-        paper = published(f"{key.removesuffix('measured')}paper")
-        rows.append((model, int(gpus), int(batch), measured / 312, paper / 312, flops / 312e12))
+    for run in read_table("published_vision").itertuples():
+        case = cases([run.model], ["fsdp"], [f"p4d.24xlarge-{run.gpus}"], global_batch=run.global_batch)
+        row = steps(case, systems([("p4d.24xlarge", run.gpus)])).iloc[0]
+        flops = 3 * run.forward_tflop * 1e12 * row["throughput_samples_per_s"] / run.gpus
+        measured, paper = run.measured_tflop_per_s / 312, run.paper_tflop_per_s / 312
+        rows.append((run.model, run.gpus, run.global_batch, measured, paper, flops / 312e12))
     result = pd.DataFrame(rows, columns=["model", "gpus", "global_batch", "measured", "paper", "ours"])
     result["fitted"] = [_fitted(result.drop(i), result.loc[i]) for i in result.index]
     for who in ("paper", "ours", "fitted"):
         result[f"{who}_error"] = result[who] / result["measured"] - 1
-    return with_origin(result)
+    return with_origin(result, "madmax/models", "madmax/systems", "published_vision")
 
 
 def _fitted(others: pd.DataFrame, run: pd.Series) -> float:
@@ -222,7 +219,7 @@ def hardware_study(names: Sequence[str], *, nvlink_all: Sequence[str] = ()) -> p
         both["devices"] = both["system"].map(there.set_index("name")["num_devices"])
         both["per_gpu"] = both["throughput_samples_per_s"] / both["devices"]
         parts.append(both.assign(per_gpu=both["per_gpu"] / both["per_gpu"].iloc[0]))
-    names = ("madmax_models.csv", "madmax_systems.csv", "devices.csv", "links.csv", "clusters.csv")
+    names = ("madmax/models", "madmax/systems", "devices", "links", "clusters")
     return with_origin(pd.concat(parts, ignore_index=True), *names)
 
 

@@ -1,6 +1,6 @@
 """Which models, systems and published numbers does MAD-Max talk about, and what is a step of each?
 
-Typed with their sources in `data/madmax_models.csv`, `madmax_systems.csv` and `madmax_published.csv`: facts of
+Typed with their sources in `data/models.csv`, `systems.csv` and `published.csv` of this folder: facts of
 [Hsia et al., ISCA 2024, arXiv 2310.02784], its artifact and its public release. Human units there, SI units here.
 """
 
@@ -26,7 +26,7 @@ __all__ = [
 
 COMMUNICATION = ["all2all_ms", "allreduce_ms", "allgather_ms", "reducescatter_ms"]
 PIECES = ["gemm_ms", "emb_ms", *COMMUNICATION]
-_FILES = ("madmax_models.csv", "madmax_systems.csv", "madmax_published.csv")
+_FILES = ("madmax/models", "madmax/systems", "madmax/published")
 _BATCH = {"DLRM": 65_536, "LLM": 2_048, "ViT": 2_048}  # as the release configures them
 _SAME = ["model", "system", "task"]
 _WEIGHT_COPIES = {"inference": 1}  # else 3, the rule of the artifact's sheet for training
@@ -39,7 +39,7 @@ def with_origin(table: pd.DataFrame, *names: str, rules: str = "MAD-Max as relea
 
 def suite() -> pd.DataFrame:
     """Models of the paper's suites, as `evaluate` takes them, with the source of each row."""
-    return read_table("madmax_models.csv").copy()
+    return read_table("madmax/models").copy()
 
 
 def published(key: str | None = None) -> pd.DataFrame | float:
@@ -48,13 +48,13 @@ def published(key: str | None = None) -> pd.DataFrame | float:
     With a key its value, NaN if nothing is published.
     """
     if key is None:
-        return read_table("madmax_published.csv").copy()
+        return read_table("madmax/published").copy()
     return _published_values().get(key, math.nan)
 
 
 @lru_cache(maxsize=1)
 def _published_values() -> dict[str, float]:
-    return read_table("madmax_published.csv").set_index("key")["value"].to_dict()
+    return read_table("madmax/published").set_index("key")["value"].to_dict()
 
 
 def systems(sizes: Iterable[tuple[str, int]]) -> pd.DataFrame:
@@ -65,7 +65,7 @@ def systems(sizes: Iterable[tuple[str, int]]) -> pd.DataFrame:
     >>> systems([("zionex", 128), ("NC96ds_A100_v4", 64)])[["name", "num_nodes", "mem_cap"]].values.tolist()
     [['zionex-128', 16, 40000000000.0], ['NC96ds_A100_v4-64', 16, 80000000000.0]]
     """
-    known = read_table("madmax_systems.csv").set_index("name")
+    known = read_table("madmax/systems").set_index("name")
     rows = []
     for name, devices in sizes:
         if name not in known.index:
@@ -92,7 +92,7 @@ def catalog_systems(clusters: Iterable[Cluster]) -> pd.DataFrame:
 
     A link counts in full for each direction, unlike the NICs of the release. FP32 means TF32 where a device has it.
     """
-    share = read_table("madmax_systems.csv").set_index("name").loc["zionex"]
+    share = read_table("madmax/systems").set_index("name").loc["zionex"]
     rows = []
     for one in clusters:
         peaks = one.device.peak_flops

@@ -68,7 +68,7 @@ def throughputs(models: Sequence[str] = MODELS, sizes: Sequence[int] = SIZES) ->
                      for plan in (heuristic, scaled)]  # fmt: skip
             rows.append((name, gpus, *rates, 1 / found["step_s"].min()))
     table = pd.DataFrame(rows, columns=["model", "gpus", "heuristic", "scaled", "best"])
-    return with_origin(table, "models.csv", rules="vTrain corrected, recompute on all stages")
+    return with_origin(table, "models", rules="vTrain corrected, recompute on all stages")
 
 
 def job_trace(rates: pd.DataFrame, count: int, seed: int = 0) -> list[Job]:
@@ -141,7 +141,7 @@ def study(
                      free_best.mean_completion_s / free_base.mean_completion_s - 1,
                      free_best.makespan_s / free_base.makespan_s - 1))  # fmt: skip
     columns = ["jobs", "seed", "met_baseline", "met_best", "deadline_ratio", "completion_change", "makespan_change"]
-    return with_origin(pd.DataFrame(rows, columns=columns), "models.csv", "vtrain_published.csv",
+    return with_origin(pd.DataFrame(rows, columns=columns), "models", "vtrain/published",
                        rules="own job traces, vTrain corrected")  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 MT-NLG over (t, d, p), the cost of its plans, the compute-optimal model under a time budget, and seed 000's layouts.
 No trace of these models is public, so the operators come from `vtrain.formulas`; order and collectives are vTrain's
 [Bang et al., MICRO 2024], inside a node at the bandwidth of its configuration files, because the NCCL tables are not
-part of this project. Published numbers: `data/vtrain_published.csv`.
+part of this project. Published numbers: `data/published.csv`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from madmax_lib.catalog import device, table
-from madmax_lib.papers.origin import with_origin
+from madmax_lib.catalog import device
+from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.papers.vtrain.comm import RINGS, Nccl
 from madmax_lib.papers.vtrain.config import Config, Shape
 from madmax_lib.papers.vtrain.formulas import Formulas, formula_operators, operator_s, step_s
@@ -43,13 +43,13 @@ _SWITCHES = {"recompute": "all stages recompute", "binary_units": "GB/s are 1e9"
 def published(key: str) -> float:
     """A published number. Raises ValueError for an unknown key."""
     if key not in _published():
-        raise ValueError(f"{key!r} is not in data/vtrain_published.csv")
+        raise ValueError(f"{key!r} is not in vtrain/data/published.csv")
     return _published()[key]
 
 
 @lru_cache(maxsize=1)
 def _published() -> dict[str, float]:
-    rows = table("vtrain_published")
+    rows = read_table("vtrain/published")
     return dict(zip(rows["key"], rows["value"].astype(float), strict=True))
 
 
@@ -84,7 +84,7 @@ def design_space() -> pd.DataFrame:
     """MT-NLG over the (t, d, p) of vTrain's first case study, with days and cost of its 270 B tokens."""
     dps = [d for d in range(1, 31) if _BATCH % d == 0]
     plans = pd.DataFrame(product((4, 8, 16), dps, (3, 5, 7, 15, 21, 35, 105)), columns=["tp", "dp", "pp"])
-    return with_origin(_priced(plans), "vtrain_published.csv", rules="vTrain corrected, recompute on all stages")
+    return with_origin(_priced(plans), "vtrain/published", rules="vTrain corrected, recompute on all stages")
 
 
 def _priced(plans: pd.DataFrame) -> pd.DataFrame:
@@ -126,7 +126,7 @@ def compute_optimal(days: float = 30.0) -> pd.DataFrame:
                      **best.to_dict(), "days": took, "feasible": took <= days, "naive": naive})  # fmt: skip
     result = pd.DataFrame(rows).sort_values("parameters", ignore_index=True)
     result = result.astype(dict.fromkeys(("tp", "dp", "pp", "micro_batch", "gpus"), int))
-    return with_origin(result, "vtrain_published.csv", rules="vTrain corrected, recompute on all stages")
+    return with_origin(result, "vtrain/published", rules="vTrain corrected, recompute on all stages")
 
 
 def layouts(hidden: int = 8192, layers: Sequence[int] = (16, 32, 48, 96, 128)) -> pd.DataFrame:
@@ -146,7 +146,7 @@ def layouts(hidden: int = 8192, layers: Sequence[int] = (16, 32, 48, 96, 128)) -
     result["published_s"] = [_published().get(key, math.nan) for key in keys]
     result["layout"] = [f"({r.tp}, {r.dp}, {r.pp})" for r in result.itertuples()]
     columns = ["hidden", "layers", "layout", "tp", "dp", "pp", "step_s", "utilisation", "published_s"]
-    return with_origin(result[columns], "vtrain_published.csv", rules="vTrain corrected, units as meant")
+    return with_origin(result[columns], "vtrain/published", rules="vTrain corrected, units as meant")
 
 
 def seed_steps(nccl: Nccl = RINGS) -> pd.DataFrame:
@@ -202,7 +202,7 @@ def rule_effects() -> pd.DataFrame:
     rows = [(name, labels[name], iteration_s(config, operators, RINGS, case)) for name, case in cases.items()]
     result = pd.DataFrame(rows, columns=["switch", "what", "step_s"])
     result["change"] = result["step_s"] / result["step_s"].iloc[0] - 1
-    return with_origin(result, "vtrain_published.csv", rules="vTrain, one switch at a time")
+    return with_origin(result, "vtrain/published", rules="vTrain, one switch at a time")
 
 
 def claims() -> pd.DataFrame:
@@ -223,10 +223,10 @@ def claims() -> pd.DataFrame:
 
 
 def _beside(ours: dict[str, float], *, every: bool = False) -> pd.DataFrame:
-    rows = table("vtrain_published").rename(columns={"value": "theirs"})
+    rows = read_table("vtrain/published").rename(columns={"value": "theirs"})
     rows = rows[(rows["follows"] != "input") & (every | rows["key"].isin(ours))].reset_index(drop=True)
     rows["theirs"] = rows["theirs"].astype(float)
     rows["ours"] = rows["key"].map(ours)
     rows["error"] = rows["ours"] / rows["theirs"] - 1
     columns = ["key", "item", "claim", "unit", "theirs", "ours", "error", "follows", "note"]
-    return with_origin(rows[columns], "vtrain_published.csv", rules="vTrain on analytical operators")
+    return with_origin(rows[columns], "vtrain/published", rules="vTrain on analytical operators")
