@@ -14,13 +14,14 @@ import os
 import re
 from dataclasses import fields, replace
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import pandas as pd
 
 from madmax_lib.specs import DLRM, Cluster, Device, Host, Link, Model, Transformer
 
-__all__ = ["cluster", "clusters", "device", "device_named", "devices", "model", "models", "table"]
+__all__ = ["cluster", "clusters", "data_file", "device", "device_named", "devices", "model", "models", "table"]
 
 _UNITS = {"": 1.0, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0, "us": 1e-6}
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
@@ -28,13 +29,24 @@ _DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int
 _USER_FOLDER = "MADMAX_CATALOG"
 
 
-def table(name: str) -> pd.DataFrame:
-    """One of the tables as text, ours followed by the user's."""
-    with (files("madmax_lib") / "data" / f"{name}.csv").open() as file:
-        rows = pd.read_csv(file, dtype=str, keep_default_na=False)
+def data_file(name: str) -> Traversable:
+    """A file that lies beside the code: `models.csv` in data/, `papers/studies/mlp.csv` in papers/studies/data/."""
+    room, _, file = name.rpartition("/")
+    return files("madmax_lib") / room / "data" / file
+
+
+def table(name: str, *, numbers: bool = False) -> pd.DataFrame:
+    """One of our tables, ours followed by the user's.
+
+    name: a file of `data_file` without its ending. numbers: columns of numbers as numbers, NaN where they are empty;
+    otherwise everything is text.
+    """
+    as_text = {} if numbers else {"dtype": str, "keep_default_na": False}
+    with data_file(f"{name}.csv").open(encoding="utf-8") as file:
+        rows = pd.read_csv(file, **as_text)
     user = Path(os.environ.get(_USER_FOLDER, "")) / f"{name}.csv"
     if os.environ.get(_USER_FOLDER) and user.exists():
-        own = pd.read_csv(user, dtype=str, keep_default_na=False)
+        own = pd.read_csv(user, **as_text)
         if missing := [c for c in rows.columns if c not in own.columns and c not in ("source", "date")]:
             raise ValueError(f"{user}: column(s) {', '.join(missing)} missing")
         rows = pd.concat([rows, own.reindex(columns=rows.columns, fill_value="")], ignore_index=True)

@@ -12,11 +12,11 @@ import gzip
 import hashlib
 import os
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.atomic import replacing
 
 __all__ = ["PROJECT", "cache_folder", "dataset", "datasets", "local_data", "names", "places"]
@@ -27,8 +27,7 @@ PROJECT = Path(__file__).resolve().parents[1]  # the checkout; a plain installat
 @lru_cache(maxsize=1)
 def datasets() -> pd.DataFrame:
     """The registry, one row per file: dataset, local_path, url, hashes, download_bytes, licence, description."""
-    with (files("madmax_lib") / "data" / "datasets.csv").open() as file:
-        return pd.read_csv(file)
+    return catalog.table("datasets", numbers=True)
 
 
 def dataset(name: str, *, download: bool = True) -> Path:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from madmax_lib.catalog import data_file
 from madmax_lib.timeline import Timeline
 
 __all__ = ["COLLECTIVES", "collective_names", "collectives_of", "kernel_kinds", "load_kinds"]
@@ -37,7 +37,7 @@ def load_kinds(user_table: str | Path | None = None) -> pd.DataFrame:
 
 @lru_cache(maxsize=1)
 def _own_kinds() -> pd.DataFrame:
-    return _read_csv(files("madmax_lib") / "data" / "kernel_kinds.csv")
+    return _read_csv(data_file("kernel_kinds.csv"))
 
 
 def kernel_kinds(names: list[str], *, rules: str = "exact", table: pd.DataFrame | None = None) -> np.ndarray:

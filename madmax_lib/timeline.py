@@ -188,9 +188,16 @@ def _unpack(text: bytes) -> pd.DataFrame:
     return pa.ipc.open_stream(base64.b64decode(text)).read_pandas()
 
 
-def with_origin(table: pd.DataFrame, timeline: Timeline, **more) -> pd.DataFrame:
-    """The table, remembering in `.attrs` whether its timeline was measured or simulated, and from what."""
-    table.attrs.update(provenance=timeline.meta.provenance, source=timeline.meta.source, **more)
+def with_origin(table: pd.DataFrame, origin: Timeline | dict, **more) -> pd.DataFrame:
+    """The table, remembering in `.attrs` what it was made from, which a figure of it carries on.
+
+    origin: a timeline, which also says whether it was measured or simulated, or a provenance as in `Meta`.
+    """
+    if isinstance(origin, Timeline):
+        table.attrs.update(provenance=origin.meta.provenance, source=origin.meta.source)
+    else:
+        table.attrs["provenance"] = origin
+    table.attrs.update(more)
     return table
 
 

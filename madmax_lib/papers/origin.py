@@ -1,45 +1,42 @@
-"""What was a table made from? Tables of the papers and of the catalog, with the hashes that a figure carries on.
+"""What was a table made from? Files that lie with the code, with the hashes that a figure carries on.
 
-A table is named by its paper, as "madmax/models" for `papers/madmax/data/models.csv`; a bare name, as "devices", is a
-table of the core's data folder.
+A name with a slash is a paper's own: `studies/gelu` is papers/studies/data/gelu.csv. Others are in the data folder of
+the library: `devices`, or `parameters.json`.
 """
 
 from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 
 import pandas as pd
+
+from madmax_lib import catalog, timeline
 
 __all__ = ["provenance", "read_table", "with_origin"]
 
 
 @lru_cache
 def read_table(name: str) -> pd.DataFrame:
-    """A table, numbers as numbers. One for all: take a copy to change it."""
-    with _file(name).open() as file:
-        return pd.read_csv(file)
+    """A table, numbers as numbers. It is read once for all: take a copy to change it."""
+    return catalog.table(_place(name).removesuffix(".csv"), numbers=True)
 
 
 def provenance(*names: str, rules: str) -> dict:
-    """Name and sha256 of tables, and the rules by which they were used."""
-    return {"files": {name: _about(name) for name in names}, "rules": rules}
+    """Name and sha256 of the files, and the rules by which they were used."""
+    files = [name if "." in name else f"{name}.csv" for name in names]
+    return {"files": {file: {"name": file, "sha256": _sha256(file)} for file in files}, "rules": rules}
 
 
 def with_origin(table: pd.DataFrame, *names: str, rules: str) -> pd.DataFrame:
-    """The table itself, with `provenance` among its attributes."""
-    table.attrs["provenance"] = provenance(*names, rules=rules)
-    return table
+    """The table itself, with the `provenance` of these files."""
+    return timeline.with_origin(table, provenance(*names, rules=rules))
+
+
+def _place(name: str) -> str:
+    return f"papers/{name}" if "/" in name else name
 
 
 @lru_cache
-def _about(name: str) -> dict[str, str]:
-    return {"name": name, "sha256": hashlib.sha256(_file(name).read_bytes()).hexdigest()}
-
-
-def _file(name: str) -> Traversable:
-    paper, _, stem = name.removesuffix(".csv").rpartition("/")
-    room = files("madmax_lib") / "papers" / paper if paper else files("madmax_lib")
-    return room / "data" / f"{stem}.csv"
+def _sha256(file: str) -> str:
+    return hashlib.sha256(catalog.data_file(_place(file)).read_bytes()).hexdigest()

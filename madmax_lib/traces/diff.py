@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from importlib.resources import files
 
 import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.accounting import breakdown
 from madmax_lib.kinds import collective_names, collectives_of
 from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline
@@ -236,8 +236,7 @@ def _with_origin(table: pd.DataFrame, a: Timeline, b: Timeline, labels: tuple[st
 @lru_cache(maxsize=1)
 def _class_table() -> list[tuple]:
     """(class, class that a simulation has for it, search) by row of op_classes.csv."""
-    with (files("madmax_lib") / "data" / "op_classes.csv").open("r", encoding="utf-8") as file:
-        table = pd.read_csv(file, dtype=str, keep_default_na=False)
+    table = catalog.table("op_classes")
     return [(row["class"], row["simulated"], re.compile(row["pattern"], re.IGNORECASE).search)
             for _, row in table.iterrows()]  # fmt: skip
 

@@ -117,4 +117,4 @@ def test_pictures_keep_their_table_and_its_origin(draw, table):
     ax = draw(table())
     data = figure_data(ax)
     assert ax.get_title() and ax.get_xlabel() and len(data)
-    assert list(data.attrs["provenance"]["files"])[0].startswith("seed_")
+    assert list(data.attrs["provenance"]["files"])[0].startswith("studies/")

@@ -20,7 +20,7 @@ from madmax_lib.specs import Cluster, Host, Link, Transformer
 V100 = replace(mm.cluster("dgx-2"), devices_per_node=1)
 FOUR, EIGHT, H100 = mm.cluster("hetero-4xv100"), mm.cluster("patrickstar-8xv100"), mm.cluster("dgx-h100")
 STATES = ["weights", "gradients", "optimizer"]
-SHAPES = {row["name"]: row for row in catalog.table("hetero_models").to_dict("records")}
+SHAPES = {row["name"]: row for row in catalog.table("papers/studies/hetero_models").to_dict("records")}
 
 
 def seed(name):
@@ -227,7 +227,7 @@ def test_vit_huge_on_t4():
     assert found(mm.model("vit-huge"), cluster, "dp2.z2.mb16.full", 32).fits
 
 
-@pytest.mark.parametrize("row", catalog.table("scale_limits").to_dict("records"),
+@pytest.mark.parametrize("row", catalog.table("papers/studies/scale_limits").to_dict("records"),
                          ids=lambda row: f"{row['system']} {row['params_e9']}")  # fmt: skip
 def test_limits_reach_what_was_published(row):
     """A published size is a lower bound of what fits; ours is at most twice as large where the host was full."""
@@ -254,7 +254,8 @@ def test_the_next_layer_does_not_fit():
 
 
 def test_data_are_those_of_the_shared_files():
-    ours, theirs = catalog.table("hetero_models"), pd.read_csv(local_or_skip("seed_runs") / "iisc_gpt_models.csv")
+    theirs = pd.read_csv(local_or_skip("seed_runs") / "iisc_gpt_models.csv")
+    ours = catalog.table("papers/studies/hetero_models")
     ours = ours[ours["name"] != "gpt2_9b"].reset_index(drop=True)
     for column in ("hidden", "layers", "heads", "params_e9"):
         assert ours[column].astype(float).tolist() == pytest.approx(theirs[column].tolist(), abs=1e-3)

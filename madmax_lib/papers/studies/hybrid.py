@@ -2,7 +2,7 @@
 
 The public project makramab/hybrid-parallelism reports tokens per second, MFU, memory and time of DDP, ZeRO-3 and
 "ZeRO-3 + TP". Its figures are read again: which steps they average, which batches they count, and how many different
-samples the GPUs saw. Reported numbers: `data/seed_gpt2_large.csv`, `seed_gelu.csv`, `seed_mlp.csv`.
+samples the GPUs saw. Reported numbers: `data/gpt2_large.csv`, `gelu.csv`, `mlp.csv`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from madmax_lib.specs import Transformer
 __all__ = ["Window", "audit", "claims", "gelu", "local_model", "log_window", "memory_rows", "mlp", "runs",
            "script_flops", "splits"]  # fmt: skip
 
-_MODEL, _RUNS = "gpt2-large", "seed_gpt2_large.csv"
+_MODEL, _RUNS = "gpt2-large", "studies/gpt2_large"
 _RULES = "figures of makramab/hybrid-parallelism read again"
 _BUCKET_BYTES = 2 * 5e7  # its DeepSpeed configuration: 5e7 fp16 elements
 
@@ -146,7 +146,7 @@ def gelu() -> pd.DataFrame:
     PyTorch's two kernels read and write the tensor twice, a fused kernel once; ideal_ms: once at full bandwidth.
     in_cache: input and output lie in the L2 cache, so that the figure is none of device memory.
     """
-    table, bandwidth = read_table("seed_gelu.csv"), catalog.device("a100-40").memory_bandwidth_bytes_per_s
+    table, bandwidth = read_table("studies/gelu"), catalog.device("a100-40").memory_bandwidth_bytes_per_s
     size = 2 * table["batch"] * table["sequence"] * table["width"]
     table = table.assign(
         tensor_bytes=size,
@@ -158,17 +158,17 @@ def gelu() -> pd.DataFrame:
     )
     table["fused_share"] = table["fused_bytes_per_s"] / bandwidth
     table["unfused_share"] = table["unfused_bytes_per_s"] / bandwidth
-    return with_origin(table.drop(columns="source"), "seed_gelu.csv", rules=_RULES)
+    return with_origin(table.drop(columns="source"), "studies/gelu", rules=_RULES)
 
 
 def mlp() -> pd.DataFrame:
     """The breakdown of an MLP: ms, share of the whole, FLOP/s of the products (NaN for others), share of the peak."""
-    table, peak = read_table("seed_mlp.csv"), catalog.device("a100-40").peak("fp16")
+    table, peak = read_table("studies/mlp"), catalog.device("a100-40").peak("fp16")
     flops = 2.0 * table["m"] * table["k"] * table["n"]
     whole = table.loc[table["name"] == "full mlp", "ms"].iloc[0]
     table = table.assign(share=table["ms"] / whole, flops_per_s=flops / table["ms"] * 1e3)
     table["peak_share"] = table["flops_per_s"] / peak
-    return with_origin(table.drop(columns="source"), "seed_mlp.csv", rules=_RULES)
+    return with_origin(table.drop(columns="source"), "studies/mlp", rules=_RULES)
 
 
 def claims() -> pd.DataFrame:
@@ -189,4 +189,4 @@ def claims() -> pd.DataFrame:
     ]  # fmt: skip
     result = pd.DataFrame(table, columns=["claim", "reported", "ours"])
     result["error"] = result["ours"] / result["reported"] - 1
-    return with_origin(result, _RUNS, "seed_gelu.csv", "seed_mlp.csv", rules=_RULES)
+    return with_origin(result, _RUNS, "studies/gelu", "studies/mlp", rules=_RULES)

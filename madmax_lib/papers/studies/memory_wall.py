@@ -52,12 +52,12 @@ _CAUSES = {
 
 def seed_models() -> list[str]:
     """Names of the shapes, the smallest first."""
-    return catalog.table("hetero_models")["name"].tolist()
+    return catalog.table("papers/studies/hetero_models")["name"].tolist()
 
 
 def seed_model(name: str) -> Transformer:
     """A shape by name. Raises ValueError for an unknown one."""
-    rows = catalog.table("hetero_models").set_index("name")
+    rows = catalog.table("papers/studies/hetero_models").set_index("name")
     if name not in rows.index:
         raise ValueError(f"model {name!r} is not one of {', '.join(rows.index)}")
     row = rows.loc[name]
@@ -80,7 +80,7 @@ def methods_table(cluster: Cluster, models: Iterable[str] | None = None, *, micr
             plan = Plan.parse(f"dp{cluster.world_size}.mb{micro_batch}.full.{text}")
             rows.append({"model": name, "parameters": model.parameters, "method": method, "plan": str(plan),
                          **_row(model, cluster, plan, Policy(share=share))})  # fmt: skip
-    return with_origin(pd.DataFrame(rows), "hetero_models.csv", *_MACHINE_FILES, rules=_RULES)
+    return with_origin(pd.DataFrame(rows), "studies/hetero_models", *_MACHINE_FILES, rules=_RULES)
 
 
 def limits_table() -> pd.DataFrame:
@@ -88,7 +88,7 @@ def limits_table() -> pd.DataFrame:
     ratio, bound (place that is full) and confidence. A published size is what was tried, so ours should not be less.
     """
     rows = []
-    for row in catalog.table("scale_limits").to_dict("records"):
+    for row in catalog.table("papers/studies/scale_limits").to_dict("records"):
         cluster = replace(catalog.cluster(row["cluster"]), devices_per_node=int(row["devices"]))
         found = largest_model(cluster, row["method"])
         published, ours = float(row["params_e9"]), found.parameters / 1e9
@@ -96,7 +96,7 @@ def limits_table() -> pd.DataFrame:
                      "machine": f"{row['devices']} x {cluster.device.name}, {float(row['host_memory_gb']):.0f} GB",
                      "published": published, "ours": ours, "ratio": ours / published, "bound": found.result.bound,
                      "confidence": row["confidence"]})  # fmt: skip
-    return with_origin(pd.DataFrame(rows), "scale_limits.csv", *_MACHINE_FILES, rules=_RULES)
+    return with_origin(pd.DataFrame(rows), "studies/scale_limits", *_MACHINE_FILES, rules=_RULES)
 
 
 def _row(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -> dict:
@@ -160,15 +160,15 @@ def share_table(model: Transformer, cluster: Cluster, plan: Plan, *, global_batc
 
 def measured_host() -> pd.DataFrame:
     """What `runs.measure.host_bench` measured on the machine that the source column names."""
-    table = catalog.table("host_measured")
+    table = catalog.table("papers/studies/host_measured")
     numbers = [name for name in table if name not in ("what", "how", "machine", "source", "date")]
     table = table.astype(dict.fromkeys(numbers, float)).astype({"threads": int})
-    return with_origin(table, "host_measured.csv", rules="as measured")
+    return with_origin(table, "studies/host_measured", rules="as measured")
 
 
 def adam_published() -> pd.DataFrame:
     """Published seconds of CPU Adam beside ours: parameters, published_s, ours_s, ratio."""
-    table = catalog.table("adam_published").astype({"parameters": float, "seconds": float})
+    table = catalog.table("papers/studies/adam_published").astype({"parameters": float, "seconds": float})
     ours = [rates(replace(catalog.cluster(row.machine), devices_per_node=1)).adam_s(row.parameters)
             for row in table.itertuples()]  # fmt: skip
     return pd.DataFrame({"parameters": table["parameters"], "published_s": table["seconds"], "ours_s": ours,

@@ -2,7 +2,7 @@
 
 The public project sidd1196/distributed_vision_training trained ViT-Huge/14 on Food-101 with DeepSpeed: DDP ran out of
 memory, ZeRO-2 logged 2,368 steps, ZeRO-3 and ZeRO++ left one traced step each. Its numbers are in
-`data/seed_vit_huge_steps.csv` and `seed_vit_overlap.csv`; what the runs were is in `plan_of`.
+`data/vit_huge_steps.csv` and `vit_overlap.csv`; what the runs were is in `plan_of`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["BUCKET_ELEMENTS", "PHASES", "calibrate", "claims", "fit_and_predict"
 
 PHASES = ("forward", "backward", "update", "all_gather")
 BUCKET_ELEMENTS = 5e8  # its DeepSpeed configuration: reduce_bucket_size and allgather_bucket_size
-_STEPS, _OVERLAP = "seed_vit_huge_steps.csv", "seed_vit_overlap.csv"
+_STEPS, _OVERLAP = "studies/vit_huge_steps", "studies/vit_overlap"
 _MODEL, _CLUSTER, _DTYPE, _BATCH = "vit-huge", "kaggle-2xt4", "fp16", 16  # batch per GPU
 _RULES = "ViT-Huge on two T4, sidd1196/distributed_vision_training"
 _RESOLUTION, _ROUNDS = 1e-5, 50  # of a fitted share, relative

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.atomic import replacing
 
 __all__ = ["Parameters", "bounds", "load", "save", "shipped", "start"]
@@ -55,8 +56,8 @@ class Parameters:
 @lru_cache(maxsize=1)
 def bounds() -> pd.DataFrame:
     """The table of constants: start low high sigma ideal scale note, indexed by `name:group`."""
-    with (files("madmax_lib") / "data" / "parameter_bounds.csv").open() as file:
-        table = pd.read_csv(file, keep_default_na=False)
+    table = catalog.table("parameter_bounds")
+    table = table.astype(dict.fromkeys(("start", "low", "high", "sigma", "ideal"), float))
     group = table["group"].where(table["group"] == "", ":" + table["group"])
     return table.set_index(table["name"] + group)
 
