@@ -1,0 +1,268 @@
+"""Which six shapes are pictures made of? Bars, ours and theirs, lines, areas, blocks of time, grids.
+
+Each draws on given Axes; rows count from the top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from madmax_lib.intervals import pack, union
+from madmax_lib.units import NS_PER_S
+from madmax_lib.view.drawing.axes import note
+from madmax_lib.view.drawing.style import DARK, Fill, fill_of, ink_on
+
+__all__ = ["areas", "bars", "blocks", "grid", "lines", "ours_and_theirs", "row_label", "rows_of", "visible_blocks"]
+
+_SMALLEST = 1 / 3000  # of the time axis: gaps below are not drawn, so that pictures of any trace stay small
+
+
+def bars(
+    ax: Axes,
+    lengths: pd.DataFrame | Sequence[float],
+    fill: Fill | Sequence[Fill] | Mapping[str, Fill] = "compute",
+    *,
+    source: str | None = None,
+    places: Sequence[float] | None = None,
+    slot: tuple[int, int] = (0, 1),
+    left: float | Sequence[float] = 0.0,
+    height: float | None = None,
+    error: tuple[Sequence[float], Sequence[float]] | None = None,
+    notes: Sequence[str] | None = None,
+    inside: pd.DataFrame | Sequence[str] | None = None,
+    upright: bool = False,
+) -> np.ndarray:
+    """A bar per row, or for a table a bar per row of its columns end to end; returns where the bars end.
+
+    fill: kind, colour or patch options: one, one per row, or for a table one per column by name.
+    source: "simulated" hatches. places: rows to draw on, by default 0, 1, ... slot: (k, n) is the k-th of n bars that
+    share a row. error: low and high ends of an interval. notes: texts behind the ends, inside: texts on the bars.
+
+    >>> from madmax_lib.view.drawing import new_axes
+    >>> ax = new_axes(height=1.5)
+    >>> step_ms = pd.DataFrame({"compute": [3.0, 4.0], "comm": [1.0, 2.0]})
+    >>> bars(ax, step_ms, {"compute": "compute", "comm": "comm"}, notes=["a", "b"])
+    array([4., 6.])
+    """
+    number, of = slot
+    height = height or (0.7 if of == 1 else 0.72 / of)
+    count = len(lengths)
+    rows = np.arange(count) if places is None else np.asarray(places, float)
+    rows = rows + (number - (of - 1) / 2) * 0.8 / of
+    stacked = isinstance(lengths, pd.DataFrame)
+    columns = list(fill) if stacked else [None]
+    begin = np.broadcast_to(np.asarray(left, float), count)
+    for column in columns:
+        size = np.asarray(lengths[column] if stacked else lengths, float)
+        fills = _fills(fill[column] if stacked else fill, count, source)
+        texts = inside[column] if stacked and inside is not None else inside
+        _draw_bars(ax, rows, begin, size, height, fills, upright=upright)
+        for row, start, length, paint, text in zip(
+            rows, begin, size, fills, texts if texts is not None else (), strict=False
+        ):
+            middle = (row, start + length / 2) if upright else (start + length / 2, row)
+            ax.text(*middle, text, ha="center", va="center", fontsize=7, color=ink_on(paint["facecolor"]))
+        begin = begin + np.nan_to_num(size)
+    reach = begin
+    if error is not None:
+        low, high = (np.asarray(end, float) for end in error)
+        spread = {"yerr" if upright else "xerr": [begin - low, high - begin]}
+        at = (rows, begin) if upright else (begin, rows)
+        ax.errorbar(*at, **spread, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
+        reach = np.fmax(begin, high)
+    for row, end, text in zip(rows, reach, notes if notes is not None else (), strict=False):
+        place, shift = ((row, end), {"dx": 0, "dy": 5, "ha": "center"}) if upright else ((end, row), {})
+        note(ax, *place, text, **shift)
+    return begin
+
+
+def _fills(fill: Fill | Sequence[Fill], count: int, source: str | None) -> list[dict]:
+    one = isinstance(fill, (str, dict))
+    return [fill_of(fill, source)] * count if one else [fill_of(each, source) for each in fill]
+
+
+def _draw_bars(ax: Axes, rows, begin, size, height: float, fills: list[dict], *, upright: bool) -> None:
+    for row, start, length, paint in zip(rows, begin, size, fills, strict=True):
+        if upright:
+            ax.bar(row, length, bottom=start, width=height, **paint)
+        else:
+            ax.barh(row, length, left=start, height=height, **paint)
+
+
+def ours_and_theirs(
+    ax: Axes,
+    table: pd.DataFrame,
+    theirs: str,
+    ours: str,
+    *,
+    styles: Mapping[str, tuple[str, str]],
+    by: str,
+    names: Mapping[str, str] | None = None,
+    within: tuple[float, str] | None = None,
+    room: float = 1.3,
+) -> None:
+    """Points of ours over theirs in equal logarithmic axes, with the line where both agree.
+
+    styles: colour and mark of each value of the column `by`; names: their labels, by default the value.
+    within: a relative error to shade, and its label. room: factor that the axes reach beyond the points.
+    """
+    for value, (color, mark) in styles.items():
+        part = table[table[by] == value]
+        if len(part):
+            label = (names or {}).get(value, str(value))
+            ax.plot(part[theirs], part[ours], mark, ms=4, mfc="none", mew=0.8, color=color, label=label)
+    ends = np.array([table[theirs].min() / room, table[theirs].max() * room]) if len(table) else np.array([0.1, 10])
+    ax.plot(ends, ends, color=DARK, lw=0.8, zorder=0)
+    if within:
+        error, label = within
+        ax.fill_between(ends, ends * (1 - error), ends * (1 + error), color="#e8e8e8", zorder=0, label=label)
+    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+
+
+def lines(
+    ax: Axes,
+    table: pd.DataFrame,
+    x: str,
+    y: str,
+    *,
+    by: str | list[str] | None = None,
+    styles: Mapping | None = None,
+    labels: Mapping | Callable[[pd.DataFrame], str] | None = None,
+    ends: Mapping | Callable[[pd.DataFrame], str] | None = None,
+    units: tuple[float, float] = (1.0, 1.0),
+    **style,
+) -> None:
+    """A line of y over x for each value of `by`, in the order of the table.
+
+    styles: by value, a colour or options of `Axes.plot`; **style: options of all. labels: for the legend, ends: written
+    at the last point, both by value or as a function of the group's rows. units: what 1 is on each axis, such as 1e-3
+    for ms.
+
+    >>> from madmax_lib.view.drawing import new_axes
+    >>> ax = new_axes(height=2)
+    >>> table = pd.DataFrame({"gpus": [1, 2, 1, 2], "step_s": [4, 2, 4, 3], "network": ["a", "a", "b", "b"]})
+    >>> lines(ax, table, "gpus", "step_s", by="network", styles={"a": "black", "b": {"ls": ":"}}, units=(1, 1e-3))
+    """
+    groups = table.groupby(by, sort=False) if by is not None else [(None, table)]
+    for value, part in groups:
+        own = (styles or {}).get(value, {})
+        own = {"color": own} if isinstance(own, str) else own
+        (line,) = ax.plot(part[x] / units[0], part[y] / units[1], **{**style, **own})
+        if label := _text(labels, value, part):
+            line.set_label(label)
+        if text := _text(ends, value, part):
+            at = part[x].iloc[-1] / units[0], part[y].iloc[-1] / units[1]
+            note(ax, *at, text, dx=6, color=line.get_color())
+
+
+def _text(texts: Mapping | Callable | None, value, part: pd.DataFrame) -> str | None:
+    return texts(part) if callable(texts) else (texts or {}).get(value)
+
+
+def areas(
+    ax: Axes,
+    x: Sequence[float],
+    parts: pd.DataFrame,
+    fills: Mapping[str, Fill],
+    *,
+    source: str | None = None,
+    step: str | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> np.ndarray:
+    """Columns of a table as areas one upon another, in the order of `fills`; returns the top.
+
+    step: "post" or "mid" for values that hold until the next one, or around each.
+    """
+    below = np.zeros(len(parts))
+    for name, fill in fills.items():
+        above = below + parts[name].to_numpy(float)
+        label = (labels or {}).get(name, name)
+        ax.fill_between(x, below, above, step=step, label=label, **fill_of(fill, source))
+        below = above
+    return below
+
+
+def blocks(
+    ax: Axes,
+    spans: pd.DataFrame,
+    fills: Mapping[str, Fill],
+    *,
+    reach_ns: int,
+    source: str | None = None,
+    height: float = 0.8,
+    wider: Mapping[str, int] | None = None,
+    unit_s: float = 1e-3,
+) -> pd.DataFrame:
+    """Blocks of time on rows: what touches is one block, what is too thin to see is widened.
+
+    spans: place (row), kind, start_ns, dur_ns. fills: by kind, in the order of drawing. reach_ns: length of the time
+    axis. wider: kinds that are drawn wider than they are, by a factor of the least width. Returns the blocks that are
+    drawn: place, kind, start_s, dur_s.
+    """
+    drawn = []
+    for place, row in spans.groupby("place"):
+        for kind, fill in fills.items():
+            of_kind = row[row["kind"] == kind]
+            least = (wider or {}).get(kind, 1) * reach_ns
+            seen = visible_blocks(pack(of_kind["start_ns"], of_kind["dur_ns"]), least)
+            start_s, dur_s = seen[:, 0] / NS_PER_S, (seen[:, 1] - seen[:, 0]) / NS_PER_S
+            where = np.stack([start_s, dur_s], axis=1) / unit_s
+            ax.broken_barh(where, (place - height / 2, height), **fill_of(fill, source))
+            drawn.append(pd.DataFrame({"place": place, "kind": kind, "start_s": start_s, "dur_s": dur_s}))
+    return pd.concat(drawn, ignore_index=True)
+
+
+def visible_blocks(intervals: np.ndarray, reach_ns: int) -> np.ndarray:
+    """Union of intervals in which gaps too small to see are closed and blocks too thin to see are widened."""
+    gap = max(int(reach_ns * _SMALLEST), 1)
+    visible = union(intervals + np.array([0, gap])) - np.array([0, gap])
+    visible[:, 1] = np.maximum(visible[:, 1], visible[:, 0] + gap)
+    return visible
+
+
+def rows_of(spans: pd.DataFrame) -> list[tuple[int, int]]:
+    """(rank, stream) of each row to draw: by rank, device before host, computing before communicating, then number."""
+    rows = spans.assign(comm=spans["kind"].eq("comm")).groupby(["rank", "stream"])["comm"].mean().reset_index()
+    rows["host"], rows["talks"], rows["number"] = rows["stream"] < 0, rows["comm"] > 0.5, rows["stream"].abs()
+    rows = rows.sort_values(["rank", "host", "talks", "number"])
+    return list(rows[["rank", "stream"]].itertuples(index=False, name=None))
+
+
+def row_label(rank: int, stream: int) -> str:
+    """Text for a row of a timeline."""
+    return f"rank {rank} · " + (f"stream {stream}" if stream >= 0 else f"thread {-stream}")
+
+
+def grid(
+    ax: Axes,
+    values: pd.DataFrame,
+    *,
+    texts: pd.DataFrame | None = None,
+    colors: str = "Blues",
+    limits: tuple[float | None, float | None] = (None, None),
+    label: str = "",
+) -> None:
+    """A matrix as coloured cells, with its index and columns as ticks; cells without a value stay grey.
+
+    texts: written on the cells. limits: values of the first and the last colour. label: of a colour bar, if any.
+    """
+    ax.set_facecolor("#dddddd")
+    image = ax.pcolormesh(values.to_numpy(float), cmap=colors, vmin=limits[0], vmax=limits[1], edgecolor="white", lw=1)
+    if texts is not None:
+        cells = image.cmap(image.norm(values.to_numpy(float)))
+        for (row, column), text in np.ndenumerate(texts.to_numpy()):
+            empty = np.isnan(values.iloc[row, column])
+            ink = "#777777" if empty else ink_on(cells[row, column, :3])
+            ax.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8, color=ink)
+    ax.set_xticks(np.arange(values.shape[1]) + 0.5, values.columns)
+    ax.set_yticks(np.arange(values.shape[0]) + 0.5, values.index)
+    ax.set(ylim=(values.shape[0], 0))
+    ax.grid(False)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    if label:
+        ax.figure.colorbar(image, ax=ax, label=label, shrink=0.7)

@@ -1,0 +1,136 @@
+"""Which colour, hatching and words do all pictures share? Values without axes; `drawing` draws with them.
+
+Colours mean the same everywhere: compute blue, communication orange, hidden communication light orange, copies green,
+other work violet, idle grey. What was measured is filled, what was simulated is hatched, what others published is
+hollow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from matplotlib.artist import Artist
+from matplotlib.colors import to_rgb
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+__all__ = [
+    "COLORS",
+    "DARK",
+    "DASHED",
+    "GREY",
+    "HATCH",
+    "LABELS",
+    "PAPER",
+    "SERIES",
+    "THEIRS",
+    "UNFIT",
+    "faded",
+    "fill_of",
+    "ink_on",
+    "kinds_key",
+    "line_key",
+    "mark_key",
+    "patch_key",
+    "percent",
+    "plural",
+    "shorten",
+]
+
+COLORS = {  # also told apart by lightness alone, in print without colour
+    "compute": "#3b75af",
+    "comm": "#e1812c",
+    "hidden": "#f4c79a",
+    "memcpy": "#8cc269",
+    "other": "#56378c",
+    "idle": "#d9d9d9",
+}
+LABELS = {"compute": "compute", "comm": "communication", "memcpy": "copies", "other": "other", "idle": "idle"}
+SERIES = ("#3b75af", "#e1812c", "#529d3f", "#8d6bb8", "#c44e52", "#937860", "#c49a2c", "#2f9c95")  # of groups in order
+GREY, DARK, PAPER, HATCH = "#b9b9b9", "#4a4a4a", "#222222", "////"
+DASHED = {"color": DARK, "lw": 0.9, "ls": "--"}  # a limit: the memory of a device, a budget
+UNFIT = {"facecolor": "none", "edgecolor": GREY, "linestyle": ":", "linewidth": 1.3}  # does not fit in memory
+THEIRS = {"facecolor": "white", "edgecolor": PAPER, "linewidth": 1.0}  # a published value as a bar
+
+Fill = str | dict
+
+
+def fill_of(fill: Fill, source: str | None = None) -> dict:
+    """How an area is painted: the colour of a kind or any other, hatched where the source is "simulated".
+
+    A dictionary of matplotlib's patch options (such as UNFIT, THEIRS) passes as it is.
+
+    >>> fill_of("comm", "simulated")["hatch"], fill_of("#ff0000")["facecolor"]
+    ('////', '#ff0000')
+    """
+    if isinstance(fill, dict):
+        return fill
+    hatch = HATCH if source == "simulated" else None
+    return {"facecolor": COLORS.get(fill, fill), "edgecolor": "white", "linewidth": 0, "hatch": hatch}
+
+
+def faded(fill: Fill, source: str | None = None, *, alpha: float = 0.55) -> dict:
+    """The same fill, paler: the second of two, or what is beside the point."""
+    return fill_of(fill, source) | {"alpha": alpha}
+
+
+def ink_on(color) -> str:
+    """Black or white text, whichever reads better on a colour.
+
+    >>> ink_on("#3b75af"), ink_on("#f4c79a")
+    ('white', 'black')
+    """
+    red, green, blue = to_rgb(color)
+    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.45 else "black"
+
+
+def kinds_key(kinds: Iterable[str], labels: dict[str, str] | None = None) -> list[Artist]:
+    """Legend entries of kinds, named by LABELS or as given."""
+    labels = {**LABELS, **(labels or {})}
+    return [patch_key(labels[kind], COLORS[kind]) for kind in kinds]
+
+
+def patch_key(label: str, fill: Fill, source: str | None = None) -> Patch:
+    """A legend entry for an area."""
+    return Patch(label=label, **fill_of(fill, source))
+
+
+def mark_key(label: str, marker: str = "D", color: str = PAPER, *, hollow: bool = True, **style) -> Line2D:
+    """A legend entry for a mark without a line; by default the hollow diamond of published values."""
+    face = "none" if hollow else color
+    return Line2D([], [], marker=marker, mfc=face, mec=color, color=color, ls="none", label=label, **style)
+
+
+def line_key(label: str, color: str = DARK, **style) -> Line2D:
+    """A legend entry for a line."""
+    return Line2D([], [], color=color, label=label, **style)
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> plural(1, "rank"), plural(1200, "call")
+    ('1 rank', '1,200 calls')
+    """
+    return f"{count:,.0f} {noun}{'' if count == 1 else 's'}"
+
+
+def percent(share: float) -> str:
+    """A share as text, with more digits where it is small.
+
+    >>> percent(0.46), percent(0.027), percent(0.00031)
+    ('46%', '2.7%', '0.031%')
+    """
+    return f"{share:.0%}" if share >= 0.1 else f"{share * 100:.2g}%"
+
+
+def shorten(text: object, most: int = 38, *, keep_end: bool = False) -> str:
+    """A text that fits beside a bar: what is too long loses its end, or with `keep_end` its beginning.
+
+    >>> shorten("reduce_scatter", 10), shorten("reduce_scatter", 10, keep_end=True)
+    ('reduce_sc…', '…e_scatter')
+    """
+    text = str(text)
+    if len(text) <= most:
+        return text
+    return f"…{text[1 - most :]}" if keep_end else f"{text[: most - 1]}…"
