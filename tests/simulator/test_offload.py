@@ -10,7 +10,7 @@ from madmax_lib.simulator.offload.fits import shares_that_fit
 from madmax_lib.simulator.offload.hosts import ADAM_BYTES, rates
 from madmax_lib.simulator.offload.largest import gpt_shape
 from madmax_lib.simulator.offload.placement import Policy, normalised
-from madmax_lib.simulator.schedule.staging import DOWN, DRIVES, HOST, UP
+from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.traces.critical_path import critical_path
 
 V100 = replace(mm.cluster("dgx-2"), devices_per_node=1)
@@ -45,9 +45,9 @@ def test_zero_offload_moves_four_bytes_per_parameter(batches):
     """2 down with every micro-batch and 2 up with the step, shared by the devices [arXiv 2101.06840, section 4.1]."""
     step = simulated(GPT, FOUR, "dp4.z2.full.offload-optimizer", 4 * batches, share=1.0)
     shard = 2 * GPT.parameters / 4
-    assert moved(step, UP, "gradients") == pytest.approx(batches * shard)
-    assert moved(step, DOWN, "weights") == pytest.approx(shard)
-    assert not (step.spans["stream"] == DRIVES).any()
+    assert moved(step, Stream.UP, "gradients") == pytest.approx(batches * shard)
+    assert moved(step, Stream.DOWN, "weights") == pytest.approx(shard)
+    assert not (step.spans["stream"] == Stream.DRIVES).any()
 
 
 @pytest.mark.parametrize("plan", ["dp8.z3.full.offload-all", "dp8.full.offload-chunks", "dp8.z3.full.offload-nvme"])
@@ -55,25 +55,26 @@ def test_weights_come_for_every_pass(plan):
     """Twice per micro-batch, forward and backward; none return after the update, as the host keeps them."""
     step = simulated(BIG, H100, plan, 16, share=1.0, checkpoints=False)
     shard = 2 * BIG.parameters / 8
-    assert moved(step, DOWN, "weights") == pytest.approx(2 * 2 * shard)
-    assert moved(step, UP, "gradients") == pytest.approx(2 * shard)
+    assert moved(step, Stream.DOWN, "weights") == pytest.approx(2 * 2 * shard)
+    assert moved(step, Stream.UP, "gradients") == pytest.approx(2 * shard)
     if "nvme" in plan:  # gradients of two micro-batches are summed there; 16 + 2 bytes read and 16 + 2 written
-        assert moved(step, DRIVES, "read weights") == pytest.approx(2 * 2 * shard)
-        assert moved(step, DRIVES, "write gradients") == pytest.approx(2 * 2 * shard)
-        assert moved(step, DRIVES, "states") == pytest.approx(36 / 2 * shard)
+        assert moved(step, Stream.DRIVES, "read weights") == pytest.approx(2 * 2 * shard)
+        assert moved(step, Stream.DRIVES, "write gradients") == pytest.approx(2 * 2 * shard)
+        assert moved(step, Stream.DRIVES, "states") == pytest.approx(36 / 2 * shard)
 
 
 def test_checkpoints_go_and_return():
     step = simulated(BIG, H100, "dp8.z3.full.mb2.offload-all", 32, share=1.0, checkpoints=True)
     size = 2 * 2 * 1024 * 8192 * 50 * 2  # bytes, samples, tokens, width, layers, micro-batches
-    assert moved(step, UP, "checkpoint") == moved(step, DOWN, "checkpoint") == size
+    assert moved(step, Stream.UP, "checkpoint") == moved(step, Stream.DOWN, "checkpoint") == size
 
 
 def test_streams_are_what_a_timeline_has():
     """Copies are copies, the host is a thread: device streams do not compute while only the host does."""
     step = simulated(BIG, H100, "dp8.z3.full.offload-nvme", 8, share=1.0)
     kinds = step.spans.groupby("stream", observed=True)["kind"].agg(lambda kind: set(kind)).to_dict()
-    assert kinds[DOWN] == kinds[UP] == {"memcpy"} and kinds[HOST] == kinds[DRIVES] == {"cpu"}
+    assert kinds[Stream.DOWN] == kinds[Stream.UP] == {"memcpy"}
+    assert kinds[Stream.HOST] == kinds[Stream.DRIVES] == {"cpu"}
     assert step.meta.provenance["offloaded"] == {"states": 1.0, "weights": 1.0}
     assert mm.breakdown(step)["compute_s"].iloc[0] < 0.2 * step_s(step)
     path = critical_path(step)
@@ -87,7 +88,7 @@ def test_exported_steps_come_back(plan, tmp_path):
     again = mm.read_trace(mm.export_trace(step, tmp_path))
     columns = ["total_s", "compute_s", "comm_s", "memory_s", "exposed_comm_s", "idle_s"]
     pd.testing.assert_frame_equal(mm.breakdown(step)[columns], mm.breakdown(again)[columns], rtol=1e-9)
-    host = again.spans[(again.spans["stream"] == HOST) & (again.spans["kind"] == "cpu")]
+    host = again.spans[(again.spans["stream"] == Stream.HOST) & (again.spans["kind"] == "cpu")]
     assert host["name"].astype(str).str.contains("cpu adam").any()
 
 

@@ -19,6 +19,7 @@ import pandas as pd
 from madmax_lib.papers.madmax.layers import workload
 from madmax_lib.papers.madmax.rules import CORRECTED, RELEASED, Collective, Layer, Rules, Work, parse_rules, row_of
 from madmax_lib.simulator.schedule.engine import Program, run, to_timeline
+from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.timeline import Meta, Timeline
 
 __all__ = [
@@ -32,7 +33,7 @@ __all__ = [
     "timeline",
 ]
 
-COMPUTE, COMM = 0, 1
+_COMM = 1  # the one stream of all collectives
 _NEEDED = ("model", "type", "system", "task", "dense_strategy", "global_batch")
 _PIECES = {  # first word of an op's name -> column
     "gemm": "gemm_ms",
@@ -246,7 +247,7 @@ def _compute(
     where, inputs = f"{layer.name} {phase}", ready + gathered
     if layer.exchange:
         inputs = (*inputs, _send(program, layer.exchange, f"{where} dispatch", inputs))
-    gemm = ready = (program.op(COMPUTE, "compute", f"gemm {where}", duration_s, inputs),)
+    gemm = ready = (program.op(Stream.COMPUTE, "compute", f"gemm {where}", duration_s, inputs),)
     if layer.exchange:
         ready = (_send(program, layer.exchange, f"{where} combine", gemm),)
     for collective in collectives:
@@ -262,15 +263,15 @@ def _gather(
 
 
 def _look_up(program: Program, work: Work, phase: str, after: tuple[int, ...]) -> int:
-    return program.op(COMPUTE, "compute", f"embedding lookup {phase}", work.embedding.lookup_s, after)
+    return program.op(Stream.COMPUTE, "compute", f"embedding lookup {phase}", work.embedding.lookup_s, after)
 
 
 def _send(program: Program, collective: Collective, where: str, after: tuple[int, ...]) -> int:
     name, size_bytes, duration_s, level, what, _ = collective
-    return program.op(COMM, "comm", f"{name} {where} {what}", duration_s, after, group=level, size_bytes=size_bytes)
+    return program.op(_COMM, "comm", f"{name} {where} {what}", duration_s, after, group=level, size_bytes=size_bytes)
 
 
 def _tails(program: Program) -> tuple[int, ...]:
     """The last op of each stream: whoever waits for them waits for everything issued so far."""
     streams, last = program.stream[::-1], len(program) - 1
-    return tuple(last - streams.index(stream) for stream in (COMPUTE, COMM) if stream in streams)
+    return tuple(last - streams.index(stream) for stream in (Stream.COMPUTE, _COMM) if stream in streams)

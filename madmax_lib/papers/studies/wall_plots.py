@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from madmax_lib.intervals import pack
-from madmax_lib.simulator.schedule.staging import DOWN, DRIVES, HOST, UP
+from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.timeline import Timeline
 from madmax_lib.units import NS_PER_S
 from madmax_lib.view.drawing import COLORS, fill_of, keep_data, new_axes, visible_blocks
@@ -22,8 +22,6 @@ __all__ = ["plot_adam", "plot_launch_gain", "plot_levers", "plot_limits", "plot_
            "plot_power", "plot_share", "plot_streams", "plot_token_energy"]  # fmt: skip
 
 _LINES = ("#3b75af", "#e1812c", "#529d3f", "#8d6bb8", "#b5433f", "#4a4a4a", "#c49a2c", "#2f9c95")
-_STREAMS = {0: "device computes", 2: "gathers and reductions", DOWN: "copies to the device", UP: "copies to the host",
-            HOST: "host computes", DRIVES: "drives"}  # fmt: skip
 _NAMES = {"device": "one device", "host": "host of a node", "nvme": "drives of a node"}
 
 
@@ -235,8 +233,8 @@ def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
     """What device, links and host of one rank do in an offloaded step. timeline: simulated, with offload."""
     spans = timeline.select(ranks=timeline.ranks[:1]).spans
     reach_ns = int((spans["start_ns"] + spans["dur_ns"]).max())
-    rows = {name: part for name, part in ((label, spans[(spans["stream"] == stream) & (spans["kind"] != "idle")])
-            for stream, label in _STREAMS.items()) if len(part)}  # fmt: skip
+    busy = spans[spans["kind"] != "idle"]
+    rows = {stream.label: busy[busy["stream"] == stream] for stream in Stream if (busy["stream"] == stream).any()}
     ax, drawn = ax or new_axes(height=1.0 + 0.34 * len(rows)), []
     for place, (label, part) in enumerate(rows.items()):
         kind = {"memcpy": "memcpy", "comm": "comm", "cpu": "other"}.get(part["kind"].iloc[0], "compute")
@@ -246,7 +244,7 @@ def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
         drawn += [(label, start_s, dur_s) for start_s, dur_s in bars]
     ax.set_yticks(range(len(rows)), list(rows))
     ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, reach_ns / NS_PER_S), xlabel="simulated time in the step [s]")
-    passes = spans[(spans["stream"] == 0) & (spans["name"] != "adam") & (spans["kind"] == "compute")]
+    passes = spans[(spans["stream"] == Stream.COMPUTE) & (spans["name"] != "adam") & (spans["kind"] == "compute")]
     end_s = float((passes["start_ns"] + passes["dur_ns"]).max()) / NS_PER_S
     ax.set_title(f"Passes end after {end_s:.1f} s, the step after {reach_ns / NS_PER_S:.1f} s")
     return keep_data(ax, pd.DataFrame(drawn, columns=["row", "start_s", "dur_s"]), timeline)

@@ -32,11 +32,10 @@ from madmax_lib.papers.vtrain.config import Config, load_config
 from madmax_lib.papers.vtrain.rules import Rules, parse_rules
 from madmax_lib.simulator.schedule.engine import Program, run, to_timeline
 from madmax_lib.simulator.schedule.schedules import Slot, dependency, in_order, order
+from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.timeline import Meta, Timeline
 
 __all__ = ["Operators", "iteration_s", "sweep", "timeline"]
-
-COMPUTE, TENSOR, DATA, PIPELINE = range(4)  # streams
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ class _Step:
 
     def _op(self, stage: int, stream: int, name: str, duration_s: float, after=(), *, size_bytes=float("nan")) -> None:
         own = (self._last[stage],) if stage in self._last else ()
-        kind = "compute" if stream == COMPUTE else "comm"
+        kind = "compute" if stream == Stream.COMPUTE else "comm"
         group = ("", "tp", "dp", "pp")[stream]
         self._last[stage] = self.result.op(stream, kind, name, duration_s, (*own, *after), rank=stage * self.width,
                                            group=group, size_bytes=size_bytes)  # fmt: skip
@@ -165,18 +164,18 @@ class _Step:
         direction, _, number = slot
         if direction == "backward":
             after = self._again(stage, number, after)
-        self._op(stage, COMPUTE, f"{direction} {number}", self._compute_s(stage, direction), after)
+        self._op(stage, Stream.COMPUTE, f"{direction} {number}", self._compute_s(stage, direction), after)
         self._reduce(stage, f"{direction} {number}")
         if stage != (self.shape.pp - 1 if direction == "forward" else 0):
             size = float(activation_bytes(self.shape))
-            self._op(stage, PIPELINE, f"send {direction} {number}", self.send_s, size_bytes=size)
+            self._op(stage, Stream.PIPELINE, f"send {direction} {number}", self.send_s, size_bytes=size)
 
     def _again(self, stage: int, number: int, after: tuple[int, ...]) -> tuple[int, ...]:
         """The forward pass repeated; returns what the backward pass still has to wait for."""
         if self.recompute == "not last" and stage < self.shape.pp - 1:
-            self._op(stage, COMPUTE, f"recompute {number}", self._compute_s(stage, "forward"))
+            self._op(stage, Stream.COMPUTE, f"recompute {number}", self._compute_s(stage, "forward"))
         elif self.recompute == "all":
-            self._op(stage, COMPUTE, f"recompute {number}", self.layers * self.operators.forward_s, after)
+            self._op(stage, Stream.COMPUTE, f"recompute {number}", self.layers * self.operators.forward_s, after)
             self._reduce(stage, f"recompute {number}")
             return ()
         return after
@@ -185,7 +184,7 @@ class _Step:
         """Two all-reduces per layer over the tensor-parallel group."""
         if self.shape.tp > 1:
             size = 2.0 * self.layers * float(activation_bytes(self.shape))
-            self._op(stage, TENSOR, f"all_reduce {what}", 2 * self.layers * self.tensor_s, size_bytes=size)
+            self._op(stage, Stream.TENSOR, f"all_reduce {what}", 2 * self.layers * self.tensor_s, size_bytes=size)
 
     def _compute_s(self, stage: int, direction: str) -> float:
         o = self.operators
@@ -205,8 +204,8 @@ class _Step:
                 first, last = stage == 0, stage == pp - 1
                 duration_s = self.gradient_s[0 if first else 2 if last else 1]
                 size = float(gradient_bytes(self.shape, first=first, last=last))
-                self._op(stage, DATA, "all_reduce gradient", duration_s, barrier, size_bytes=size)
+                self._op(stage, Stream.DATA, "all_reduce gradient", duration_s, barrier, size_bytes=size)
         barrier = tuple(self._last.values())
         for stage in range(pp):
             update_s = self.layers * self.operators.update_s + (stage == 0) * self.operators.embedding_update_s
-            self._op(stage, COMPUTE, "update", update_s, barrier)
+            self._op(stage, Stream.COMPUTE, "update", update_s, barrier)

@@ -15,11 +15,11 @@ from madmax_lib.plan import Plan
 from madmax_lib.planner.hetero.solve import Planned
 from madmax_lib.simulator.schedule.engine import Program, to_timeline
 from madmax_lib.simulator.schedule.schedules import dependency, in_order, order
+from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.timeline import Meta, Timeline
 
 __all__ = ["as_json", "plan_text", "save_plan", "timeline"]
 
-_COMPUTE, _DATA, _PIPELINE = 0, 2, 3  # streams, numbered as in `simulate`
 _FORWARD = 1 / 3  # of forward and backward together: the backward pass multiplies twice as much
 
 
@@ -85,21 +85,22 @@ def timeline(planned: Planned) -> Timeline:
         direction, _, number = slot
         forward, rank = direction == "forward", ranks[stage]
         if forward and stage == 0 and first_ms:
-            program.op(_COMPUTE, "other", "batch generator", first_ms / 1e3, rank=rank)
+            program.op(Stream.COMPUTE, "other", "batch generator", first_ms / 1e3, rank=rank)
         length_s = stage_s[stage] * (_FORWARD if forward else 1 - _FORWARD)
         message = dependency(slot, stage, pp, 1)
         after = [sent[message]] if message else []
-        ended[stage] = program.op(_COMPUTE, "compute", f"{direction} {number}", length_s, after, rank=rank)
+        ended[stage] = program.op(Stream.COMPUTE, "compute", f"{direction} {number}", length_s, after, rank=rank)
         if stage < pp - 1 if forward else stage:
             over_s, name = send_s[stage if forward else stage - 1], f"send {direction}"
-            sent[stage, slot] = program.op(_PIPELINE, "comm", name, over_s, [ended[stage]], rank=rank, group="pp")
+            sent[stage, slot] = program.op(Stream.PIPELINE, "comm", name, over_s, [ended[stage]], rank=rank, group="pp")
         if not forward and stage == pp - 1 and last_ms:
-            ended[stage] = program.op(_COMPUTE, "other", "end of pass", last_ms / 1e3, rank=rank)
+            ended[stage] = program.op(Stream.COMPUTE, "other", "end of pass", last_ms / 1e3, rank=rank)
     for row in table.itertuples():
         over = ended[row.stage]
-        reduced = [program.op(_DATA, "comm", "all_reduce gradients", row.gradients_ms / 1e3, [over],
+        reduced = [program.op(Stream.DATA, "comm", "all_reduce gradients", row.gradients_ms / 1e3, [over],
                               rank=row.first_rank, group="dp")] if row.dp > 1 else []  # fmt: skip
-        program.op(_COMPUTE, "compute", "optimizer", row.optimizer_ms / 1e3, [over, *reduced], rank=row.first_rank)
+        waits = [over, *reduced]
+        program.op(Stream.COMPUTE, "compute", "optimizer", row.optimizer_ms / 1e3, waits, rank=row.first_rank)
     represents = {row.first_rank: list(range(row.first_rank, row.first_rank + row.gpus)) for row in table.itertuples()}
     meta = Meta(source="simulated", world_size=int(table["gpus"].sum()), represents=represents,
                 device="+".join(planned.plan.node_sequence), provenance=planned.provenance)  # fmt: skip

@@ -51,7 +51,7 @@ class Program:
     ) -> int:
         """Issue an op on a stream of a rank after the ops numbered in `after`; those may be issued later."""
         self.rank.append(rank)
-        self.stream.append(stream)
+        self.stream.append(int(stream))
         self.kind.append(kind)
         self.name.append(name)
         self.duration_s.append(duration_s)
