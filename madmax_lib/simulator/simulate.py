@@ -17,7 +17,7 @@ from madmax_lib.simulator.rates.measured import MeasuredCollectives
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.rates.topology import Group, member_name
 from madmax_lib.simulator.schedule.engine import Program, to_timeline
-from madmax_lib.simulator.schedule.layout import Step
+from madmax_lib.simulator.schedule.layout import MicroBatch, StepBuilder
 from madmax_lib.simulator.schedule.prices import DataSheet, Fitted
 from madmax_lib.specs import DLRM, Cluster, Model, Transformer
 from madmax_lib.timeline import Meta, Timeline
@@ -60,7 +60,7 @@ def simulate(
     step, program = lay_out(model, cluster, plan, global_batch=global_batch, sequence=sequence, dtype=dtype,
                             parameters=parameters, imbalance=imbalance, collectives=collectives,
                             policy=policy)  # fmt: skip
-    offloaded = getattr(step.sharding, "offloaded", None)
+    offloaded = step.offloaded
     width = plan.world_size // plan.pp
     meta = Meta(
         source="simulated",
@@ -81,7 +81,8 @@ def simulate(
 
 def lay_out(model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, sequence: int | None = None,
             dtype: str = "bf16", parameters: Parameters | None = None, imbalance: float = 1.0,
-            collectives: pd.DataFrame | None = None, policy: Policy | None = None) -> tuple[Step, Program]:  # fmt: skip
+            collectives: pd.DataFrame | None = None, policy: Policy | None = None
+            ) -> tuple[StepBuilder, Program]:  # fmt: skip
     """Operations of `simulate` before they are timed, one rank per pipeline stage; arguments and errors as there."""
     plan.check(model, cluster)
     offloaded = None
@@ -92,12 +93,17 @@ def lay_out(model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, se
                                     sequence=sequence, dtype=dtype, policy=policy)  # fmt: skip
     micro_batches, short = plan.micro_batches(global_batch), plan.last_micro_batch(global_batch)
     shapes = [replace(plan, micro_batch=samples) for samples in dict.fromkeys((plan.micro_batch, short))]
-    chunks = [chunk_blocks(model, shape, sequence, dtype=dtype, imbalance=imbalance) for shape in shapes]
-    prices = [_prices(model, shape, cluster, global_batch, sequence, dtype, parameters) for shape in shapes]
-    sent = [0.0 if isinstance(model, DLRM) else _activation_bytes(model, shape, sequence, dtype) for shape in shapes]
+    batches = [
+        MicroBatch(
+            chunk_blocks(model, shape, sequence, dtype=dtype, imbalance=imbalance),
+            _prices(model, shape, cluster, global_batch, sequence, dtype, parameters),
+            0.0 if isinstance(model, DLRM) else _activation_bytes(model, shape, sequence, dtype),
+        )
+        for shape in shapes
+    ]
     measured = None if collectives is None else MeasuredCollectives(collectives)
-    step = Step(chunks[0], plan, cluster, prices[0], dtype, (chunks[-1], prices[-1]), measured, offloaded)
-    return step, step.build(micro_batches, sent[0], sent[-1])
+    step = StepBuilder(plan, cluster, dtype, batches[0], batches[-1], measured, offloaded)
+    return step, step.build(micro_batches)
 
 
 def _prices(model: Model, plan: Plan, cluster: Cluster, global_batch: int, sequence: int | None, dtype: str,

@@ -15,7 +15,7 @@ from madmax_lib.simulator.rates.collectives import all_gather_s, all_reduce_s, a
 from madmax_lib.simulator.rates.compute import compute_s
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.schedule.engine import run
-from madmax_lib.simulator.schedule.layout import Step
+from madmax_lib.simulator.schedule.layout import MicroBatch, StepBuilder
 from madmax_lib.simulator.schedule.prices import DataSheet
 from madmax_lib.specs import Cluster, Device, Link, Transformer
 
@@ -56,8 +56,8 @@ def test_bubble_of_equal_stages(plan, pp, micro_batches):
     schedule = {"gpipe": "gpipe", "zb": "zero-bubble"}.get(plan, "1f1b")
     plan = mm.Plan(pp=pp, schedule=schedule, interleave=v)
     block = Block("attention", (gemm("product", 0.5 / v, 1.0, 1.0, "bf16", weights=True),))  # 1/v FLOP at 1 FLOP/s
-    step = Step([[[block]] * v] * pp, plan, CLUSTER, DataSheet(plan, CLUSTER, Parameters()), "bf16")
-    _, end_s = run(step.build(micro_batches, 0.0))
+    batch = MicroBatch([[[block]] * v] * pp, DataSheet(plan, CLUSTER, Parameters()))
+    _, end_s = run(StepBuilder(plan, CLUSTER, "bf16", batch).build(micro_batches))
     passes = 3 * v * micro_batches if schedule == "zero-bubble" else v * micro_batches
     assert 1 - 3 * micro_batches / max(end_s) == pytest.approx((pp - 1) / (passes + pp - 1), abs=1e-12)
 

@@ -7,7 +7,6 @@ price; they differ only in who waits for whom.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -40,8 +39,8 @@ class DataSheet:
     def __init__(self, plan: Plan, cluster: Cluster, parameters: Parameters):
         self.cluster, self.parameters = cluster, parameters
         share = parameters.network_efficiency
-        self.groups = groups(plan, cluster, share * cluster.intra.bandwidth_bytes_per_s,
-                             share * cluster.inter.bandwidth_bytes_per_s)  # fmt: skip
+        levels = cluster.intra.bandwidth_bytes_per_s, cluster.inter.bandwidth_bytes_per_s
+        self.groups = groups(plan, cluster, *(share * bandwidth for bandwidth in levels))
         self.traffic_scale = {"forward": 1.0, "backward": 1.0}
 
     def ops_s(self, block: Block, phase: str, ops: Iterable[Op]) -> float:
@@ -68,7 +67,8 @@ class Fitted(DataSheet):
         self.work, self.rates = work, achieved_rates(work, parameters)
         self.groups = groups(plan, cluster, _only(self.rates["link"]), _only(self.rates["nic"]))
         constants = parameters.constants
-        self.host_s, self.tp_hidden = constants["step_s"], 1 - constants["tp_exposed"] if work.overlap_tp[0] else 0.0
+        self.host_s = constants["step_s"]
+        self.tp_hidden = 1 - constants["tp_exposed"] if work.overlap_tp[0] else 0.0
         self.call_s, self.hop_s = constants["collective_s"], constants["hop_s"]
         self.memory_bytes_per_s = _only(self.rates["memory"]) / constants["optimizer_factor"]
         self.copies = _only(copies_sent(work) / np.maximum(work.active_experts, 1))
@@ -101,25 +101,27 @@ class Fitted(DataSheet):
     def _share_out(self, blocks: list[Block], recompute: str) -> None:
         """Factors from roofline to fitted seconds by (layer or head, phase, cause), and the slow-down of traffic."""
         w, layers = self.work, [block for block in blocks if block.recomputed]
-        forward, backward = ({name: _only(s) for name, s in part.items()} for part in
-                             layer_passes(w, self.parameters, self.rates))  # fmt: skip
+        passes = layer_passes(w, self.parameters, self.rates)
+        forward, backward = ({name: _only(s) for name, s in part.items()} for part in passes)
         shares = w.recompute_gemm, w.recompute_attention, w.recompute_gemm
         again = {name: _only(share) * forward[name] for name, share in zip(_CAUSES, shares, strict=True)}
-        seconds = {"forward": {name: forward[name] for name in _CAUSES}, "recompute": again,
-                   "backward": {name: backward[name] - again[name] for name in _CAUSES}}  # fmt: skip
+        seconds = {
+            "forward": {name: forward[name] for name in _CAUSES},
+            "recompute": again,
+            "backward": {name: backward[name] - again[name] for name in _CAUSES},
+        }
         beside = data_s(w, self.parameters, self.rates)
-        stretch = {"forward": self._stretch("forward", forward, beside[0]),
-                   "backward": self._stretch("backward", backward, beside[1])}  # fmt: skip
-        stretch["recompute"] = stretch["backward"]
+        stretch = {"forward": self._stretch("forward", forward, beside[0])}
+        stretch["recompute"] = stretch["backward"] = self._stretch("backward", backward, beside[1])
         for phase, causes in seconds.items():
-            found = self._rooflines(layers, phase, recompute)
+            rooflines = self._rooflines(layers, phase, recompute)
             for name, of_layer in causes.items():
-                self._set("layer", phase, name, stretch[phase] * of_layer * _only(w.layers), found.get(name, 0.0))
+                self._set("layer", phase, name, stretch[phase] * of_layer * _only(w.layers), rooflines.get(name, 0.0))
         head = [block for block in blocks if block.name == "head"]
         for phase, whole_s in zip(("forward", "backward"), head_passes(w, self.parameters, self.rates), strict=True):
-            found = sum(self._rooflines(head, phase, recompute).values())
+            roofline_s = sum(self._rooflines(head, phase, recompute).values())
             for name in _CAUSES:
-                self._set("head", phase, name, _only(whole_s), found)
+                self._set("head", phase, name, _only(whole_s), roofline_s)
 
     def _set(self, place: str, phase: str, cause: str, seconds: float, roofline_s: float) -> None:
         for part in ("backward", "weight") if phase == "backward" else (phase,):
@@ -128,11 +130,13 @@ class Fitted(DataSheet):
     def _rooflines(self, blocks: list[Block], phase: str, recompute: str) -> dict[str, float]:
         """Roofline seconds of blocks by cause; gradients of weights count with the backward pass."""
         result: dict[str, float] = {}
-        alike = {(id(block.ops), block.recomputed): block for block in blocks}  # layers share their ops
-        for key, count in Counter((id(block.ops), block.recomputed) for block in blocks).items():
-            parts = phases(alike[key], recompute)
+        alike: dict[tuple, list[Block]] = {}  # layers share their ops
+        for block in blocks:
+            alike.setdefault((block.ops, block.recomputed), []).append(block)
+        for same in alike.values():
+            parts = phases(same[0], recompute)
             for op in parts[phase] + (parts["weight"] if phase == "backward" else ()):
-                result[_cause(op)] = result.get(_cause(op), 0.0) + count * self._roofline_s(op)
+                result[_cause(op)] = result.get(_cause(op), 0.0) + len(same) * self._roofline_s(op)
         return result
 
     def _stretch(self, phase: str, causes: dict[str, float], traffic: tuple) -> float:

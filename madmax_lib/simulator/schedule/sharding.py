@@ -11,15 +11,12 @@ reduce with every micro-batch. HSDP does so inside a shard and all-reduces the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.rates.topology import Group
 from madmax_lib.simulator.schedule.engine import Program
-
-if TYPE_CHECKING:
-    from madmax_lib.simulator.schedule.layout import Pass
+from madmax_lib.simulator.schedule.passes import Pass
 
 __all__ = ["Sharding"]
 
@@ -50,7 +47,7 @@ class Sharding:
             return self.plan.prefetch
         return units if self.plan.overlap_gather and phase == "forward" and first else None
 
-    def gather(self, made: Pass, unit: list[Block], phase: str, after: list[int], name: str = "") -> list[int]:
+    def gather(self, pass_: Pass, unit: list[Block], phase: str, after: list[int], name: str = "") -> list[int]:
         """All-gather of the parameters of a unit."""
         result = []
         for expert in (False, True):
@@ -62,14 +59,14 @@ class Sharding:
             size_bytes = _parameters(unit, expert) * width
             what = name or f"{unit[0].unit}{' experts' if expert else ''} {phase}"
             if size_bytes and self.groups[group].ranks > 1:
-                result += made.comm("all_gather", group, what, size_bytes, after)
+                result += pass_.comm("all_gather", group, what, size_bytes, after)
         return result
 
-    def reducer(self, made: Pass, last: bool) -> Callable:
+    def reducer(self, pass_: Pass, last: bool) -> Callable:
         """Function that takes the blocks of a backward pass in order and issues what reduces their gradients.
 
         Buckets close when they are full, at the end of the pass, and under ZeRO-3 with every unit. The optimizer waits
-        for those of the last micro-batch (`made.ends`).
+        for those of the last micro-batch (`pass_.ends`).
         """
         buckets: dict[bool, list[Block]] = {False: [], True: []}
         active = last or self.every_batch
@@ -84,16 +81,16 @@ class Sharding:
                 full = size_bytes >= self.plan.bucket_bytes or (self.plan.zero == 3 and unit_end)
                 if size_bytes and (full or end):
                     what = bucket[-1].unit if self.plan.zero == 3 else bucket[-1].name
-                    done = self._reduce(made, expert, f"gradients {what}", size_bytes, op, last)
-                    made.ends += done if last else []
+                    done = self._reduce(pass_, expert, f"gradients {what}", size_bytes, op, last)
+                    pass_.ends += done if last else []
                     bucket.clear()
 
         return reduce
 
-    def keep(self, made: Pass, block: Block, ready: list[int]) -> None:
+    def keep(self, pass_: Pass, block: Block, ready: list[int]) -> None:
         """What becomes of a layer's checkpoint once its input is there: it stays."""
 
-    def restore(self, made: Pass, block: Block) -> list[int]:
+    def restore(self, pass_: Pass, block: Block) -> list[int]:
         """What the recomputation of a layer waits for beside its input: nothing."""
         return []
 
@@ -101,19 +98,19 @@ class Sharding:
         """What updates beside the device: nothing."""
         return []
 
-    def _reduce(self, made: Pass, expert: bool, what: str, size_bytes: float, op: int, last: bool) -> list[int]:
+    def _reduce(self, pass_: Pass, expert: bool, what: str, size_bytes: float, op: int, last: bool) -> list[int]:
         group, done = self.group(expert), [op]
         if self.plan.zero == 0:
-            done = made.comm("all_reduce", group, what, size_bytes, done)
+            done = pass_.comm("all_reduce", group, what, size_bytes, done)
         elif self.plan.qgz and not expert:
             node = self.groups["node"].ranks
             size_bytes *= min(_INT4 / self.gradient_width, 1.0)
-            done = made.comm("all_to_all", "node", what, size_bytes, done)
-            done = made.comm("all_to_all", "across", what, size_bytes / node, done)
+            done = pass_.comm("all_to_all", "node", what, size_bytes, done)
+            done = pass_.comm("all_to_all", "across", what, size_bytes / node, done)
         else:
-            done = made.comm("reduce_scatter", group, what, size_bytes, done)
+            done = pass_.comm("reduce_scatter", group, what, size_bytes, done)
             if last and self.plan.shard and not expert:
-                done = made.comm("all_reduce", "replicate", what, size_bytes / self.plan.shard, done)
+                done = pass_.comm("all_reduce", "replicate", what, size_bytes / self.plan.shard, done)
         return done
 
 
