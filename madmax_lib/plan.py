@@ -13,13 +13,23 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from madmax_lib import plan_flags
-from madmax_lib.specs import DLRM, Cluster, Model
+from madmax_lib.case import Case
+from madmax_lib.plan_rules import ALONE, BATCH, ZERO_PLUS, enforce
+from madmax_lib.plans import Plans, rules_of
+from madmax_lib.specs import Cluster, Model
 
 __all__ = ["DEFAULTS", "Plan"]
 
-_DEGREES = {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch",
-            "v": "interleave", "hs": "shard", "pf": "prefetch", "first": "first_layers", "last": "last_layers",
-            "cap": "capacity"}  # fmt: skip
+_NUMBERS = {name: name for name in ("dp", "tp", "pp", "cp", "ep")} | {
+    "z": "zero",
+    "mb": "micro_batch",
+    "v": "interleave",
+    "hs": "shard",
+    "pf": "prefetch",
+    "first": "first_layers",
+    "last": "last_layers",
+    "cap": "capacity",
+}
 _WORDS = {
     "selective": ("recompute", "selective"),
     "full": ("recompute", "full"),
@@ -41,32 +51,35 @@ _WORDS = {
     "offload-chunks": ("offload", "chunks"),
     "offload-nvme": ("offload", "nvme"),
 }
-_ZERO_PLUS = ("qwz", "hpz", "qgz")
-_CHOICES = {
-    "zero": (0, 1, 2, 3),
-    "context": ("ring", "ulysses"),
-    "attention": ("flash", "unfused"),
-    "recompute": ("none", "selective", "full"),
-    "schedule": ("gpipe", "1f1b", "zero-bubble"),
-    "offload": (None, "optimizer", "all", "chunks", "nvme"),
-}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Degrees and choices of a parallel training step.
+class Plan(Plans):
+    """How one training step is split: degrees and choices, in the order and at the defaults of the text form.
 
-    micro_batch: samples per device and micro-batch. interleave: model chunks per pipeline stage. zero: 0 none (DDP),
-    1 optimizer, 2 and gradients, 3 and parameters (FSDP). sequence_parallel: default with tp > 1. prefetch: layers
-    that FSDP gathers ahead. bucket_bytes: size of a DDP bucket, infinite for one reduction at the end.
-    shard: devices that ZeRO shards over, with copies across (HSDP); 0 is all of dp x cp. qwz, hpz, qgz: ZeRO++'s 8-bit
-    gather of weights, second shard inside the node, 4-bit exchange of gradients (`zpp` is all three) [arXiv
-    2306.10209]. overlap_gather: ZeRO-1/2 gathers parameters beside the next forward pass, not after the optimizer.
-    reduce_fp32: gradients are reduced in fp32. context: how cp exchanges keys and values. attention: flash computes the
-    causal half of the scores, unfused all of them, through memory. first_layers, last_layers: layers of the first and
-    last pipeline stage (0: as the others); embedding_as_layer, head_as_layer: they count as a layer when stages are
-    made equal [Megatron-LM]. capacity: tokens an expert takes over its even share (0: all that come).
-    Raises ValueError naming the field, its value and the rule.
+    dp, tp, pp, cp: data, tensor, pipeline and context parallel degrees (default 1).
+    ep: devices of dp x cp over which experts are laid (default 1).
+    zero: states that data parallelism shards: 0 none (DDP), 1 optimizer, 2 and gradients, 3 and parameters (default 0).
+    micro_batch: samples per device and micro-batch (default 1).
+    recompute: what the backward pass computes again: none, selective (attention's core) or full (default none).
+    sequence_parallel: tp also splits what lies between its products (default None: with tp > 1).
+    interleave: model chunks per pipeline stage (default 1).
+    schedule: of the pipeline: gpipe, 1f1b or zero-bubble (default 1f1b).
+    offload: states off the device: None, optimizer, all, chunks or nvme (default None).
+    prefetch: layers that FSDP gathers ahead (default 1).
+    bucket_bytes: size of a DDP bucket in bytes, infinite for one reduction at the end (default 25 MiB).
+    shard: devices that ZeRO shards over, with copies across (HSDP) (default 0: all of dp x cp).
+    qwz, hpz, qgz: ZeRO++'s 8-bit gather of weights, second shard inside the node, 4-bit exchange of gradients; `zpp` is
+        all three [arXiv 2306.10209] (default False).
+    overlap_gather: ZeRO-1/2 gathers parameters beside the next forward pass, not after the optimizer (default False).
+    reduce_fp32: gradients are reduced in fp32 (default False).
+    context: how cp exchanges keys and values: ring or ulysses (default ring).
+    attention: flash computes the causal half of the scores, unfused all of them, through memory (default flash).
+    first_layers, last_layers: layers of the first and last pipeline stage (default 0: as the others).
+    embedding_as_layer, head_as_layer: they count as a layer when stages are made equal [Megatron-LM] (default False).
+    capacity: tokens an expert takes over its even share (default 0: all that come).
+
+    Raises ValueError naming the field, its value and the rule (`plan_rules.ALONE`).
 
     >>> plan = Plan(dp=2, tp=8, pp=8, recompute="full")
     >>> str(plan), plan.world_size, plan.sequence_parallel
@@ -76,82 +89,9 @@ class Plan:
     ValueError: ep=3 does not divide dp x cp = 4 x 1
     """
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    zero: int = 0
-    micro_batch: int = 1
-    recompute: str = "none"
-    sequence_parallel: bool | None = None
-    interleave: int = 1
-    schedule: str = "1f1b"
-    offload: str | None = None
-    prefetch: int = 1
-    bucket_bytes: float = 25 * 2**20
-    shard: int = 0
-    qwz: bool = False
-    hpz: bool = False
-    qgz: bool = False
-    overlap_gather: bool = False
-    reduce_fp32: bool = False
-    context: str = "ring"
-    attention: str = "flash"
-    first_layers: int = 0
-    last_layers: int = 0
-    embedding_as_layer: bool = False
-    head_as_layer: bool = False
-    capacity: float = 0.0
-
     def __post_init__(self):
-        for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(str, known))}")
-        if (self.dp * self.cp) % self.ep:
-            raise ValueError(f"ep={self.ep} does not divide dp x cp = {self.dp} x {self.cp}")
-        if self.interleave > 1 and self.pp == 1:
-            raise ValueError(f"interleave={self.interleave} needs a pipeline, but pp=1")
-        if self.prefetch < 0 or not self.bucket_bytes > 0:
-            raise ValueError(f"prefetch={self.prefetch} and bucket_bytes={self.bucket_bytes} must not be negative")
-        if not self.capacity >= 0:
-            raise ValueError(f"capacity={self.capacity} must not be negative")
-        if self.sequence_parallel is None:
-            object.__setattr__(self, "sequence_parallel", self.tp > 1)
-        self._check_shards()
-        self._check_stages()
-
-    def _check_shards(self) -> None:
-        if self.shard and (self.shard < 0 or (self.dp * self.cp) % self.shard):
-            raise ValueError(f"shard={self.shard} does not divide dp x cp = {self.dp} x {self.cp}")
-        if self.shard and not self.zero:
-            raise ValueError(f"shard={self.shard} needs zero of at least 1, but zero=0 shards nothing")
-        if used := [name for name in _ZERO_PLUS if getattr(self, name)]:
-            if self.zero != 3:
-                raise ValueError(f"{used[0]} (ZeRO++) needs zero=3, but zero={self.zero}")
-            if self.shard:
-                raise ValueError(f"{used[0]} (ZeRO++) and shard={self.shard} (HSDP) exclude each other")
-        if self.overlap_gather and self.zero not in (1, 2):
-            raise ValueError(f"overlap_gather is for zero=1 and zero=2, but zero={self.zero}")
-
-    def _check_stages(self) -> None:
-        for name in ("first_layers", "last_layers"):
-            value = getattr(self, name)
-            if value < 0 or (value and self.pp == 1):
-                raise ValueError(f"{name}={value} needs a pipeline and at least one layer, pp={self.pp}")
-            if value % self.interleave:
-                raise ValueError(f"interleave={self.interleave} does not divide {name}={value}")
-        if (self.embedding_as_layer and self.first_layers) or (self.head_as_layer and self.last_layers):
-            raise ValueError("embedding_as_layer and first_layers, head_as_layer and last_layers exclude each other")
-
-    @property
-    def world_size(self) -> int:
-        """Devices the plan needs."""
-        return self.dp * self.tp * self.pp * self.cp
+        enforce(ALONE, self, None)
+        super().__post_init__()
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -163,16 +103,16 @@ class Plan:
         values: dict = {}
         for part in filter(None, text.strip().lower().split(".")):
             match = re.fullmatch(r"([a-z]+)(\d+)", part)
-            if match and match[1] in _DEGREES:
-                name, value = _DEGREES[match[1]], int(match[2])
+            if match and match[1] in _NUMBERS:
+                name, value = _NUMBERS[match[1]], int(match[2])
                 value = value / 100 if name == "capacity" else value
             elif part == "zpp":
-                values |= dict.fromkeys(_ZERO_PLUS, True)
+                values |= dict.fromkeys(ZERO_PLUS, True)
                 continue
             elif part in _WORDS:
                 name, value = _WORDS[part]
             else:
-                known = ", ".join([*(f"{key}N" for key in _DEGREES), *_WORDS, "zpp"])
+                known = ", ".join([*(f"{key}N" for key in _NUMBERS), *_WORDS, "zpp"])
                 raise ValueError(f"{part!r} in plan {text!r} is not one of {known}")
             if name in values:
                 raise ValueError(f"{name} is given twice in plan {text!r}")
@@ -196,7 +136,7 @@ class Plan:
     def __str__(self) -> str:
         default = DEFAULTS | {"sequence_parallel": self.tp > 1}
         parts = [f"dp{self.dp}"]
-        for short, name in _DEGREES.items():
+        for short, name in _NUMBERS.items():
             if name != "dp" and getattr(self, name) != default[name]:
                 value = getattr(self, name)
                 parts.append(f"{short}{round(100 * value) if name == 'capacity' else value}")
@@ -208,11 +148,7 @@ class Plan:
 
         Raises ValueError when the batch cannot be split.
         """
-        if global_batch < 1 or global_batch % self.dp:
-            raise ValueError(
-                f"global_batch={global_batch} is not a multiple of dp x micro_batch = {self.dp} x {self.micro_batch}, "
-                "nor, with a short last micro-batch, of dp"
-            )
+        enforce(BATCH, self, Case(None, None, self, global_batch))
         return -(-global_batch // (self.dp * self.micro_batch))
 
     def last_micro_batch(self, global_batch: int) -> int:
@@ -223,31 +159,13 @@ class Plan:
         """
         return global_batch // self.dp - (self.micro_batches(global_batch) - 1) * self.micro_batch
 
-    def check(self, model: Model, cluster: Cluster) -> None:
-        """Raises ValueError, in the field's words, if the plan cannot be laid over this model and cluster."""
-        if self.world_size != cluster.world_size:
-            degrees = f"dp x tp x pp x cp = {self.dp} x {self.tp} x {self.pp} x {self.cp} = {self.world_size}"
-            raise ValueError(f"{degrees}, but {cluster.name} has {cluster.world_size} devices")
-        if isinstance(model, DLRM):
-            return
-        replicated = self.tp > model.kv_heads and self.tp % model.kv_heads == 0  # each tp rank holds one of the heads
-        rules = [
-            ("tp", self.tp, model.heads, "attention heads"),
-            ("tp", 1 if replicated else self.tp, model.kv_heads, "key-value heads"),
-            ("cp", self.cp if self.context == "ulysses" else 1, model.heads // self.tp, "attention heads of a tp rank"),
-            ("ep", self.ep, model.experts or self.ep, "experts"),
-        ]
-        for name, degree, count, what in rules:
-            if count % degree:
-                raise ValueError(f"{name}={degree} does not divide {count} {what} of {model.name}")
-        if self.ep > 1 and not model.experts:
-            raise ValueError(f"ep={self.ep}, but {model.name} has no experts")
-        if self.ep > 1 and self.tp > 1 and not self.sequence_parallel:
-            raise ValueError(f"ep={self.ep} with tp={self.tp} needs sequence_parallel")
-        if self.pp * self.interleave > model.layers:
-            raise ValueError(
-                f"pp x interleave = {self.pp} x {self.interleave} exceeds {model.layers} layers of {model.name}"
-            )
+    def check(self, model: Model, cluster: Cluster | None, global_batch: int | None = None, sequence: int = 0) -> None:
+        """Raises ValueError, in the field's words, if the plan cannot be laid over model, cluster and batch.
+
+        cluster, global_batch: not judged if None. sequence: the model's own if 0. The rules are those of `plan_rules`.
+        """
+        case = Case(model, cluster, self, global_batch, sequence)
+        enforce(rules_of(case), self, case)
 
 
 DEFAULTS = {field.name: field.default for field in fields(Plan)}  # of every choice that a plan does not name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from madmax_lib.plan import Plan
+from madmax_lib.plan_rules import STAGES, enforce, layers_between
 
 __all__ = ["chunk_layers", "stage_layers"]
 
@@ -25,13 +26,14 @@ def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:
     """Layers of each chunk of each stage; chunk c of stage s is number c x pp + s of the pipeline.
 
     Without uneven ends as `stage_layers`. Where embedding or head count as layers, a remainder goes to the first stages
-    [torchtitan]; beside first_layers or last_layers the others must come out equal [Megatron-LM], else ValueError.
+    [torchtitan]; beside first_layers or last_layers the others must come out equal [Megatron-LM].
+    Raises ValueError for a plan that breaks one of `plan_rules.STAGES`.
 
     >>> chunk_layers(14, Plan(pp=4, embedding_as_layer=True, head_as_layer=True))
     [[range(0, 3)], [range(3, 7)], [range(7, 11)], [range(11, 14)]]
     """
     pp, v = plan.pp, plan.interleave
-    parts = _ranges(_uneven(layers, plan)) if _has_uneven_ends(plan) else stage_layers(layers, pp * v)
+    parts = _ranges(_uneven(layers, plan)) if pp > 1 and _has_uneven_ends(plan) else stage_layers(layers, pp * v)
     return [[parts[chunk * pp + stage] for chunk in range(v)] for stage in range(pp)]
 
 
@@ -41,18 +43,10 @@ def _has_uneven_ends(plan: Plan) -> bool:
 
 def _uneven(layers: int, plan: Plan) -> list[int]:
     """Layers of each virtual stage where the ends differ."""
-    v, ends = plan.interleave, [plan.first_layers, plan.last_layers]
-    counted = layers + plan.embedding_as_layer + plan.head_as_layer - sum(ends)
-    others = (plan.pp - sum(end > 0 for end in ends)) * v
-    if counted < others or (not others and counted):
-        asked = f"first_layers={ends[0]} and last_layers={ends[1]}"
-        raise ValueError(f"{asked} do not leave {layers} layers for pp x interleave = {plan.pp} x {v}")
+    enforce(STAGES, plan, layers)
+    v, (counted, others) = plan.interleave, layers_between(plan, layers)
     even, rest = divmod(counted, others) if others else (0, 0)
-    if rest and any(ends):
-        raise ValueError(
-            f"pp x interleave = {plan.pp} x {v}: {counted} layers do not divide evenly over {others} stages"
-        )
-    sizes = [ends[0] // v or even, *[even] * (plan.pp - 2), ends[1] // v or even] * v
+    sizes = [plan.first_layers // v or even, *[even] * (plan.pp - 2), plan.last_layers // v or even] * v
     sizes = [size + (place < rest) for place, size in enumerate(sizes)]
     sizes[0] -= plan.embedding_as_layer
     sizes[-1] -= plan.head_as_layer

@@ -63,7 +63,7 @@ def estimate(
         raise ValueError(f"{model.name}: recommendation models have no closed form; use simulate")
     single = isinstance(plan_or_table, Plan)
     if single:
-        plan_or_table.check(model, cluster)
+        plan_or_table.check(model, cluster, global_batch, sequence or 0)
         _check_covered(plan_or_table)
         plan_or_table.micro_batches(global_batch)
         plan, index = plan_or_table, pd.RangeIndex(1)
@@ -117,7 +117,7 @@ def _with_offload(table: dict, plans: Plan | pd.DataFrame, model: Transformer, c
 def _offloaded(plan: Plan, model: Transformer, cluster: Cluster, parameters: Parameters, *, global_batch: int,
                sequence: int | None, dtype: str, policy: Policy) -> dict[str, float]:  # fmt: skip
     """A row of one plan with offload."""
-    plan.check(model, cluster)
+    plan.check(model, cluster, global_batch, sequence or 0)
     _check_covered(plan)
     plan = normalised(plan, model, dtype)
     work = work_of(model, cluster, plan, global_batch, sequence, dtype)

@@ -84,7 +84,7 @@ def lay_out(model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, se
             collectives: pd.DataFrame | None = None, policy: Policy | None = None
             ) -> tuple[StepBuilder, Program]:  # fmt: skip
     """Operations of `simulate` before they are timed, one rank per pipeline stage; arguments and errors as there."""
-    plan.check(model, cluster)
+    plan.check(model, cluster, global_batch, sequence or 0)
     offloaded = None
     if plan.offload is not None:
         plan = normalised(plan, model, dtype)

@@ -101,7 +101,7 @@ def test_what_cannot_be_laid_out():
 
 @pytest.mark.parametrize(
     ("plan", "what"),
-    [("dp2.tp8.pp8.first8", "first_layers=8"), ("dp2.tp8.pp8.cap125", "capacity=1.25")],
+    [("dp2.tp8.pp8.first5", "first_layers=5"), ("dp2.tp8.pp8.cap125", "capacity=1.25")],
 )
 def test_no_time_for_what_has_no_closed_form(plan, what):
     plan = Plan.parse(plan)

@@ -67,7 +67,7 @@ def fits(model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, seque
     ...  for zero in (0, 3)]
     [False, True]
     """
-    plan.check(model, cluster)
+    plan.check(model, cluster, global_batch, sequence or 0)
     plan.micro_batches(global_batch)
     if plan.offload is None:
         table = memory(model, plan, sequence=sequence, dtype=dtype, global_batch=global_batch, stack=stack)

@@ -1,0 +1,53 @@
+"""What is simulated? A training step of a model on a cluster under a plan: the value that travels through the rooms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from madmax_lib.specs import Cluster, Model
+
+if TYPE_CHECKING:
+    from madmax_lib.plans import Plans
+
+__all__ = ["Case"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step, or with `Plans` one step per plan.
+
+    model: what is trained.
+    cluster: where; None where only memory is asked for.
+    plan: how the model is split, a `Plan` or the columns of many.
+    global_batch: samples per step over all devices (default None: as many as the pipeline wants).
+    sequence: tokens per sample (default 0: the model's own).
+    dtype: of the matrix products, a key of `ops.BYTES` (default bf16).
+    software: whose habits decide what is held in memory, a name of `states.SOFTWARE` (default None: the usual one).
+    """
+
+    model: Model
+    cluster: Cluster | None
+    plan: Plans
+    global_batch: int | None = None
+    sequence: int = 0
+    dtype: str = "bf16"
+    software: str | None = None
+
+    def __post_init__(self):
+        if not self.sequence:
+            object.__setattr__(self, "sequence", getattr(self.model, "sequence", 0))
+
+    @property
+    def tokens(self) -> float | np.ndarray:
+        """Tokens of one micro-batch on one device."""
+        return self.plan.micro_batch * self.sequence / self.plan.cp
+
+    @property
+    def micro_batches(self) -> float | np.ndarray:
+        """Micro-batches per step and pipeline, the last one perhaps short; infinite without a global batch."""
+        if self.global_batch is None:
+            return np.inf
+        return np.ceil(self.global_batch / (self.plan.dp * self.plan.micro_batch))

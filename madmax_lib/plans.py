@@ -1,0 +1,163 @@
+"""Many plans at once: their columns, which of them are legal, and what a device owns of the states.
+
+`legal` decides for every part of the workbench whether a plan can be laid over a model, a cluster and a batch, by the
+rules of `plan_rules`; a `Plan` checks itself by the same rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from madmax_lib.case import Case
+from madmax_lib.plan_rules import ALONE, BATCH, CLUSTER, RECOMMENDATION, TRANSFORMER, Rule
+from madmax_lib.specs import DLRM
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Plans", "Verdict", "legal", "owned", "rules_of"]
+
+Ints = int | np.ndarray
+Floats = float | np.ndarray
+Flags = bool | np.ndarray
+Texts = str | np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Plans:
+    """Many plans: the fields of `Plan`, each one value for all of them or an array; arrays broadcast.
+
+    Columns of shape (a, 1) and (1, b) are the a x b plans of a product. A `Plan` is the case of one value per field.
+    """
+
+    dp: Ints = 1
+    tp: Ints = 1
+    pp: Ints = 1
+    cp: Ints = 1
+    ep: Ints = 1
+    zero: Ints = 0
+    micro_batch: Ints = 1
+    recompute: Texts = "none"
+    sequence_parallel: Flags | None = None
+    interleave: Ints = 1
+    schedule: Texts = "1f1b"
+    offload: Texts | None = None
+    prefetch: Ints = 1
+    bucket_bytes: Floats = 25 * 2**20
+    shard: Ints = 0
+    qwz: Flags = False
+    hpz: Flags = False
+    qgz: Flags = False
+    overlap_gather: Flags = False
+    reduce_fp32: Flags = False
+    context: Texts = "ring"
+    attention: Texts = "flash"
+    first_layers: Ints = 0
+    last_layers: Ints = 0
+    embedding_as_layer: Flags = False
+    head_as_layer: Flags = False
+    capacity: Floats = 0.0
+
+    def __post_init__(self):
+        if self.sequence_parallel is None:
+            object.__setattr__(self, "sequence_parallel", self.tp > 1)
+
+    @classmethod
+    def from_table(cls, table: pd.DataFrame) -> Plans:
+        """A plan per row; what has no column is at its default. Raises ValueError for a column that is no field."""
+        names = [field.name for field in fields(cls)]
+        if unknown := [name for name in table.columns if name not in names]:
+            raise ValueError(f"column {unknown[0]!r} is not a field of Plan: {', '.join(names)}")
+        columns = {name: table[name].to_numpy() for name in table.columns}
+        if "offload" in columns:
+            columns["offload"] = np.where(table["offload"].isna(), None, table["offload"])
+        columns["dp"] = np.broadcast_to(columns.get("dp", 1), len(table))
+        return cls(**columns)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape that all columns broadcast to, () for a single plan."""
+        return np.broadcast_shapes(*(np.shape(column) for column in vars(self).values()))
+
+    @property
+    def world_size(self) -> Ints:
+        """Devices that a plan needs."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def sharing(self) -> Ints:
+        """Devices that share the states which ZeRO shards: all of dp x cp, or `shard` of them (HSDP)."""
+        return self.shard + (self.shard == 0) * self.dp * self.cp
+
+    def __getitem__(self, rows) -> Plans:
+        """Some of the plans, as views of the columns; of a number, one plan."""
+        shape = self.shape
+        parts = {name: np.broadcast_to(column, shape)[rows] if np.ndim(column) else column
+                 for name, column in vars(self).items()}  # fmt: skip
+        return Plans(**{name: part.item() if isinstance(part, np.generic) else part for name, part in parts.items()})
+
+
+def owned(dense, experts, sharing, ep):
+    """Parameters whose states a device owns where `sharing` devices share them; 1 without ZeRO.
+
+    dense and experts: parameters that the device holds of each kind, those of experts after ep has split them.
+    Expert parallelism lies inside dp x cp, so only what it leaves of these devices holds the same experts
+    [Megatron-Core: expert data parallelism is dp x cp / ep].
+
+    >>> float(owned(dense=1200.0, experts=800.0, sharing=8, ep=4))
+    550.0
+    """
+    return dense / sharing + experts / np.maximum(sharing / ep, 1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which plans of a case are legal, and why the others are not.
+
+    case: what was judged.
+    rules: those that were applied, in order.
+    place: of the first rule that each plan breaks, -1 for a legal plan.
+    """
+
+    case: Case
+    rules: tuple[Rule, ...]
+    place: np.ndarray
+
+    @property
+    def mask(self) -> np.ndarray:
+        """True for legal plans."""
+        return self.place < 0
+
+    def words(self) -> np.ndarray:
+        """What is said of each plan, empty for a legal one."""
+        words = np.full(self.place.shape, "", dtype=object)
+        for row in zip(*np.nonzero(~self.mask), strict=True):
+            words[row] = self.rules[self.place[row]].words(self.case.plan[row], self.case)
+        return words
+
+
+def legal(case: Case) -> Verdict:
+    """Judge all plans of a case: their fields, then the cluster, the model's shape and the batch, where they are given.
+
+    >>> from madmax_lib.catalog import model
+    >>> verdict = legal(Case(model("gpt2"), None, Plans(cp=np.array([2, 3]))))
+    >>> verdict.mask.tolist(), verdict.words()[1]
+    ([True, False], 'cp=3 does not divide 1024 tokens of gpt2')
+    """
+    rules = rules_of(case)
+    place = np.full(case.plan.shape, -1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for number, rule in enumerate(rules):
+            broken = rule.broken(case.plan, case)
+            if np.any(broken):
+                place = np.where((place < 0) & broken, number, place)
+    return Verdict(case, rules, place)
+
+
+def rules_of(case: Case) -> tuple[Rule, ...]:
+    """The rules that apply to a case, in order: of what is given."""
+    shape = RECOMMENDATION if isinstance(case.model, DLRM) else TRANSFORMER
+    return ALONE + (CLUSTER if case.cluster else ()) + shape + (() if case.global_batch is None else BATCH)
