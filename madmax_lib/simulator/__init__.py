@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from madmax_lib.simulator.offload.largest import largest_model as largest_model
     from madmax_lib.simulator.offload.over_step import moments as moments
     from madmax_lib.simulator.offload.placement import METHODS as METHODS, Policy as Policy
-    from madmax_lib.simulator.rates.measured import MeasuredCollectives as MeasuredCollectives
+    from madmax_lib.simulator.rates.collectives import MeasuredCollectives as MeasuredCollectives
     from madmax_lib.simulator.rates.parameters import Parameters as Parameters, bounds as bounds, shipped as shipped
     from madmax_lib.simulator.simulate import simulate as simulate
     from madmax_lib.simulator.step.power import power_phases as power_phases, step_energy as step_energy

@@ -13,7 +13,7 @@ from madmax_lib.simulator.layers.ops import storage_bytes
 from madmax_lib.simulator.layers.workload import blocks, chunk_blocks
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy, normalised
-from madmax_lib.simulator.rates.measured import MeasuredCollectives
+from madmax_lib.simulator.rates.collectives import MeasuredCollectives
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.rates.topology import Group, member_name
 from madmax_lib.simulator.schedule.engine import Program, to_timeline
@@ -45,7 +45,7 @@ def simulate(
     global_batch: samples over all devices. sequence: tokens per sample, the model's own if None. parameters: constants
     of the step-time model, the shipped fit if None; `Parameters()` is the ideal machine (recommendation models: the
     data sheet, or the shares of it that parameters name). imbalance: tokens of the busiest expert device over the mean.
-    collectives: measured seconds that replace the formulas, as in `measured.MeasuredCollectives`.
+    collectives: measured seconds that replace the formulas, as in `MeasuredCollectives`.
     policy: how states leave the device under offload; the share that makes the step shortest is found if it names none.
     Ranks: one per pipeline stage, standing for all devices of the stage (meta.represents); all ranks of up to 64
     devices. Streams: 0 compute, 1 tensor, 2 data, 3 pipeline, 4 context, 5 expert parallel, 6 copies of HSDP's shards;

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.simulator.rates.measured import MeasuredCollectives
+from madmax_lib.simulator.rates.collectives import MeasuredCollectives
 
 TABLE = pd.DataFrame({"collective": "all_reduce", "ranks": 8, "nodes": 1, "size_bytes": [1e6, 1e8, 1e9],
                       "seconds": [1e-4, 1e-3, 5e-3]})  # fmt: skip

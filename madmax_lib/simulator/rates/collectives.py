@@ -1,4 +1,4 @@
-"""How long does a collective take? Latency and bandwidth of ring and all-to-all algorithms on two network levels.
+"""How long does a collective take? Latency and bandwidth of ring and all-to-all algorithms, or what was measured.
 
 All functions broadcast over NumPy arrays. size_bytes is the message of one rank: the whole buffer for all-reduce, the
 gathered buffer for all-gather, the input for reduce-scatter and all-to-all. A group of one rank takes no time.
@@ -8,8 +8,20 @@ Ring formulas: Patarasuk & Yuan 2009; Thakur, Rabenseifner & Gropp 2005.
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 
-__all__ = ["all_gather_s", "all_reduce_s", "all_to_all_s", "reduce_scatter_s", "send_s", "shared_bandwidth"]
+__all__ = [
+    "MeasuredCollectives",
+    "all_gather_s",
+    "all_reduce_s",
+    "all_to_all_s",
+    "reduce_scatter_s",
+    "send_s",
+    "shared_bandwidth",
+]
+
+_KEYS, _VALUES = ["collective", "ranks", "nodes"], ["size_bytes", "seconds"]
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 
 
 def all_reduce_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s=0.0):
@@ -67,3 +79,40 @@ def shared_bandwidth(ranks, stride, domain, link_bytes_per_s, nic_bytes_per_s):
     across = in_domain * nic_bytes_per_s
     across = np.where(in_domain > 1, np.minimum(across, link_bytes_per_s), across)
     return np.where(ranks * stride <= domain, link_bytes_per_s, across)
+
+
+class MeasuredCollectives:
+    """Seconds of collectives that were measured, by nccl-tests, by a vendor or in one's own traces.
+
+    table: at least two sizes for every group, and several rows of a size count by their median. Its columns:
+      collective: all_reduce, all_gather, reduce_scatter, all_to_all or send_recv.
+      ranks, nodes: of the group.
+      size_bytes: as in this module.
+      seconds: of one call.
+    Raises ValueError naming what is missing or wrong.
+    """
+
+    def __init__(self, table: pd.DataFrame):
+        if missing := [name for name in (*_KEYS, *_VALUES) if name not in table.columns]:
+            raise ValueError(f"measured collectives: column {missing[0]!r} is missing")
+        if unknown := sorted(set(table["collective"]) - set(_KINDS)):
+            raise ValueError(f"measured collectives: {unknown[0]!r} is not one of {', '.join(_KINDS)}")
+        if not (table[_VALUES].to_numpy(float) > 0).all():
+            raise ValueError("measured collectives: size_bytes and seconds must be positive")
+        self.curves = {}
+        for key, part in table.groupby(_KEYS):
+            points = part.groupby("size_bytes")["seconds"].median()
+            if len(points) < 2:
+                raise ValueError(f"measured collectives: {key[0]} of {key[1]} ranks needs at least two sizes")
+            self.curves[key] = np.log(points.index.to_numpy(float)), np.log(points.to_numpy(float))
+
+    def seconds(self, collective: str, ranks: int, nodes: int, size_bytes: float) -> float | None:
+        """Between measured sizes on a log-log line, below the smallest its time, above the largest its rate.
+
+        None for a group that was not measured.
+        """
+        if (curve := self.curves.get((collective, ranks, nodes))) is None:
+            return None
+        sizes, times = curve
+        at = np.log(size_bytes)
+        return float(np.exp(np.interp(at, sizes, times) + max(at - sizes[-1], 0.0)))

@@ -11,8 +11,15 @@ import numpy as np
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.specs import Device
 
-__all__ = ["attention_flops", "compute_s", "gemm_s", "longer_of", "optimizer_bytes", "optimizer_s",
-           "unfused_attention_s"]  # fmt: skip
+__all__ = [
+    "attention_flops",
+    "compute_s",
+    "gemm_s",
+    "longer_of",
+    "optimizer_bytes",
+    "optimizer_s",
+    "unfused_attention_s",
+]
 
 _ADAM_BYTES = 30  # fp32 parameter, two moments and gradient read; the first three and a 16-bit copy written
 _TILE = 128  # rows of a block in FlashAttention-2 and cuDNN: the diagonal blocks are computed whole [arXiv 2307.08691]

@@ -14,7 +14,6 @@ from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
@@ -22,15 +21,21 @@ from madmax_lib.atomic import replacing
 
 __all__ = ["Parameters", "bounds", "load", "save", "shipped", "start"]
 
+_SHARES = ("compute_efficiency", "memory_efficiency", "network_efficiency")
+
 
 @dataclass(frozen=True)
 class Parameters:
-    """Constants of the step-time model.
+    """Constants of the step-time model. Raises ValueError for a share outside (0, 1] or an unknown constant.
 
-    compute_efficiency, memory_efficiency, network_efficiency: shares 0..1 that scale all rates of that kind; the
-    default is the data sheet. constants: by `name:group`, the ideal machine's if empty. intervals: 90 % (low, high) of
-    fitted constants. covariance: (n, n) of the fitted constants in their fitting scale (log or linear), in order of
-    `fitted`. provenance: rows, sha256 of the data, figures of the fit. Raises ValueError for a share outside (0, 1].
+    compute_efficiency, memory_efficiency, network_efficiency: shares (0..1] of the data sheet that all rates of that
+        kind reach; default 1.
+    constants: values by `name:group`; those not given are the ideal machine's.
+    intervals: 90 % (low, high) of the fitted constants; empty without a fit.
+    fitted: names of the fitted constants.
+    covariance: (n, n) of the fitted constants, each in its fitting scale (log or linear), in order of `fitted`.
+    residuals: 90 % (low, high) of log(measured / predicted) by kind of step, of rows that the fit has not seen.
+    provenance: rows, sha256 of the data and figures of the fit.
     """
 
     compute_efficiency: float = 1.0
@@ -44,13 +49,12 @@ class Parameters:
     provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self):
-        for name in ("compute_efficiency", "memory_efficiency", "network_efficiency"):
+        for name in _SHARES:
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not in (0, 1]")
         if unknown := set(self.constants) - set(bounds().index):
             raise ValueError(f"constant {sorted(unknown)[0]!r} is not in data/parameter_bounds.csv")
-        table = _ideal_values()
-        object.__setattr__(self, "constants", {**table, **self.constants})
+        object.__setattr__(self, "constants", {**_ideal_values(), **self.constants})
 
 
 @lru_cache(maxsize=1)
@@ -97,17 +101,16 @@ def save(parameters: Parameters, path: str | Path) -> None:
         "covariance": [[_short(v, 4) for v in row] for row in parameters.covariance],
         "residuals": {name: [_short(v, 4) for v in values] for name, values in parameters.residuals.items()},
         "provenance": dict(parameters.provenance),
+        **{name: getattr(parameters, name) for name in _SHARES},
     }
-    for name in ("compute_efficiency", "memory_efficiency", "network_efficiency"):
-        content[name] = getattr(parameters, name)
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _from_json(content: dict) -> Parameters:
     return Parameters(
-        **{name: content.get(name, 1.0) for name in ("compute_efficiency", "memory_efficiency", "network_efficiency")},
-        constants={name: float(start().constants.get(name, np.nan)) for name in bounds().index} | content["constants"],
+        **{name: content.get(name, 1.0) for name in _SHARES},
+        constants={**start().constants, **content["constants"]},
         intervals={name: tuple(pair) for name, pair in content["intervals"].items()},
         fitted=tuple(content["fitted"]),
         covariance=tuple(tuple(row) for row in content["covariance"]),

@@ -26,10 +26,16 @@ __all__ = ["Group", "collective_s", "groups", "member_name"]
 
 @dataclass(frozen=True)
 class Group:
-    """Equal groups of `ranks` devices that are `stride` apart, and the network that one of them sees.
+    """Equal groups of devices that are `stride` apart, and the network that one of them sees.
 
-    bandwidth_bytes_per_s: per device in a ring; hop: to a neighbour alone; near and far: the two network levels with
-    in_node devices of a group on a node.
+    name: tp, cp, ep, dp ..., see `groups`.
+    ranks: devices of a group.
+    stride: distance of neighbours in the numbering of devices.
+    bandwidth_bytes_per_s: of a device in a ring.
+    latency_s: of a message.
+    hop_bytes_per_s: of a message to a neighbour alone.
+    in_node: devices of a group on a node.
+    near_bytes_per_s, far_bytes_per_s: inside a node and between nodes, per device.
     """
 
     name: str

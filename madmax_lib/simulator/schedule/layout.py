@@ -14,7 +14,7 @@ from functools import cache, partial
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.layers.ops import Block, Comm, mirror, phases, storage_bytes
 from madmax_lib.simulator.offload.hosts import Offloaded
-from madmax_lib.simulator.rates.measured import MeasuredCollectives
+from madmax_lib.simulator.rates.collectives import MeasuredCollectives
 from madmax_lib.simulator.rates.topology import Group
 from madmax_lib.simulator.schedule.engine import Program
 from madmax_lib.simulator.schedule.passes import BEFORE, MESSAGE, Pass
