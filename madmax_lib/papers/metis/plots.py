@@ -1,7 +1,6 @@
 """How do Metis' results look: costs by enumeration order, defects of its plans, search times, training curves?
 
-Pictures of `52_metis`. What a defect costs compares Metis' own plans (`papers.metis`) with the correct cost of
-`planner.hetero`, which only this room may look at together.
+Pictures of `52_metis`.
 """
 
 from __future__ import annotations
@@ -11,16 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from madmax_lib.datasets import local_data
-from madmax_lib.papers.metis.generate import generate_profiles
-from madmax_lib.papers.metis.studies import nodes_of, origin
+from madmax_lib.papers.metis.studies import origin
 from madmax_lib.papers.style import HATCH, PAPER, bars, done, legend, note, paper_marks
-from madmax_lib.planner import hetero
-from madmax_lib.planner.hetero import costs
 from madmax_lib.view.drawing import COLORS, new_axes
 
-__all__ = ["defect_choices", "plot_defects", "plot_orders", "plot_profile_choice", "plot_search_time", "plot_training",
-           "training_logs"]  # fmt: skip
+__all__ = ["plot_defects", "plot_orders", "plot_profile_choice", "plot_search_time", "plot_training"]
 
 _ORDER_COLORS = {"A100 first": COLORS["compute"], "V100 first": COLORS["comm"]}
 _ORDER_MARKS = {"A100 first": "o", "V100 first": "s"}
@@ -98,30 +92,6 @@ def plot_defects(shares: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return done(ax, shares)
 
 
-def defect_choices(plans: pd.DataFrame, layers: int, gpus: int) -> pd.DataFrame:
-    """Which of Metis' plans looks best with one defect alone, and what it really costs.
-
-    Columns: defect, what, chosen (text), believed_ms (with the defect), correct_ms (without; infinite where a GPU lacks
-    memory) and best_correct_ms (of the best plan in the list). Memory counts for E6 only, by the profiles' own table.
-    """
-    profiles, nodes = generate_profiles(layers), nodes_of(gpus)
-    first = next(iter(profiles.table.values()))
-    model = {"model_profile": (first.optimizer_ms, first.batch_generator_ms)}
-    common = {"profiles": profiles, "cluster": nodes, "layers": layers, "global_batch": 128}
-    listed = plans.to_dict("records")
-    rows = []
-    for defect, what in hetero.DEFECTS.items():
-        factor = 1.0 if defect == "E6" else 0.0
-        correct = hetero.problem(**common, memory_factor=factor)
-        wrong = hetero.problem(**common, memory_factor=factor, defect=defect, **model)
-        believed = [_believed(plan, correct if _not_concerned(plan, defect) else wrong) for plan in listed]
-        chosen = min(range(len(listed)), key=believed.__getitem__)
-        really = [hetero.cost_of(plan, correct) for plan in listed]
-        rows.append({"defect": defect, "what": what, "chosen": _text(listed[chosen]), "believed_ms": believed[chosen],
-                     "correct_ms": really[chosen], "best_correct_ms": min(really)})  # fmt: skip
-    return pd.DataFrame(rows)
-
-
 def plot_search_time(published: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Figure 1: search time against layers on 8 x 4 GPUs, as published."""
     ax = ax or new_axes(height=3.0)
@@ -134,19 +104,6 @@ def plot_search_time(published: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set_title("Published search times, settings unknown: hours from 24 layers on")
     published.attrs.update(origin("metis_search_time.csv"))
     return done(ax, published)
-
-
-def training_logs() -> pd.DataFrame | None:
-    """The two logs of figure 3: run (DP or TP), elapsed_s, loss; None after saying that they were not found."""
-    runs = []
-    for run, name in (("DP", "fig3_tp1_dp2.csv"), ("TP", "fig3_tp2_dp1.csv")):
-        try:
-            log = pd.read_csv(local_data(f"metis/{name}"))
-        except FileNotFoundError as reason:
-            print(f"skipped the training curves of figure 3: {reason}")
-            return None
-        runs.append(pd.DataFrame({"run": run, "elapsed_s": log["elapsed_ms"].cumsum() / 1e3, "loss": log["lm_loss"]}))
-    return pd.concat(runs, ignore_index=True)
 
 
 def plot_training(summary: pd.DataFrame, logs: pd.DataFrame | None = None) -> Axes:
@@ -170,30 +127,3 @@ def plot_training(summary: pd.DataFrame, logs: pd.DataFrame | None = None) -> Ax
     ax.set(xlabel="elapsed time [s]", ylabel="loss, smoothed", xlim=(0, 1.06 * logs["elapsed_s"].max()))
     ax.set_title("Only the time axis compares: the two learning-rate schedules differ")
     return done(ax, logs)
-
-
-def _believed(plan: dict, given: hetero.Problem) -> float:
-    """Cost by the rules given: of the plan as it is where they allow it, else with all layers."""
-    known, fleet = hetero.HeteroPlan.read(plan), given.fleet(plan["node_sequence"])
-    try:
-        costs.check(known, given.prices, fleet, given.rules)
-    except ValueError:
-        known = known.repaired(given.prices.layers)
-    if not costs.fits(known, given.prices, fleet, given.rules):
-        return float("inf")
-    return float(sum(costs.cost_terms(known, given.prices, fleet, given.rules).values()))
-
-
-def _not_concerned(plan: dict, defect: str) -> bool:
-    return defect == "E1" and plan["num_stage_used_for_cost"] == len(plan["device_groups"])
-
-
-def _text(plan: dict) -> str:
-    stages = zip(plan["device_groups"], plan["strategies"], strict=True)
-    degrees = ", ".join(f"{gpus}: dp {dp} tp {tp}" for gpus, (dp, tp) in stages)
-    types = " then ".join(plan["node_sequence"])
-    return f"{types}; {degrees}; layers {plan['layer_partition']}; {_batches(plan['batches'])}"
-
-
-def _batches(count: int) -> str:
-    return "1 batch" if count == 1 else f"{count} batches"

@@ -12,17 +12,30 @@ from itertools import pairwise
 
 import pandas as pd
 
+from madmax_lib.datasets import local_data
+from madmax_lib.papers.metis.defects import DEFECTS, first_listed
 from madmax_lib.papers.metis.generate import generate_profiles
-from madmax_lib.papers.metis.uniform import uniform_plans
 from madmax_lib.papers.metis.walk import SearchResult, search
 from madmax_lib.papers.origin import provenance, read_table
+from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.profiles import Profiles
 
 __all__ = [
-    "NODE_ORDERS", "data_and_tensor", "defect_shares", "model_profiles", "nodes_of", "origin", "run_row", "run_rows",
-    "search_times", "table1", "table1_errors", "uniform",
-]  # fmt: skip
+    "NODE_ORDERS",
+    "data_and_tensor",
+    "defect_choices",
+    "defect_shares",
+    "model_profiles",
+    "nodes_of",
+    "origin",
+    "run_row",
+    "run_rows",
+    "search_times",
+    "table1",
+    "table1_errors",
+    "training_logs",
+]
 
 NODE_ORDERS = (("A100", "V100"), ("V100", "A100"))
 _BATCH, _MODEL_PROFILE = 128, "A100_tp4_bs4"
@@ -110,26 +123,46 @@ def defect_shares(result: SearchResult, layers: int) -> pd.DataFrame:
 
 
 def model_profiles(layers: int, gpus: int, node_order: tuple[str, ...]) -> pd.DataFrame:
-    """Best cost by the profile that happens to be listed first: model_profile, optimizer_ms, cost_ms, node_order.
-
-    One profile stands for all with the same optimizer and batch generator times, of which the rest follows.
-    """
-    profiles = _profiles(layers)
-    distinct = {(p.optimizer_ms, p.batch_generator_ms): p for p in reversed(list(profiles.table.values()))}
+    """Best cost by the profile that happens to be listed first: model_profile, optimizer_ms, cost_ms, node_order."""
     rows = []
-    for profile in distinct.values():
+    for profile in first_listed(_profiles(layers)):
         name = profile.name.removeprefix("DeviceType.")
-        best = run_row(layers, gpus, node_order, "base", name).best_cost_ms
-        rows.append({"model_profile": name, "optimizer_ms": profile.optimizer_ms, "cost_ms": best,
-                     "node_order": f"{node_order[0]} first"})  # fmt: skip
-    return pd.DataFrame(rows).sort_values("cost_ms", ignore_index=True)
+        best_ms = run_row(layers, gpus, node_order, "base", name).best_cost_ms
+        rows.append((name, profile.optimizer_ms, best_ms, f"{node_order[0]} first"))
+    table = pd.DataFrame(rows, columns=["model_profile", "optimizer_ms", "cost_ms", "node_order"])
+    return table.sort_values("cost_ms", ignore_index=True)
 
 
-def uniform(layers: int, gpus: int) -> pd.DataFrame:
-    """Uniform plans (`metis.uniform`) on A100 in nodes of four, with the memory table that falls with tp."""
-    profiles, nodes = generate_profiles(layers, memory="upstream"), nodes_of(2 * gpus)[gpus // 4 :]
-    return uniform_plans(profiles, nodes, layers=layers, global_batch=_BATCH, model_profile=_MODEL_PROFILE, max_tp=8,
-                         max_bs=16)  # fmt: skip
+def defect_choices(plans: pd.DataFrame, layers: int, gpus: int) -> pd.DataFrame:
+    """Which of Metis' plans looks best with one defect alone, and what it really costs.
+
+    Columns: defect, what, chosen (text), believed_ms (with the defect), correct_ms (without; infinite where a GPU lacks
+    memory) and best_correct_ms (of the best plan in the list). Memory counts for E6 only, by the profiles' own table.
+    """
+    profiles, rows = _profiles(layers), []
+    for name, cost in DEFECTS.items():
+        given = hetero.problem(
+            profiles=profiles, cluster=nodes_of(gpus), global_batch=_BATCH, memory_factor=float(name == "E6")
+        )
+        believed_s = [cost(plan, given, profiles.named(None)).total_s() for _, plan in plans.iterrows()]
+        correct_ms = [hetero.cost_of(plan, given) for _, plan in plans.iterrows()]
+        chosen = believed_s.index(min(believed_s))
+        text = _plan_text(plans.iloc[chosen])
+        rows.append((name, cost.what, text, 1e3 * believed_s[chosen], correct_ms[chosen], min(correct_ms)))
+    return pd.DataFrame(rows, columns=["defect", "what", "chosen", "believed_ms", "correct_ms", "best_correct_ms"])
+
+
+def training_logs() -> pd.DataFrame | None:
+    """The two logs of figure 3: run (DP or TP), elapsed_s, loss; None after saying that they were not found."""
+    runs = []
+    for run, name in (("DP", "fig3_tp1_dp2.csv"), ("TP", "fig3_tp2_dp1.csv")):
+        try:
+            log = pd.read_csv(local_data(f"metis/{name}"))
+        except FileNotFoundError as reason:
+            print(f"skipped the training curves of figure 3: {reason}")
+            return None
+        runs.append(pd.DataFrame({"run": run, "elapsed_s": log["elapsed_ms"].cumsum() / 1e3, "loss": log["lm_loss"]}))
+    return pd.concat(runs, ignore_index=True)
 
 
 def origin(*names: str) -> dict:
@@ -140,3 +173,11 @@ def origin(*names: str) -> dict:
 @lru_cache
 def _profiles(layers: int) -> Profiles:
     return generate_profiles(layers)
+
+
+def _plan_text(plan: pd.Series) -> str:
+    stages = zip(plan["device_groups"], plan["strategies"], strict=True)
+    degrees = ", ".join(f"{gpus}: dp {dp} tp {tp}" for gpus, (dp, tp) in stages)
+    types = " then ".join(plan["node_sequence"])
+    batches = "1 batch" if plan["batches"] == 1 else f"{plan['batches']} batches"
+    return f"{types}; {degrees}; layers {plan['layer_partition']}; {batches}"
