@@ -7,9 +7,13 @@ from madmax_lib.doors import open_room
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from madmax_lib.runs.launch import launch as launch, sweep as sweep
-    from madmax_lib.runs.measure.host_bench import host_table as host_table, offload_check as offload_check
-    from madmax_lib.runs.measure.microbench import SHAPES as SHAPES, gelu_table as gelu_table, mlp_table as mlp_table
+    from madmax_lib.runs.launch import RunError as RunError, launch as launch, prepare as prepare, sweep as sweep
+    from madmax_lib.runs.measure.microbench import (
+        SHAPES as SHAPES,
+        gelu_table as gelu_table,
+        kernel_seconds as kernel_seconds,
+    )
+    from madmax_lib.runs.measure.peak_rates import device_name as device_name
     from madmax_lib.runs.read import read_run as read_run, read_runs as read_runs, runs_table as runs_table
     from madmax_lib.runs.spec import RunSpec as RunSpec
     from madmax_lib.runs.summary import PROFILED as PROFILED, counted_steps as counted_steps

@@ -29,20 +29,20 @@ from madmax_lib.atomic import replacing
 from madmax_lib.datasets import PROJECT
 from madmax_lib.runs.checks import deepspeed_locks
 from madmax_lib.runs.data.batches import Data
-from madmax_lib.runs.read import Run, last_checkpoint, read_json, read_run, write_json
+from madmax_lib.runs.read import Resolved, Run, last_checkpoint, read_json, read_run, read_spec, write_json
 from madmax_lib.runs.spec import RunSpec, check
 from madmax_lib.runs.summary import write_summary
 
-__all__ = ["RunError", "gpu_count", "launch", "prepare", "sweep"]
+__all__ = ["RunError", "launch", "prepare", "sweep"]
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # for torchrun to end its ranks before it is killed
-_ALONE_S = 2.0
-_TAIL = 15  # lines of a log that an error shows
+_ALONE_S = 2.0  # for ranks that lost torchrun to end themselves
+_TAIL_LINES = 15  # of a log that an error shows
 _SIGNALLED = re.compile(r"rank\s+: (\d+) .*\n\s+exitcode\s+: -(\d+)")  # in torchrun's table of failures
 _TORCHRUN = re.compile(r"^[EWI]\d{4} \d\d:", re.MULTILINE)  # begins what torchrun itself logs
-_OF_A_START = ("env.json", "power.csv", "summary.json", "logs")
-_OURS = (*_OF_A_START, "spec.json", "steps.csv", "trace_rank*.json.gz", "checkpoints")
+_FILES_OF_A_START = ("env.json", "power.csv", "summary.json", "logs")
+_FILES_OF_A_RUN = (*_FILES_OF_A_START, "spec.json", "steps.csv", "trace_rank*.json.gz", "checkpoints")
 
 
 class RunError(RuntimeError):
@@ -67,9 +67,9 @@ def launch(spec: RunSpec, directory: str | Path, *, check: bool = True) -> Path:
     package; and RunError with the end of the log of the rank that failed.
     """
     directory = prepare(spec, directory)
-    resolved = read_json(directory / "spec.json")["resolved"]
+    device = read_spec(directory)[1].device
     with _terminable(), tempfile.TemporaryDirectory() as scratch:
-        status, error = _run(spec, directory, _environment(resolved["device"], Path(scratch)))
+        status, error = _run(spec, directory, _environment(device, Path(scratch)))
     if status == "completed":
         return directory
     write_summary(directory, status, error.splitlines()[0])
@@ -87,8 +87,8 @@ def sweep(specs: Iterable[RunSpec], folder: str | Path) -> dict[str, Run]:
     runs = {}
     for spec in specs:
         directory = Path(folder) / spec.name
-        known = read_run(directory) if (directory / "spec.json").exists() else None
-        if not known or known.spec != spec or known.summary.get("status") != "completed":
+        kept = read_run(directory) if (directory / "spec.json").exists() else None
+        if not kept or kept.spec != spec or kept.summary.get("status") != "completed":
             launch(spec, directory, check=False)
         runs[spec.name] = read_run(directory)
     return runs
@@ -99,20 +99,20 @@ def prepare(spec: RunSpec, directory: str | Path) -> Path:
 
     Raises as `launch` does before it starts a process.
     """
-    device = check(spec, gpu_count() if spec.device != "cpu" else 0)
+    device = check(spec, _gpu_count() if spec.device != "cpu" else 0)
     if (device, spec.dtype) == ("cuda", "bf16"):
         _check_bf16()
-    data = _data(spec)
+    data = _load_data(spec)
     directory = Path(directory).expanduser().resolve()
-    resolved = {"plan": str(spec.plan), "ranks": spec.plan.world_size, "device": device, "data": data.name,
-                "tokenizer": "bytes" if data.note else spec.tokenizer, "data_note": data.note,
-                "starts": _starts(directory, spec)}  # fmt: skip
+    tokenizer = "bytes" if data.note else spec.tokenizer
+    plan, starts = spec.plan, _starts(directory, spec)
+    resolved = Resolved(str(plan), plan.world_size, device, data.name, tokenizer, data.note, starts)
     (directory / "logs").mkdir(parents=True, exist_ok=True)
-    write_json(directory / "spec.json", {**asdict(spec), "resolved": resolved})
+    write_json(directory / "spec.json", asdict(spec) | {"resolved": asdict(resolved)})
     return directory
 
 
-def gpu_count() -> int:
+def _gpu_count() -> int:
     """CUDA (or ROCm) devices that a run may use; torch is asked only where the system shows a driver."""
     drivers = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
     if not find_spec("torch") or not any(Path(driver).exists() for driver in drivers):
@@ -130,7 +130,7 @@ def _check_bf16() -> None:
         raise ValueError(f"dtype='bf16', but {torch.cuda.get_device_name()} does not compute in it; give dtype='fp16'")
 
 
-def _data(spec: RunSpec) -> Data:
+def _load_data(spec: RunSpec) -> Data:
     """The data of a run, loaded once here so that the ranks find it; a fall-back is announced and its reason kept."""
     shapes, data = spec.shapes, spec.get_data(spec.download)
     if data.classes > shapes.classes:
@@ -140,8 +140,8 @@ def _data(spec: RunSpec) -> Data:
     return data
 
 
-def _starts(directory: Path, spec: RunSpec) -> list[int]:
-    """The steps that a run was and is started at, the last being the one to go on with.
+def _starts(directory: Path, spec: RunSpec) -> tuple[int, ...]:
+    """The steps that a run was and is started at, the last being the one to go on with; clears what is in the way.
 
     Where the same spec did not complete there, that is its last checkpoint, and rows of later steps are cut off; else
     it is 0, and what an earlier run left is removed.
@@ -149,36 +149,41 @@ def _starts(directory: Path, spec: RunSpec) -> list[int]:
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory}: a run needs a directory, this is a file")
     if not (directory / "spec.json").exists():
-        return [0]
+        return (0,)
     try:
-        same = RunSpec.from_json((directory / "spec.json").read_text()) == spec
+        earlier, resolved = read_spec(directory)
     except ValueError:
-        same = False
-    if not same:
+        earlier = None
+    if earlier != spec:
         raise FileExistsError(f"{directory}: holds another run; give a new directory")
-    done, starts = _resumable(directory), []
-    if done:
-        starts = [start for start in read_json(directory / "spec.json")["resolved"]["starts"] if start < done]
-        rows = (directory / "steps.csv").read_text().splitlines(keepends=True)[: 1 + done]
-        with replacing(directory / "steps.csv") as temporary:
-            temporary.write_text("".join(rows))
-    for path in (path for pattern in (_OF_A_START if done else _OURS) for path in directory.glob(pattern)):
+    checkpoint = last_checkpoint(directory)
+    if not checkpoint or read_json(directory / "summary.json").get("status") == "completed":
+        _remove(directory, _FILES_OF_A_RUN)
+        return (0,)
+    done = int(checkpoint.name)
+    rows = (directory / "steps.csv").read_text().splitlines(keepends=True)[: 1 + done]
+    with replacing(directory / "steps.csv") as temporary:
+        temporary.write_text("".join(rows))
+    _remove(directory, _FILES_OF_A_START)
+    return (*(start for start in resolved.starts if start < done), done)
+
+
+def _remove(directory: Path, patterns: Iterable[str]) -> None:
+    for path in [path for pattern in patterns for path in directory.glob(pattern)]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return [*starts, done]
-
-
-def _resumable(directory: Path) -> int:
-    """Steps of an uncompleted run that its last checkpoint holds, 0 for none."""
-    checkpoint, status = last_checkpoint(directory), read_json(directory / "summary.json").get("status")
-    return int(checkpoint.name) if checkpoint and status != "completed" else 0
 
 
 def _environment(device: str, scratch: Path) -> dict[str, str]:
     """Environment of the ranks. Jobs that share a compile cache may read each other's half-written files."""
-    paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    more = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "MADMAX_LAUNCHER": str(os.getpid()),
-            "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}  # fmt: skip
-    return {**os.environ, **more, **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {})}
+    added = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "MADMAX_LAUNCHER": str(os.getpid()),
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+    }
+    if device == "cpu":
+        added["OMP_NUM_THREADS"] = "1"
+    return {**os.environ, **added}
 
 
 def _run(spec: RunSpec, directory: Path, environment: dict[str, str]) -> tuple[str, str]:
@@ -198,7 +203,7 @@ def _run(spec: RunSpec, directory: Path, environment: dict[str, str]) -> tuple[s
             raise
         if stalled:
             _end(process)
-            return "stalled", _stalled(spec)
+            return "stalled", _stall_reason(spec)
         if process.returncode < 0:  # torchrun itself was killed, its ranks see that within a second
             time.sleep(_ALONE_S)
             return "failed", f"{spec.name}: torchrun was ended by signal {-process.returncode}"
@@ -207,14 +212,15 @@ def _run(spec: RunSpec, directory: Path, environment: dict[str, str]) -> tuple[s
 
 def _wait(process: subprocess.Popen, steps: Path, timeout_s: float) -> bool:
     """Wait for the end of a process; True if it makes no progress: no new step for longer than the timeout."""
-    last = time.monotonic()
-    size = 0
+    changed_s, size_bytes = time.monotonic(), 0
     while process.poll() is None:
         time.sleep(_POLL_S)
-        now = steps.stat().st_size if steps.exists() else 0
-        if now != size:
-            size, last = now, time.monotonic()
-        if time.monotonic() - last > timeout_s + _GRACE_S:  # ranks that wait for another end at the timeout themselves
+        now_bytes = steps.stat().st_size if steps.exists() else 0
+        if now_bytes != size_bytes:
+            changed_s, size_bytes = time.monotonic(), now_bytes
+        if (
+            time.monotonic() - changed_s > timeout_s + _GRACE_S
+        ):  # ranks that wait for another end at the timeout themselves
             return True
     return False
 
@@ -231,7 +237,7 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def _stalled(spec: RunSpec) -> str:
+def _stall_reason(spec: RunSpec) -> str:
     text = f"{spec.name}: no step within timeout_s={spec.timeout_s:g} s"
     if spec.engine == "deepspeed" and (locks := deepspeed_locks()):
         text += f"; DeepSpeed waits for stale lock files, delete them: {', '.join(map(str, locks))}"
@@ -242,27 +248,28 @@ def _failure(spec: RunSpec, directory: Path) -> tuple[str, str]:
     """Status and text of a run that failed: the first rank that did, with the end of its log."""
     logs = directory / "logs"
     launcher = (logs / "launcher.log").read_text(errors="replace")
-    told = [read_json(path) for path in logs.glob("failure_rank*.json")]
-    first = min(told, key=lambda failure: failure["time_s"], default=None)
-    by_signal = [tuple(map(int, match)) for match in _SIGNALLED.findall(launcher)]
-    by_signal = [(rank, number) for rank, number in by_signal if number != signal.SIGTERM]  # torchrun's own
-    if by_signal:
-        rank, number = by_signal[0]
+    failures = [read_json(path) for path in logs.glob("failure_rank*.json")]
+    first = min(failures, key=lambda failure: failure["time_s"], default=None)
+    signals = [(int(rank), int(number)) for rank, number in _SIGNALLED.findall(launcher)]
+    signals = [(rank, number) for rank, number in signals if number != signal.SIGTERM]  # torchrun's own
+    if signals:
+        rank, number = signals[0]
         status, reason = "failed", f"ended by signal {number} ({signal.Signals(number).name})"
         if number == signal.SIGKILL:
             reason += ", perhaps by the system for want of memory"
     elif first:
-        rank, status, reason = first["rank"], first["status"], first["error"]
+        rank, status = first["rank"], first["status"]
+        reason = first["error"]
     else:
-        ranks_said = _TORCHRUN.split(launcher)[0].strip() or launcher
-        return "failed", f"{spec.name} failed before its ranks began\n{_tail(ranks_said)}"
+        output = _TORCHRUN.split(launcher)[0].strip() or launcher
+        return "failed", f"{spec.name} failed before its ranks began\n{_tail(output)}"
     log = logs / f"rank{rank}.log"
     text = _tail(log.read_text(errors="replace")) if log.exists() else _tail(launcher)
     return status, f"{spec.name}, plan {spec.plan}, {status} on rank {rank}: {reason}\nend of {log}:\n{text}"
 
 
 def _tail(text: str) -> str:
-    return "\n".join(text.rstrip().splitlines()[-_TAIL:])
+    return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
 
 
 @contextmanager

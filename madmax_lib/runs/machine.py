@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from madmax_lib.runs.measure.peaks import device_name, peak_flops
+from madmax_lib.runs.measure.peak_rates import device_name, peak_flops
 
 __all__ = ["environment", "host_rss_bytes", "memory_bytes"]
 
@@ -26,7 +26,7 @@ def environment(device: str, dtype: str) -> dict:
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: installed for name in _PACKAGES if (installed := _version(name))},
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "backend": dist.get_backend() if grouped else None,
@@ -40,11 +40,14 @@ def environment(device: str, dtype: str) -> dict:
     }
 
 
-def memory_bytes(device: str) -> tuple[float | None, float | None, float | None]:
-    """Allocated, reserved and largest allocated bytes of this rank's device; None on a CPU."""
-    if device != "cuda":
-        return None, None, None
-    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
+def memory_bytes(device: str) -> dict[str, int | None]:
+    """Bytes of this rank's device by column of steps.csv: allocated, reserved, largest allocated; None on a CPU."""
+    counters = {
+        "memory_allocated_bytes": torch.cuda.memory_allocated,
+        "memory_reserved_bytes": torch.cuda.memory_reserved,
+        "memory_peak_bytes": torch.cuda.max_memory_allocated,
+    }
+    return {name: counter() if device == "cuda" else None for name, counter in counters.items()}
 
 
 def host_rss_bytes() -> int:

@@ -1,9 +1,6 @@
 """What does a run directory hold? spec.json, env.json, steps.csv and summary.json, also of a run that was cut short.
 
-steps.csv has one row per step, appended as the run goes on. Times are seconds of rank 0: total_s is wall time, the
-phases are those of `Job.step`. samples and tokens are the real ones of all ranks (tokens = samples x positions), loss
-is the global mean, accuracy 0..1. memory_*_bytes are of rank 0's device, empty on a CPU; power_w and energy_j of all
-devices of the first machine.
+steps.csv has one row per step, appended as the run goes on; an empty value is one that the run cannot tell.
 """
 
 from __future__ import annotations
@@ -19,22 +16,79 @@ import pandas as pd
 from madmax_lib.atomic import replacing
 from madmax_lib.runs.spec import RunSpec
 
-__all__ = ["COLUMNS", "PHASES", "Run", "known", "last_checkpoint", "read_json", "read_run", "read_runs", "read_steps",
-           "runs_table", "write_json"]  # fmt: skip
+__all__ = [
+    "COLUMNS",
+    "PHASES",
+    "Resolved",
+    "Run",
+    "last_checkpoint",
+    "read_json",
+    "read_run",
+    "read_runs",
+    "read_spec",
+    "read_steps",
+    "runs_table",
+    "with_nulls",
+    "write_json",
+]
 
-PHASES = ("data", "forward", "backward", "optimizer")
-COLUMNS = ("step", *(f"{name}_s" for name in PHASES), "total_s", "samples", "tokens", "loss", "accuracy",
-           "validation_loss", "overflow", "memory_allocated_bytes", "memory_reserved_bytes", "memory_peak_bytes",
-           "host_rss_bytes", "power_w", "energy_j")  # fmt: skip
+PHASES = ("data", "forward", "backward", "optimizer")  # of a step, also the labels in its traces
+COLUMNS = (
+    "step",
+    *(f"{name}_s" for name in PHASES),  # of rank 0
+    "total_s",  # wall time of rank 0
+    "samples",  # real ones of all ranks
+    "tokens",  # samples x positions
+    "loss",  # mean over the global batch
+    "accuracy",  # 0..1
+    "validation_loss",
+    "overflow",  # 1 where the gradient was not finite and the optimizer skipped
+    "memory_allocated_bytes",  # of rank 0's device, empty on a CPU, and so are the next two
+    "memory_reserved_bytes",
+    "memory_peak_bytes",
+    "host_rss_bytes",  # of rank 0's process
+    "power_w",  # of all devices of the first machine
+    "energy_j",
+)
 _QUANTITIES = ("samples_per_s", "tokens_per_s", "mfu", "hfu", "loss_last", "host_rss_bytes", "energy_per_sample_j")
 
 
 @dataclass(frozen=True)
+class Resolved:
+    """What a launch works out from a spec before the ranks start; "resolved" in spec.json.
+
+    plan: text form, with the micro-batch.
+    ranks: processes.
+    device: cpu or cuda.
+    data, tokenizer: those that are used.
+    data_note: why that is not the data asked for, else empty ("").
+    starts: the steps that the run was and is started at; at the last it goes on ((0,)).
+    """
+
+    plan: str
+    ranks: int
+    device: str
+    data: str
+    tokenizer: str
+    data_note: str = ""
+    starts: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
 class Run:
-    """A run directory: what was asked, where it ran, each step, and the summary (empty if there is none yet)."""
+    """A run directory.
+
+    directory: its path.
+    spec: what was asked for.
+    resolved: what followed from it, None for a spec.json written by hand.
+    env: where it ran, empty before the ranks have started.
+    steps: a row per step, columns as `COLUMNS`.
+    summary: of `runs.summary`, empty before the run has ended.
+    """
 
     directory: Path
     spec: RunSpec
+    resolved: Resolved | None
     env: dict
     steps: pd.DataFrame
     summary: dict
@@ -43,11 +97,19 @@ class Run:
 def read_run(directory: str | Path) -> Run:
     """A run directory, complete or not. Raises FileNotFoundError without a spec.json, ValueError for bad content."""
     directory = Path(directory)
-    if not (directory / "spec.json").exists():
-        raise FileNotFoundError(f"{directory}: no run directory, it has no spec.json")
-    spec = RunSpec.from_json((directory / "spec.json").read_text())
+    spec, resolved = read_spec(directory)
     env, summary = (read_json(directory / f"{name}.json") for name in ("env", "summary"))
-    return Run(directory, spec, env, read_steps(directory), summary)
+    return Run(directory, spec, resolved, env, read_steps(directory), summary)
+
+
+def read_spec(directory: Path) -> tuple[RunSpec, Resolved | None]:
+    """What spec.json of a run directory holds. Raises as `read_run` does."""
+    path = directory / "spec.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{directory}: no run directory, it has no spec.json")
+    text = path.read_text()
+    spec, resolved = RunSpec.from_json(text), json.loads(text).get("resolved")
+    return spec, Resolved(**resolved) if resolved else None
 
 
 def read_runs(folder: str | Path) -> dict[str, Run]:
@@ -55,10 +117,10 @@ def read_runs(folder: str | Path) -> dict[str, Run]:
 
     Raises FileNotFoundError if there is none.
     """
-    found = {path.parent.name: read_run(path.parent) for path in sorted(Path(folder).glob("*/spec.json"))}
-    if not found:
+    runs = {path.parent.name: read_run(path.parent) for path in sorted(Path(folder).glob("*/spec.json"))}
+    if not runs:
         raise FileNotFoundError(f"{folder}: no run directories here")
-    return found
+    return runs
 
 
 def runs_table(runs: dict[str, Run]) -> pd.DataFrame:
@@ -69,13 +131,21 @@ def runs_table(runs: dict[str, Run]) -> pd.DataFrame:
     """
     rows = []
     for name, run in runs.items():
-        plan, told = run.spec.plan, run.summary
-        spread = told.get("step_s", {})
+        plan, summary = run.spec.plan, run.summary
         degrees = (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
-        row = {"run": name, "model": run.spec.model, "strategy": name.partition("_")[2], "ranks": plan.world_size}
-        row |= {"dimensions": sum(degree > 1 for degree in degrees), "status": told.get("status", "unfinished")}
-        row |= {"step_s": spread.get("median"), "step_p25_s": spread.get("p25"), "step_p75_s": spread.get("p75")}
-        rows.append(row | {quantity: told.get(quantity) for quantity in _QUANTITIES})
+        step_s = summary.get("step_s", {})
+        row = {
+            "run": name,
+            "model": run.spec.model,
+            "strategy": name.partition("_")[2],
+            "ranks": plan.world_size,
+            "dimensions": sum(degree > 1 for degree in degrees),
+            "status": summary.get("status", "unfinished"),
+            "step_s": step_s.get("median"),
+            "step_p25_s": step_s.get("p25"),
+            "step_p75_s": step_s.get("p75"),
+        }
+        rows.append(row | {quantity: summary.get(quantity) for quantity in _QUANTITIES})
     numbers = ["step_s", "step_p25_s", "step_p75_s", *_QUANTITIES]
     table = pd.DataFrame(rows).astype(dict.fromkeys(numbers, float))
     return table.sort_values(["dimensions", "ranks", "run"]).reset_index(drop=True)
@@ -99,12 +169,6 @@ def read_steps(directory: str | Path) -> pd.DataFrame:
     return _typed(pd.DataFrame(rows, columns=list(COLUMNS)), path)
 
 
-def last_checkpoint(directory: Path) -> Path | None:
-    """The last complete checkpoint of a run directory; its name is the number of steps it holds."""
-    latest = directory / "checkpoints" / "latest"
-    return latest.with_name(latest.read_text()) if latest.exists() else None
-
-
 def _typed(table: pd.DataFrame, path: Path) -> pd.DataFrame:
     try:
         table = table.replace("", "nan").astype(float)
@@ -113,8 +177,14 @@ def _typed(table: pd.DataFrame, path: Path) -> pd.DataFrame:
         raise ValueError(f"{path}: {error}") from None
 
 
+def last_checkpoint(directory: Path) -> Path | None:
+    """The last complete checkpoint of a run directory; its name is the number of steps it holds."""
+    latest = directory / "checkpoints" / "latest"
+    return latest.with_name(latest.read_text()) if latest.exists() else None
+
+
 def read_json(path: Path) -> dict:
-    """What a JSON file holds, nothing where there is none. Raises ValueError naming the file for other content."""
+    """The object in a JSON file, empty where there is no file. Raises ValueError naming the file for other content."""
     try:
         content = json.loads(path.read_text()) if path.exists() else {}
     except json.JSONDecodeError as error:
@@ -125,15 +195,15 @@ def read_json(path: Path) -> dict:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """As a file that `read_json` reads, with null for what is not known."""
+    """A file that `read_json` reads, with null for NaN."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(known(content), indent=1) + "\n")
+        temporary.write_text(json.dumps(with_nulls(content), indent=1) + "\n")
 
 
-def known(value):
-    """The same with null for NaN, which JSON does not have."""
+def with_nulls(value):
+    """The same with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, Mapping):
-        return {key: known(item) for key, item in value.items()}
+        return {key: with_nulls(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [known(item) for item in value]
+        return [with_nulls(item) for item in value]
     return None if isinstance(value, float) and not isfinite(value) else value

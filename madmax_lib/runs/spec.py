@@ -14,7 +14,7 @@ from pathlib import Path
 
 from madmax_lib.plan import Plan
 from madmax_lib.runs import checks
-from madmax_lib.runs.data import batches as data
+from madmax_lib.runs.data import batches
 from madmax_lib.runs.model import models
 from madmax_lib.runs.settings import Settings
 from madmax_lib.specs import Transformer
@@ -26,16 +26,24 @@ _ENGINES, _DEVICES = ("torch", "deepspeed"), ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True)
 class RunSpec(Settings):
-    """One training run; further fields are those of `Settings`.
+    """One training run; further fields are those of `Settings`. Raises ValueError naming field, value and rule.
 
-    model: a name of `runs.model.models`. strategy: text form of a Plan, perhaps with @deepspeed. ranks: processes,
-    None for as many as the strategy needs. data: a name of `runs.data.batches`, generated data of the model's kind if
-    empty; tokenizer: bytes, or one of Hugging Face. download: missing data may be fetched. sizes: fields of the model
-    to change, such as {"layers": 2}. warmup: steps that the summary leaves out. profile: steps 2 to 4 are traced.
-    validate_every: steps between two validation losses, checkpoint_every: between two checkpoints, 0 for none.
-    device: auto takes CUDA where it is present. power: auto, none, or a CSV to replay. timeout_s: without progress
-    for so long, it is ended. wandb: steps are logged to Weights & Biases too. Raises ValueError naming field, value
-    and rule.
+    model: name of a model that runs here, one of `runs.model.models.MODELS` (gpt-tiny).
+    strategy: text form of a Plan, perhaps with @deepspeed (dp1).
+    steps: training steps (6).
+    ranks: processes, checked against the strategy; None for as many as it needs (None).
+    data: a dataset of `runs.data.batches.NAMES`, generated data of the model's kind if empty ("").
+    tokenizer: bytes, or the name or folder of one of Hugging Face (bytes).
+    download: whether missing data may be fetched (False).
+    sizes: fields of the model to change, such as {"layers": 2} ({}).
+    warmup: first steps that the summary leaves out (2).
+    profile: whether steps 2 to 4 are traced (True).
+    validate_every: steps between two validation losses, 0 for none (0).
+    checkpoint_every: steps between two checkpoints, 0 for none (0).
+    device: cpu, cuda, or auto for CUDA where it is present (auto).
+    power: auto for the meter of the machine, none, or a CSV to replay (auto).
+    timeout_s: seconds without progress after which the run is ended (600).
+    wandb: whether steps are logged to Weights & Biases too (False).
     """
 
     model: str = "gpt-tiny"
@@ -64,7 +72,7 @@ class RunSpec(Settings):
                 f"engine {self.engine!r} in strategy {self.strategy!r} is not one of {', '.join(_ENGINES)}"
             )
         object.__setattr__(self, "model", models.name(self.model))
-        object.__setattr__(self, "data", data.canonical(self.data or data.default_name(self.kind)))
+        object.__setattr__(self, "data", batches.canonical(self.data or batches.default_name(self.kind)))
         plan = self.plan
         if self.ranks not in (None, plan.world_size):
             degrees = f"dp x tp x pp x cp = {plan.dp} x {plan.tp} x {plan.pp} x {plan.cp} = {plan.world_size}"
@@ -114,11 +122,18 @@ class RunSpec(Settings):
         """Eight letters that differ from those of any other spec."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
 
-    def get_data(self, allow_download: bool = False) -> data.Data:
-        """The data of the run, in the shape that the model takes; falls back as `data.get_data` does."""
+    def get_data(self, allow_download: bool = False) -> batches.Data:
+        """The data of the run, in the shape that the model takes; falls back as `batches.get_data` does."""
         shapes = self.shapes
-        return data.get_data(self.data, allow_download, image=shapes.image or 32, classes=shapes.classes or 10,
-                             sequence=self.sequence or shapes.sequence, by=self.tokenizer, seed=self.seed)  # fmt: skip
+        return batches.get_data(
+            self.data,
+            allow_download,
+            image=shapes.image or 32,
+            classes=shapes.classes or 10,
+            sequence=self.sequence or shapes.sequence,
+            by=self.tokenizer,
+            seed=self.seed,
+        )
 
     def to_json(self) -> str:
         """JSON text; `from_json` gives an equal spec."""
@@ -148,14 +163,14 @@ def check(spec: RunSpec, gpus: int) -> str:
     Raises ValueError, FileNotFoundError, or ModuleNotFoundError for a missing package, in one line, for what cannot
     work.
     """
-    for package, wanted in {"torch": True, "wandb": spec.wandb}.items():
-        if wanted and not find_spec(package):
+    for package in ("torch", *(["wandb"] if spec.wandb else [])):
+        if not find_spec(package):
             raise ModuleNotFoundError(f"this run needs the package {package}, which is not installed")
     shapes, ranks = spec.shapes, spec.plan.world_size
     checks.check(spec.plan, shapes, spec, spec.engine)
     if spec.engine == "deepspeed":
         checks.check_deepspeed()
-    if (kind := data.kind_of(spec.data)) != spec.kind:
+    if (kind := batches.kind_of(spec.data)) != spec.kind:
         raise ValueError(f"data {spec.data} is {kind}, but {spec.model} is trained on {spec.kind}")
     if spec.sequence and spec.kind == "images":
         raise ValueError(f"sequence={spec.sequence} is for text; {spec.model} has {shapes.sequence} tokens per image")

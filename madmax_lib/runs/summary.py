@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from madmax_lib.runs.read import PHASES, read_json, read_run, write_json
+from madmax_lib.runs.read import PHASES, read_run, write_json
 from madmax_lib.specs import Transformer
 
 __all__ = ["PROFILED", "counted_steps", "flops_per_sample", "summarise", "write_summary"]
@@ -24,8 +24,9 @@ PROFILED = range(1, 5)  # steps under the profiler: one to warm it up, three rec
 _LEAST = 3  # a median of fewer steps says little
 
 
-def counted_steps(steps: pd.DataFrame, warmup: int = 0, profiled: range = range(0), starts: Sequence[int] = (0,)
-                  ) -> tuple[pd.DataFrame, dict[str, int]]:  # fmt: skip
+def counted_steps(
+    steps: pd.DataFrame, warmup: int = 0, profiled: range = range(0), starts: Sequence[int] = (0,)
+) -> tuple[pd.DataFrame, dict[str, int]]:
     """The steps that count, and how many are left out for which reason: warm-up, short, overflow, profiled.
 
     starts: the steps that the run was started at, each with `warmup` steps to warm up.
@@ -57,36 +58,49 @@ def flops_per_sample(shapes: Transformer, sequence: int = 0, recompute: str = "n
     return {"forward": forward, "model": model, "hardware": model + again[recompute], "formula": formula}
 
 
-def summarise(steps: pd.DataFrame, *, flops: Mapping[str, float], devices: int, peak_flops: float = nan,
-              power_cap_w: float = nan, **count) -> dict:  # fmt: skip
+def summarise(
+    steps: pd.DataFrame,
+    *,
+    flops: Mapping[str, float],
+    devices: int,
+    peak_flops: float = nan,
+    power_cap_w: float = nan,
+    **counting,
+) -> dict:
     """Throughput, times, use of the devices, memory and energy of the steps that count.
 
     steps: the columns of steps.csv. flops: of `flops_per_sample`. peak_flops: FLOP/s of one device, NaN if unknown.
-    power_cap_w: of all devices. count: arguments of `counted_steps`. What cannot be told is NaN. Raises ValueError for
-    a table without the columns needed.
+    power_cap_w: of all devices. counting: arguments of `counted_steps`. What cannot be told is NaN. Raises ValueError
+    for a table without the columns needed.
     """
     needed = ("step", "samples", "tokens", "total_s", "overflow", "loss")
     if missing := [name for name in needed if name not in steps.columns]:
         raise ValueError(f"steps lack the column(s) {', '.join(missing)}")
-    counted, dropped = counted_steps(steps, **count)
+    counted, dropped = counted_steps(steps, **counting)
     wall_s, samples, tokens = (float(counted[name].sum()) for name in ("total_s", "samples", "tokens"))
     rate = samples / wall_s if wall_s else nan
     share = rate / (devices * peak_flops)
     return {
-        "steps": len(steps), "steps_counted": len(counted), "steps_dropped": dropped,
-        "includes_profiled": bool(counted["step"].isin(count.get("profiled", ())).any()),
-        "step_s": _spread(counted["total_s"]),
-        "phases_s": {name: _tell(counted, f"{name}_s", "median") for name in PHASES},
-        "samples_per_s": rate, "tokens_per_s": tokens / wall_s if wall_s else nan,
-        "mfu": share * flops["model"], "hfu": share * flops["hardware"], "flops_per_sample": dict(flops),
-        "peak_flops_per_device": peak_flops, "devices": devices,
+        "steps": len(steps),
+        "steps_counted": len(counted),
+        "steps_dropped": dropped,
+        "includes_profiled": bool(counted["step"].isin(counting.get("profiled", ())).any()),
+        "step_s": _quartiles(counted["total_s"]),
+        "phases_s": {name: _aggregate(counted, f"{name}_s", "median") for name in PHASES},
+        "samples_per_s": rate,
+        "tokens_per_s": tokens / wall_s if wall_s else nan,
+        "mfu": share * flops["model"],
+        "hfu": share * flops["hardware"],
+        "flops_per_sample": dict(flops),
+        "peak_flops_per_device": peak_flops,
+        "devices": devices,
         "loss_first": float(steps["loss"].iloc[0]) if len(steps) else nan,
         "loss_last": float(steps["loss"].iloc[-1]) if len(steps) else nan,
         "validation_loss_last": _last(steps, "validation_loss"),
-        "memory_peak_bytes": _tell(steps, "memory_peak_bytes", "max"),
-        "host_rss_bytes": _tell(steps, "host_rss_bytes", "max"),
+        "memory_peak_bytes": _aggregate(steps, "memory_peak_bytes", "max"),
+        "host_rss_bytes": _aggregate(steps, "host_rss_bytes", "max"),
         **_energy(counted, samples, tokens, power_cap_w),
-    }  # fmt: skip
+    }
 
 
 def write_summary(directory: Path, status: str, error: str = "", **more) -> dict:
@@ -94,16 +108,29 @@ def write_summary(directory: Path, status: str, error: str = "", **more) -> dict
 
     status: completed, failed, out-of-memory, stalled or interrupted; error: one line; more: further entries.
     """
-    run, starts = read_run(directory), read_json(directory / "spec.json")["resolved"]["starts"]
+    run = read_run(directory)
     spec, env = run.spec, run.env
-    flops = flops_per_sample(spec.shapes, spec.sequence, spec.plan.recompute, frozen=spec.lora_rank > 0)
-    found = summarise(run.steps, flops=flops, devices=spec.plan.world_size,
-                      peak_flops=env.get("peak_flops") or nan, power_cap_w=env.get("power_cap_w") or nan,
-                      warmup=spec.warmup, profiled=PROFILED if spec.profile else range(0), starts=starts)  # fmt: skip
-    about = {"status": status, "error": error, "model": spec.model, "strategy": spec.strategy, "plan": str(spec.plan),
-             "data": env.get("data", spec.data), "parameters": spec.shapes.parameters}  # fmt: skip
-    about |= {name: env.get(name) for name in ("device", "peak_source", "power_source")}
-    summary = about | found | more
+    figures = summarise(
+        run.steps,
+        flops=flops_per_sample(spec.shapes, spec.sequence, spec.plan.recompute, frozen=spec.lora_rank > 0),
+        devices=spec.plan.world_size,
+        peak_flops=env.get("peak_flops") or nan,
+        power_cap_w=env.get("power_cap_w") or nan,
+        warmup=spec.warmup,
+        profiled=PROFILED if spec.profile else range(0),
+        starts=run.resolved.starts,
+    )
+    about = {
+        "status": status,
+        "error": error,
+        "model": spec.model,
+        "strategy": spec.strategy,
+        "plan": str(spec.plan),
+        "data": env.get("data", spec.data),
+        "parameters": spec.shapes.parameters,
+        **{name: env.get(name) for name in ("device", "peak_source", "power_source")},
+    }
+    summary = about | figures | more
     write_json(directory / "summary.json", summary)
     return summary
 
@@ -135,7 +162,7 @@ def _energy(counted: pd.DataFrame, samples: float, tokens: float, cap_w: float) 
     }
 
 
-def _spread(values: pd.Series) -> dict[str, float]:
+def _quartiles(values: pd.Series) -> dict[str, float]:
     """Median, quartiles and mean."""
     if not len(values):
         return dict.fromkeys(("median", "p25", "p75", "mean"), nan)
@@ -143,7 +170,7 @@ def _spread(values: pd.Series) -> dict[str, float]:
     return {"median": float(middle), "p25": float(low), "p75": float(high), "mean": float(values.mean())}
 
 
-def _tell(table: pd.DataFrame, column: str, how: str) -> float:
+def _aggregate(table: pd.DataFrame, column: str, how: str) -> float:
     return float(table[column].agg(how)) if column in table and len(table) else nan
 
 

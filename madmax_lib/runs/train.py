@@ -1,8 +1,9 @@
 """What does one rank of a run do? `torchrun -m madmax_lib.runs.train DIRECTORY`: read spec.json, train, write.
 
-Every rank draws the same global batch and `Job.step` takes its part. Rank 0 appends a row to steps.csv after each step;
-each rank writes its trace, labelled data, forward, backward and optimizer. Nothing that is written adds a collective to
-a step. A rank that fails leaves logs/failure_rank{r}.json; one that loses torchrun or the launcher ends itself.
+Every rank draws the same global batch and `Trainer.step` takes its part. Rank 0 appends a row to steps.csv after each
+step; each rank writes its trace, labelled data, forward, backward and optimizer. Nothing that is written adds a
+collective to a step. A rank that fails leaves logs/failure_rank{r}.json; one that loses torchrun or the launcher ends
+itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import record_function
 
 from madmax_lib.atomic import replacing
@@ -28,7 +30,7 @@ from madmax_lib.runs.data.batches import Data
 from madmax_lib.runs.machine import environment, host_rss_bytes, memory_bytes
 from madmax_lib.runs.measure import meter
 from madmax_lib.runs.measure.phases import profiler
-from madmax_lib.runs.parallel import parallel
+from madmax_lib.runs.parallel import trainer as torch_trainer
 from madmax_lib.runs.spec import RunSpec
 from madmax_lib.runs.summary import write_summary
 from madmax_lib.runs.watch import guard, write_to
@@ -51,28 +53,29 @@ def main(directory: Path) -> None:
 
 
 def _train(directory: Path, rank: int) -> None:
-    resolved = read.read_json(directory / "spec.json")["resolved"]
-    spec = replace(read.read_run(directory).spec, data=resolved["data"], tokenizer=resolved["tokenizer"])
-    device, first = resolved["device"], rank == 0
+    spec, resolved = read.read_spec(directory)
+    spec = replace(spec, data=resolved.data, tokenizer=resolved.tokenizer)
+    device, first = resolved.device, rank == 0
     _join(device, spec.timeout_s)
-    job, data = _job(spec, device), spec.get_data()
-    if resolved["starts"][-1]:
-        job.load(read.last_checkpoint(directory))
-    env = environment(device, spec.dtype) | {key: resolved[key] for key in ("data", "data_note")}
+    trainer, data = _trainer(spec, device), spec.get_data()
+    if resolved.starts[-1]:
+        trainer.load(read.last_checkpoint(directory))
+    env = environment(device, spec.dtype) | {"data": resolved.data, "data_note": resolved.data_note}
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
     with meter.meter(spec.power if first else "none", device, devices) as power:
         if first:
-            told = {"power_source": power.name, "power_cap_w": power.cap_w, "job": job.describe()}
-            read.write_json(directory / "env.json", env | told)
+            more = {"power_source": power.name, "power_cap_w": power.cap_w, "job": trainer.describe()}
+            read.write_json(directory / "env.json", env | more)
             before_s = read.read_steps(directory)["total_s"].sum()  # of steps that an earlier start made
         start_s = time.perf_counter()
         with _writer(spec, directory) if first else nullcontext() as write:
-            _loop(spec, job, data, device, power, directory, write)
+            _loop(spec, trainer, data, device, power, directory, write)
         loop_s = time.perf_counter() - start_s
-    peaks = _gather({"rank": rank, "memory_peak_bytes": memory_bytes(device)[2], "host_rss_bytes": host_rss_bytes()})
+    peak = memory_bytes(device)["memory_peak_bytes"]
+    ranks = _gather({"rank": rank, "memory_peak_bytes": peak, "host_rss_bytes": host_rss_bytes()})
     if first:
         _write_power(directory / "power.csv", power.rows(start_s - before_s))
-        write_summary(directory, "completed", loop_s=loop_s, ranks=peaks)
+        write_summary(directory, "completed", loop_s=loop_s, ranks=ranks)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -88,49 +91,56 @@ def _join(device: str, timeout_s: float) -> None:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
 
-def _job(spec: RunSpec, device: str):
+def _trainer(spec: RunSpec, device: str):
     """The model split over the ranks, by torch or DeepSpeed."""
-    split = parallel.parallelize
     if spec.engine == "deepspeed":
-        from madmax_lib.runs.parallel import deepspeed
+        from madmax_lib.runs.parallel import deepspeed as engine
+    else:
+        engine = torch_trainer
+    return engine.parallelize(spec.model, spec.plan, spec, device=device, sizes=spec.sizes)
 
-        split = deepspeed.parallelize
-    return split(spec.model, spec.plan, spec, device=device, sizes=spec.sizes)
 
-
-def _loop(spec: RunSpec, job, data: Data, device: str, power: meter.Meter, directory: Path, write) -> None:
+def _loop(
+    spec: RunSpec,
+    trainer,
+    data: Data,
+    device: str,
+    power: meter.Meter,
+    directory: Path,
+    write: Callable[[dict], None] | None,
+) -> None:
     """All steps that are left; `write` takes a row of each, on rank 0. A run that was taken up is not traced again."""
     trace = directory / f"trace_rank{os.environ['RANK']}.json.gz"
-    with profiler(trace, device) if spec.profile and not job.steps_done else nullcontext() as recorder:
-        for step in range(job.steps_done, spec.steps):
+    with profiler(trace, device) if spec.profile and not trainer.steps_done else nullcontext() as recorder:
+        for step in range(trainer.steps_done, spec.steps):
             start_s = time.perf_counter()
             with record_function("data"):
                 batch = _tensors(data.batch(step, spec.global_batch, spec.seed))
             drawn_s = time.perf_counter() - start_s
-            told = job.step(batch)
+            result = trainer.step(batch)
             if device == "cuda":
                 torch.cuda.synchronize()
             end_s = time.perf_counter()
-            held_out = job.evaluate(_validation(data, spec)) if _due(step, spec.validate_every) else {}
+            validation = trainer.evaluate(_validation(data, spec)) if _is_due(step, spec.validate_every) else {}
             if recorder:
                 recorder.step()
             if write:
-                told["seconds"]["data"] += drawn_s
-                times = {"step": step, "total_s": end_s - start_s, "validation_loss": held_out.get("loss")}
-                write(times | _told(told, spec) | _used(device, *power.window(start_s, end_s)))
-            if _due(step, spec.checkpoint_every):
-                _keep(job, directory / "checkpoints", remove=bool(write))
+                result["seconds"]["data"] += drawn_s
+                times = {"step": step, "total_s": end_s - start_s, "validation_loss": validation.get("loss")}
+                write(times | _result_columns(result, spec) | _usage_columns(device, *power.window(start_s, end_s)))
+            if _is_due(step, spec.checkpoint_every):
+                _save(trainer, directory / "checkpoints", replace_last=bool(write))
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and (step + 1) % every == 0
 
 
-def _keep(job, folder: Path, remove: bool) -> None:
+def _save(trainer, folder: Path, replace_last: bool) -> None:
     """Save a checkpoint of all ranks; one of them puts it in place of the last."""
-    name = str(job.steps_done)
-    job.save(folder / name)  # returns on the first rank when all have written
-    if remove:
+    name = str(trainer.steps_done)
+    trainer.save(folder / name)  # returns on the first rank when all have written
+    if replace_last:
         with replacing(folder / "latest") as temporary:
             temporary.write_text(name)
         for old in folder.iterdir():
@@ -138,32 +148,31 @@ def _keep(job, folder: Path, remove: bool) -> None:
                 shutil.rmtree(old)
 
 
-def _told(told: dict, spec: RunSpec) -> dict:
-    """Columns of steps.csv that `Job.step` tells."""
-    phases = {f"{name}_s": told["seconds"][name] for name in read.PHASES}
-    tokens = told["samples"] * (spec.sequence or spec.shapes.sequence)
-    same = {name: told[name] for name in ("samples", "loss", "accuracy")}
-    return {**phases, **same, "tokens": tokens, "overflow": int(told["overflow"])}
+def _result_columns(result: dict, spec: RunSpec) -> dict:
+    """Columns of steps.csv that `Trainer.step` tells."""
+    phases = {f"{name}_s": result["seconds"][name] for name in read.PHASES}
+    same = {name: result[name] for name in ("samples", "loss", "accuracy")}
+    tokens = result["samples"] * (spec.sequence or spec.shapes.sequence)
+    return {**phases, **same, "tokens": tokens, "overflow": int(result["overflow"])}
 
 
-def _used(device: str, power_w: float, energy_j: float) -> dict:
+def _usage_columns(device: str, power_w: float, energy_j: float) -> dict:
     """Columns of steps.csv on memory and power."""
-    allocated, reserved, peak = memory_bytes(device)
-    memory = {"memory_allocated_bytes": allocated, "memory_reserved_bytes": reserved, "memory_peak_bytes": peak}
-    return {**memory, "host_rss_bytes": host_rss_bytes(), "power_w": power_w, "energy_j": energy_j}
+    usage = memory_bytes(device) | {"host_rss_bytes": host_rss_bytes()}
+    return {**usage, "power_w": power_w, "energy_j": energy_j}
 
 
-def _tensors(batch: dict) -> dict[str, torch.Tensor]:
+def _tensors(batch: dict) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
-def _validation(data: Data, spec: RunSpec) -> dict[str, torch.Tensor]:
+def _validation(data: Data, spec: RunSpec) -> dict[str, Tensor]:
     """The same samples each time, so that their losses can be compared."""
     return _tensors(data.batch(0, spec.global_batch, spec.seed, "validation"))
 
 
 @contextmanager
-def _writer(spec: RunSpec, directory: Path) -> Iterator:
+def _writer(spec: RunSpec, directory: Path) -> Iterator[Callable[[dict], None]]:
     """A function that appends a row to steps.csv, where it can be read at once, and sends it to Weights & Biases."""
     log = None
     if spec.wandb:
@@ -176,7 +185,7 @@ def _writer(spec: RunSpec, directory: Path) -> Iterator:
             table.writerow(read.COLUMNS)
 
         def write(row: dict) -> None:
-            values = [read.known(row[name]) for name in read.COLUMNS]
+            values = [read.with_nulls(row[name]) for name in read.COLUMNS]
             table.writerow(["" if value is None else value for value in values])
             if log:
                 log.log({key: value for key, value in zip(read.COLUMNS, values, strict=True) if value is not None})
@@ -187,18 +196,18 @@ def _writer(spec: RunSpec, directory: Path) -> Iterator:
 
 
 def _gather(own: dict) -> list[dict]:
-    """What each rank tells, on rank 0."""
+    """The entries of all ranks, on rank 0."""
     if not dist.is_initialized():
         return [own]
-    told = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, told)
-    return told or []
+    entries = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, entries)
+    return entries or []
 
 
 def _failure(error: BaseException, rank: int) -> dict:
     text = next(iter(str(error).strip().splitlines()), "")
-    wanting = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in text for sign in _OUT_OF_MEMORY)
-    status = "out-of-memory" if wanting else "failed"
+    no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in text for sign in _OUT_OF_MEMORY)
+    status = "out-of-memory" if no_memory else "failed"
     return {"rank": rank, "status": status, "error": f"{type(error).__name__}: {text}", "time_s": time.time()}
 
 

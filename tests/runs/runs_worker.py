@@ -29,7 +29,7 @@ import torch.distributed.optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from madmax_lib.plan import Plan
-from madmax_lib.runs.parallel import parallel
+from madmax_lib.runs.parallel import trainer
 from madmax_lib.runs.settings import Settings
 
 BATCH, SEQUENCE, STEPS = 8, 16, 3
@@ -38,9 +38,16 @@ BATCH, SEQUENCE, STEPS = 8, 16, 3
 class Collectives(TorchDispatchMode):
     """Counts collectives and the bytes of their larger side, by kind and number of ranks."""
 
-    KINDS = (("reduce_scatter", "reduce_scatter"), ("allgather", "all_gather"), ("all_gather", "all_gather"),
-             ("allreduce", "all_reduce"), ("all_reduce", "all_reduce"), ("alltoall", "all_to_all"),
-             ("all_to_all", "all_to_all"), ("broadcast", "broadcast"))  # fmt: skip
+    KINDS = (
+        ("reduce_scatter", "reduce_scatter"),
+        ("allgather", "all_gather"),
+        ("all_gather", "all_gather"),
+        ("allreduce", "all_reduce"),
+        ("all_reduce", "all_reduce"),
+        ("alltoall", "all_to_all"),
+        ("all_to_all", "all_to_all"),
+        ("broadcast", "broadcast"),
+    )
 
     def __init__(self):
         super().__init__()
@@ -81,7 +88,7 @@ def run(model: str, text: str, options: dict, directory: Path) -> dict:
     options = dict(options)
     check, first_scale, sizes = (options.pop(name, None) for name in ("check", "first_scale", "sizes"))
     arguments = {"global_batch": BATCH, "sequence": SEQUENCE, "learning_rate": 3e-3, "clip_norm": 0.5, **options}
-    job = parallel.parallelize(model, Plan.parse(text), Settings(**arguments), sizes=sizes)
+    job = trainer.parallelize(model, Plan.parse(text), Settings(**arguments), sizes=sizes)
     job.scale.value = first_scale or job.scale.value
     steps, row = [], {}
     for step in range(STEPS):
@@ -91,19 +98,24 @@ def run(model: str, text: str, options: dict, directory: Path) -> dict:
             row = {"calls": dict(seen.calls), "sizes": dict(seen.sizes)}
         elif check and step == STEPS - 1:
             job.save(directory)
-            job = parallel.parallelize(model, Plan.parse(check), Settings(**{**arguments, "seed": 7}), sizes=sizes)
+            job = trainer.parallelize(model, Plan.parse(check), Settings(**{**arguments, "seed": 7}), sizes=sizes)
             job.load(directory)
             steps.append(job.step(batch(job.spec, step)))
         else:
             steps.append(job.step(batch(job.spec, step)))
     found = job.evaluate(batch(job.spec, STEPS))
     return row | {
-        "loss": [step["loss"] for step in steps], "grad_norm": [step["grad_norm"] for step in steps],
-        "accuracy": [step["accuracy"] for step in steps], "overflow": [step["overflow"] for step in steps],
+        "loss": [step["loss"] for step in steps],
+        "grad_norm": [step["grad_norm"] for step in steps],
+        "accuracy": [step["accuracy"] for step in steps],
+        "overflow": [step["overflow"] for step in steps],
         "loss_scale": [step["loss_scale"] for step in steps],
-        "seconds": steps[-1]["seconds"], "evaluated": found["loss"], "steps_done": job.steps_done,
-        "describe": job.describe(), "tokens": steps[0]["tokens"],
-    }  # fmt: skip
+        "seconds": steps[-1]["seconds"],
+        "evaluated": found["loss"],
+        "steps_done": job.steps_done,
+        "describe": job.describe(),
+        "tokens": steps[0]["tokens"],
+    }
 
 
 def work(rank: int, cases: list, out: Path, shared: Path) -> None:

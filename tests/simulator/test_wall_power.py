@@ -1,9 +1,8 @@
-"""Energy by phase, predicted and measured: closed forms, bounds of published machines, logs whose answer is known."""
+"""Energy by phase, predicted: closed forms and bounds of published machines."""
 
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 
 import madmax_lib as mm
@@ -49,45 +48,3 @@ def test_what_is_not_known():
     assert np.isnan(energy["host_j"]) and energy["token_j"] == pytest.approx(energy["devices_j"])
     with pytest.raises(ValueError, match="x has no TDP in the catalog"):
         power_phases(ROW, replace(A100.device, name="x", tdp_w=float("nan")))
-
-
-# a run's log
-
-
-def written(directory, watts, steps):
-    """A run of equal steps (data 1 s, forward 2 s, backward 3 s, optimizer 1 s, 1 s of rest) at a power over time."""
-    from madmax_lib.runs.measure.meter import COLUMNS as METER
-    from madmax_lib.runs.read import COLUMNS
-
-    values = {"data_s": 1, "forward_s": 2, "backward_s": 3, "optimizer_s": 1, "total_s": 8, "samples": 4, "tokens": 40,
-              "overflow": 0, "loss": 1.0}  # fmt: skip
-    rows = [values | {"step": step, "energy_j": 100.0 * (step + 1), "power_w": 50.0} for step in range(steps)]
-    pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(directory / "steps.csv", index=False)
-    if watts is not None:
-        t_s = np.linspace(-0.5, 8 * steps + 0.5, 2000)
-        log = pd.DataFrame({"t_s": t_s, "power_w": watts(t_s), "throttle": 0}, columns=list(METER))
-        log.to_csv(directory / "power.csv", index=False)
-    return directory
-
-
-def test_a_log_is_joined_to_phases(tmp_path):
-    """100 W, but 300 W from second 3 to 6 of each step, where the backward pass is."""
-    pytest.importorskip("torch")
-    from madmax_lib.runs.measure.phase_energy import phase_energy
-
-    table = phase_energy(written(tmp_path, lambda t: np.where((t % 8 >= 3) & (t % 8 < 6), 300.0, 100.0), 3))
-    assert table["step"].tolist() == np.repeat([0, 1, 2], 5).tolist()
-    power = table.groupby("phase", sort=False)["power_w"].mean()
-    assert power.to_dict() == pytest.approx({"data": 100, "forward": 100, "backward": 300, "optimizer": 100,
-                                             "rest": 100}, rel=0.01)  # fmt: skip
-    assert table["energy_j"].sum() == pytest.approx(3 * (5 * 100 + 3 * 300), rel=0.01)
-
-
-def test_energy_by_method_leaves_out_the_first_step(tmp_path):
-    pytest.importorskip("torch")
-    from madmax_lib.runs.measure.phase_energy import energy_by_method, phase_energy
-
-    table = energy_by_method({"ours": written(tmp_path, None, 3)})
-    assert table.loc[0, "token_j"] == pytest.approx((200 + 300) / 80)
-    with pytest.raises(FileNotFoundError, match="the run has no power log"):
-        phase_energy(tmp_path)

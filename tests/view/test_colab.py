@@ -15,7 +15,7 @@ import nbformat
 import pytest
 
 from madmax_lib.datasets import PROJECT, dataset
-from madmax_lib.runs import launch as launching
+from madmax_lib.runs.launch import prepare
 from madmax_lib.runs.spec import RunSpec
 from madmax_lib.view.notebooks.runner import notebooks
 
@@ -145,13 +145,13 @@ def test_a_gpu_without_bf16_refuses_it_before_a_process_starts(tmp_path, monkeyp
     """As the T4 of Colab and Kaggle; with emulation torch says that any GPU supports it."""
     torch = pytest.importorskip("torch")
     native = {"including_emulation": False}
-    monkeypatch.setattr(launching, "gpu_count", lambda: 2)
+    monkeypatch.setattr(sys.modules[prepare.__module__], "_gpu_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **asked: asked != native)
     with pytest.raises(ValueError, match="dtype='bf16', but Tesla T4 does not compute in it; give dtype='fp16'"):
-        launching.prepare(RunSpec(dtype="bf16"), tmp_path / "run")
+        prepare(RunSpec(dtype="bf16"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     for allowed in (RunSpec(dtype="fp16"), RunSpec(dtype="bf16", device="cpu")):
-        assert launching.prepare(allowed, tmp_path / allowed.dtype).is_dir()
+        assert prepare(allowed, tmp_path / allowed.dtype).is_dir()
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **asked: True)
-    assert launching.prepare(RunSpec(dtype="bf16"), tmp_path / "a100").is_dir()
+    assert prepare(RunSpec(dtype="bf16"), tmp_path / "a100").is_dir()

@@ -21,15 +21,28 @@ from madmax_lib.traces.read.kineto import read_trace
 HERE = Path(__file__).parent
 STEPS = 12  # two to warm up, three traced in the middle
 VIT = ("dp1", "dp2", "dp2.z2", "dp2.z3", "tp2.nosp", "pp2", "dp2.tp2.nosp", "dp2.tp2.pp2.nosp")
-LLM = ("dp1", "dp2", "dp2.z3", "tp2", "pp2", "cp2", "dp2.ep2", "dp2.tp2", "dp2.tp2.pp2", "dp2.tp2.pp2.ep2",
-       "dp2.tp2.pp2.cp2.ep2")  # fmt: skip
+LLM = (
+    "dp1",
+    "dp2",
+    "dp2.z3",
+    "tp2",
+    "pp2",
+    "cp2",
+    "dp2.ep2",
+    "dp2.tp2",
+    "dp2.tp2.pp2",
+    "dp2.tp2.pp2.ep2",
+    "dp2.tp2.pp2.cp2.ep2",
+)
 FAST = {"learning_rate": 3e-3, "device": "cpu"}  # the loss falls within the steps of a run
 IMAGES = {"global_batch": 16, "sizes": {"classes": 10}, **FAST}
 SETS = {
-    "vit": [*(RunSpec("vit-tiny", strategy, STEPS, **IMAGES) for strategy in VIT),
-            RunSpec("vit-tiny", "dp1", STEPS, lora_rank=8, **IMAGES)],
+    "vit": [
+        *(RunSpec("vit-tiny", strategy, STEPS, **IMAGES) for strategy in VIT),
+        RunSpec("vit-tiny", "dp1", STEPS, lora_rank=8, **IMAGES),
+    ],
     "llm": [RunSpec("moe-tiny", strategy, STEPS, global_batch=8, **FAST) for strategy in LLM],
-}  # fmt: skip
+}
 TRACED = ("vit-tiny_dp2", "vit-tiny_dp2.z3", "moe-tiny_dp2.z3", "moe-tiny_pp2", "moe-tiny_dp2.tp2")
 
 

@@ -148,7 +148,7 @@ def plot_share(table: pd.DataFrame, best: float, ax: Axes | None = None) -> Axes
 
 
 def plot_adam(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Measured seconds of CPU Adam by model size, quartiles as bars. table: of `runs.measure.host_bench`."""
+    """Measured seconds of CPU Adam by model size, quartiles as bars. table: of `benchmarks/host.py`."""
     ax = ax or new_axes(height=3.2)
     adam = table[table["what"] == "cpu adam"]
     for number, ((how, threads), part) in enumerate(adam.groupby(["how", "threads"], sort=False)):

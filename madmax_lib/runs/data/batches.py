@@ -25,7 +25,7 @@ __all__ = ["NAMES", "Data", "DataWarning", "canonical", "default_name", "get_dat
 _GENERATED = 50_000  # samples of a generated dataset, as many as CIFAR-100 has
 _VALIDATION = 2_000
 _MOST = 50_000  # samples of a real text that are tokenized
-_PROBLEM = 96  # bytes that an arithmetic problem takes in the chat format, at most
+_PROBLEM_BYTES = 96  # of an arithmetic problem in the chat format, at most
 _IMAGES = ("synthetic-images", "digits", *(name for name, source in hub.SOURCES.items() if source.classes))
 NAMES = (*_IMAGES, "arithmetic", *(name for name, source in hub.SOURCES.items() if not source.classes))
 
@@ -40,9 +40,13 @@ class DataWarning(UserWarning):
 class Data:
     """A dataset: its samples by split and number, and batches of them.
 
-    name: what it really is. note: why it is not what was asked for, else empty. kind: images or text. classes: labels
-    of images. vocab: tokens of the tokenizer. sizes: samples of train and validation. read: of each split, samples
-    (n,) to inputs and targets: images (n, 3, H, W) and labels (n,), or tokens and targets (n, S).
+    name: of the dataset that is used.
+    kind: images or text.
+    sizes: samples of train and validation.
+    read: by split, samples (n,) to inputs and targets: images (n, 3, H, W) and labels (n,), or both tokens (n, S).
+    classes: labels of images (0).
+    vocab: tokens of the tokenizer (0).
+    note: why it is not the dataset asked for, else empty ("").
     """
 
     name: str
@@ -61,11 +65,11 @@ class Data:
         return {"tokens": inputs.astype(np.int64), "targets": targets}
 
     def indices(self, step: int, size: int, seed: int = 0, split: str = "train") -> np.ndarray:
-        """Samples (size,) of a step: places step x size and on in a sequence of shuffled epochs."""
+        """Samples (size,) of a step: numbers step x size and on of a sequence of shuffled epochs."""
         count = self.sizes[split]
-        places = np.arange(step * size, (step + 1) * size)
-        epochs = {epoch: np.random.default_rng([seed, epoch, 3]).permutation(count) for epoch in set(places // count)}
-        return np.array([epochs[place // count][place % count] for place in places.tolist()])
+        numbers = np.arange(step * size, (step + 1) * size)
+        epochs = {epoch: np.random.default_rng([seed, epoch, 3]).permutation(count) for epoch in set(numbers // count)}
+        return np.array([epochs[number // count][number % count] for number in numbers.tolist()])
 
 
 def default_name(kind: str) -> str:
@@ -80,16 +84,24 @@ def kind_of(name: str) -> str:
 
 def canonical(name: str) -> str:
     """The spelling of a dataset's name: CIFAR100 and cifar_100 are cifar-100. Raises ValueError with the nearest."""
-    letters = {re.sub(r"[^a-z0-9]", "", known): known for known in NAMES}
+    names = {re.sub(r"[^a-z0-9]", "", name): name for name in NAMES}
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    if plain in letters:
-        return letters[plain]
+    if plain in names:
+        return names[plain]
     near = difflib.get_close_matches(name.lower(), NAMES, n=3, cutoff=0.0)
     raise ValueError(f"unknown data {name!r}; nearest: {', '.join(near)}")
 
 
-def get_data(name: str, allow_download: bool = False, *, image: int = 32, classes: int = 10, sequence: int = 128,
-             by: str = "bytes", seed: int = 0) -> Data:  # fmt: skip
+def get_data(
+    name: str,
+    allow_download: bool = False,
+    *,
+    image: int = 32,
+    classes: int = 10,
+    sequence: int = 128,
+    by: str = "bytes",
+    seed: int = 0,
+) -> Data:
     """The dataset of a name, without a download unless `allow_download`.
 
     image: pixels of a side. classes: of generated images. sequence: tokens per sample. by: the tokenizer, bytes or one
@@ -128,16 +140,18 @@ def _endless(name: str, kind: str, read: Read, **more) -> Data:
 
 def _problems(tokens, sequence: int, seed: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """As many arithmetic problems per sample as surely fit."""
-    many = max(sequence // _PROBLEM, 1)
-    rows = [example([tokens.chat(*arithmetic_problem(many * index + part, seed)) for part in range(many)],
-                    sequence, tokens.pad) for index in np.asarray(indices).tolist()]  # fmt: skip
+    many = max(sequence // _PROBLEM_BYTES, 1)
+    rows = []
+    for index in np.asarray(indices).tolist():
+        problems = [arithmetic_problem(many * index + part, seed) for part in range(many)]
+        rows.append(example([tokens.chat(*problem) for problem in problems], sequence, tokens.pad))
     return tuple(np.stack(part) for part in zip(*rows, strict=True))
 
 
 def _split_images(images: np.ndarray, labels: np.ndarray) -> Data:
     """Digits: every tenth sample is for validation."""
-    held = np.arange(len(labels)) % 10 == 9
-    parts = {"train": (images[~held], labels[~held]), "validation": (images[held], labels[held])}
+    held_out = np.arange(len(labels)) % 10 == 9
+    parts = {"train": (images[~held_out], labels[~held_out]), "validation": (images[held_out], labels[held_out])}
     return _in_memory("digits", "images", parts, classes=int(labels.max()) + 1)
 
 

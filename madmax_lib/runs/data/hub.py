@@ -1,7 +1,7 @@
 """Where do the real datasets come from? `datasets` or torchvision, from their caches unless a download is allowed.
 
 Images come as (n, 3, image, image) float32 in -1..1 with labels, text as tokens and targets. Without the packages or
-the files, `read` raises FileNotFoundError or ModuleNotFoundError with one line; `data.get_data` then falls back.
+the files, `read` raises FileNotFoundError or ModuleNotFoundError with one line; `batches.get_data` then falls back.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ import numpy as np
 
 from madmax_lib.datasets import cache_folder
 
-__all__ = ["SOURCES", "Images", "Source", "read"]
+__all__ = ["SOURCES", "Images", "read"]
 
 
 @dataclass(frozen=True)
-class Source:
-    """A real dataset: its place in the hub, its columns, its classes or the way its text is used.
+class _Source:
+    """A real dataset.
 
+    path: its name in Hugging Face's hub.
+    columns: image and label, or text, or question and answer.
     splits: names of the training and validation part; one name alone is cut, the last 2 % are for validation.
+    classes: labels of images, 0 for text (0).
+    config: variant of the dataset (None).
+    files: one of its files, where all would be too many (None).
+    torchvision: class of torchvision that has it too ("").
+    answers: texts of the labels, where these are numbers (()).
     """
 
     path: str
@@ -37,21 +44,23 @@ class Source:
 
 
 SOURCES = {
-    "cifar-100": Source("uoft-cs/cifar100", ("img", "fine_label"), ("train", "test"), 100, torchvision="CIFAR100"),
-    "food-101": Source("ethz/food101", ("image", "label"), ("train", "validation"), 101, torchvision="Food101"),
-    "wikitext-103": Source("Salesforce/wikitext", ("text",), ("train", "validation"), config="wikitext-103-raw-v1"),
-    "metamathqa": Source("meta-math/MetaMathQA", ("query", "response"), ("train",)),
-    "glue": Source("nyu-mll/glue", ("sentence", "label"), ("train", "validation"), config="sst2",
-                   answers=("negative", "positive")),
-    "c4": Source("allenai/c4", ("text",), ("train",), files="en/c4-train.00000-of-01024.json.gz"),
-}  # fmt: skip
+    "cifar-100": _Source("uoft-cs/cifar100", ("img", "fine_label"), ("train", "test"), 100, torchvision="CIFAR100"),
+    "food-101": _Source("ethz/food101", ("image", "label"), ("train", "validation"), 101, torchvision="Food101"),
+    "wikitext-103": _Source("Salesforce/wikitext", ("text",), ("train", "validation"), config="wikitext-103-raw-v1"),
+    "metamathqa": _Source("meta-math/MetaMathQA", ("query", "response"), ("train",)),
+    "glue": _Source(
+        "nyu-mll/glue", ("sentence", "label"), ("train", "validation"), config="sst2", answers=("negative", "positive")
+    ),
+    "c4": _Source("allenai/c4", ("text",), ("train",), files="en/c4-train.00000-of-01024.json.gz"),
+}
 
 
 class Images:
     """Images of a table, decoded when they are asked for. pair: (picture, label) of a row."""
 
     def __init__(self, table, pair: Callable[[object], tuple], image: int):
-        self.table, self.pair, self.image = table, pair, image
+        self.table, self.pair = table, pair
+        self.image = image
 
     def __len__(self) -> int:
         return len(self.table)
@@ -75,26 +84,28 @@ def read(name: str, allow_download: bool, image: int) -> tuple[list, list] | tup
         return tuple(_texts(part, source) for part in parts)
     if source.torchvision and find_spec("torchvision"):
         return tuple(Images(part, tuple, image) for part in _from_torchvision(name, source, allow_download))
-    wanted = " or ".join(["datasets", *(["torchvision"] if source.torchvision else [])])
-    raise ModuleNotFoundError(f"{name} needs the package {wanted}, which is not installed")
+    packages = "datasets or torchvision" if source.torchvision else "datasets"
+    raise ModuleNotFoundError(f"{name} needs the package {packages}, which is not installed")
 
 
-def _from_hub(name: str, source: Source, allow_download: bool) -> list:
+def _from_hub(name: str, source: _Source, allow_download: bool) -> list:
     with _offline(not allow_download):
         import datasets
 
         try:
-            parts = [datasets.load_dataset(source.path, source.config, split=split, data_files=source.files)
-                     for split in source.splits]  # fmt: skip
+            parts = [
+                datasets.load_dataset(source.path, source.config, split=split, data_files=source.files)
+                for split in source.splits
+            ]
         except Exception as error:  # the package raises a dozen kinds of its own for what is not in its cache
-            raise _absent(name, allow_download, error) from None
+            raise _missing(name, allow_download, error) from None
     if len(parts) == 1:
         cut = parts[0].train_test_split(test_size=0.02, shuffle=False)
         parts = [cut["train"], cut["test"]]
     return parts
 
 
-def _from_torchvision(name: str, source: Source, allow_download: bool) -> list:
+def _from_torchvision(name: str, source: _Source, allow_download: bool) -> list:
     from torchvision import datasets
 
     kind = getattr(datasets, source.torchvision)
@@ -102,10 +113,10 @@ def _from_torchvision(name: str, source: Source, allow_download: bool) -> list:
     try:
         return [kind(cache_folder() / "images", download=allow_download, **switch) for switch in switches]
     except (RuntimeError, OSError) as error:
-        raise _absent(name, allow_download, error) from None
+        raise _missing(name, allow_download, error) from None
 
 
-def _texts(part, source: Source) -> list:
+def _texts(part, source: _Source) -> list:
     columns = [part[column] for column in source.columns]
     if len(columns) == 1:
         return columns[0]
@@ -120,7 +131,7 @@ def _pixels(picture, image: int) -> np.ndarray:
     return np.asarray(small, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1
 
 
-def _absent(name: str, allow_download: bool, error: Exception) -> FileNotFoundError:
+def _missing(name: str, allow_download: bool, error: Exception) -> FileNotFoundError:
     what = "could not be read" if allow_download else "is not on this machine and may not be downloaded"
     return FileNotFoundError(f"{name} {what} ({(str(error).strip().splitlines() or [type(error).__name__])[0]})")
 

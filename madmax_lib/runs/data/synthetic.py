@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["SyntheticImages", "arithmetic_problem", "digits", "upscale"]
+__all__ = ["SyntheticImages", "arithmetic_problem", "digits"]
 
 _WAVES = 3  # cosines per class and colour: low frequencies, which patches of any size can see
 _NOISE = 0.6  # standard deviation, beside patterns of about 1
@@ -26,16 +26,18 @@ class SyntheticImages:
         self.seed = seed
         random = np.random.default_rng([seed, classes])
         shape = (classes, 3, _WAVES, 1, 1)
-        rows, columns, phase = random.integers(0, 4, shape), random.integers(0, 4, shape), random.uniform(0, 1, shape)
-        place = np.arange(image) / image
-        waves = np.cos(2 * np.pi * (rows * place[:, None] + columns * place + phase))
+        rows, columns = random.integers(0, 4, shape), random.integers(0, 4, shape)
+        phase = random.uniform(0, 1, shape)
+        position = np.arange(image) / image
+        waves = np.cos(2 * np.pi * (rows * position[:, None] + columns * position + phase))
         self.patterns = waves.mean(axis=2).astype(np.float32)
 
     def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Images (n, 3, image, image) float32 and labels (n,) int64 of the samples."""
         labels = np.asarray(indices) % len(self.patterns)
-        noise = [np.random.default_rng([self.seed, 1, index]).standard_normal(self.patterns.shape[1:], dtype=np.float32)
-                 for index in indices]  # fmt: skip
+        shape = self.patterns.shape[1:]
+        generators = [np.random.default_rng([self.seed, 1, index]) for index in indices]
+        noise = [generator.standard_normal(shape, dtype=np.float32) for generator in generators]
         return self.patterns[labels] + np.float32(_NOISE) * np.stack(noise), labels.astype(np.int64)
 
 
@@ -65,11 +67,11 @@ def digits(image: int) -> tuple[np.ndarray, np.ndarray]:
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    grey = upscale(data.images.astype(np.float32) / 8 - 1, image)
+    grey = _upscale(data.images.astype(np.float32) / 8 - 1, image)
     return np.repeat(grey[:, None], 3, axis=1), data.target.astype(np.int64)
 
 
-def upscale(images: np.ndarray, size: int) -> np.ndarray:
+def _upscale(images: np.ndarray, size: int) -> np.ndarray:
     """Images (n, h, w) resized to (n, size, size), each pixel the nearest of the original."""
     rows, columns = (np.arange(size) * side // size for side in images.shape[1:])
     return images[:, rows[:, None], columns[None, :]]

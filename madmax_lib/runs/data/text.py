@@ -16,16 +16,18 @@ import numpy as np
 from madmax_lib.atomic import replacing
 from madmax_lib.datasets import cache_folder
 
-__all__ = ["BYTES", "MASKED", "PAD", "BytesTokenizer", "cached_tokens", "chat", "example", "tokenizer", "windows"]
+__all__ = ["BYTES", "MASKED", "PAD", "cached_tokens", "chat", "example", "tokenizer", "windows"]
 
 MASKED = -100
 PAD, _START, _END = 256, 257, 258
 
 
-class BytesTokenizer:
+class _BytesTokenizer:
     """Tokens are the bytes of the text in UTF-8; three more are padding and the marks of a turn."""
 
-    name, vocab, pad = "bytes", 259, PAD
+    name = "bytes"
+    vocab = 259
+    pad = PAD
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text.
@@ -38,11 +40,11 @@ class BytesTokenizer:
     def chat(self, question: str, answer: str) -> tuple[list[int], list[int]]:
         """A question up to the mark of the answer, and the answer with its end."""
         user, assistant = self.encode(f"user\n{question}"), self.encode("assistant\n")
-        asked = [_START, *user, _END, *self.encode("\n"), _START, *assistant]
-        return asked, [*self.encode(answer), _END]
+        prompt = [_START, *user, _END, *self.encode("\n"), _START, *assistant]
+        return prompt, [*self.encode(answer), _END]
 
 
-BYTES = BytesTokenizer()
+BYTES = _BytesTokenizer()
 
 
 class _HubTokenizer:
@@ -66,9 +68,9 @@ class _HubTokenizer:
         if self._own.chat_template is None:
             return self.encode(f"Question: {question}\nAnswer: "), [*self.encode(answer), self.pad]
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        asked = self._own.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+        prompt = self._own.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
         whole = self._own.apply_chat_template(turns, tokenize=False)
-        return self.encode(asked), self.encode(whole[len(asked) :])
+        return self.encode(prompt), self.encode(whole[len(prompt) :])
 
 
 def tokenizer(name: str, allow_download: bool = False):
@@ -90,8 +92,8 @@ def example(turns: list[tuple[list[int], list[int]]], sequence: int, pad: int = 
     row = np.array([token for turn in turns for part in turn for token in part], dtype=np.int64)
     counts = np.array([answer for turn in turns for answer, part in enumerate(turn) for _ in part], dtype=bool)
     row, counts = row[-(sequence + 1) :], counts[-(sequence + 1) :]
-    wanted, after = np.where(counts, row, MASKED), (0, sequence + 1 - len(row))
-    return np.pad(row, after, constant_values=pad)[:-1], np.pad(wanted, after, constant_values=MASKED)[1:]
+    counted, after = np.where(counts, row, MASKED), (0, sequence + 1 - len(row))
+    return np.pad(row, after, constant_values=pad)[:-1], np.pad(counted, after, constant_values=MASKED)[1:]
 
 
 def chat(pairs: Iterable[tuple[str, str]], by, sequence: int, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -119,11 +121,11 @@ def windows(texts: Iterable[str], by, sequence: int, most: int) -> tuple[np.ndar
 
 
 def cached_tokens(key: str, make: Callable[[], tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """What `make` returns, from the user's cache if it was made before under the same key."""
+    """Result of `make`, from the user's cache where it has been stored under the same key."""
     path = cache_folder() / "tokens" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.npz"
     if path.exists():
-        with np.load(path) as kept:
-            return kept["tokens"], kept["targets"]
+        with np.load(path) as stored:
+            return stored["tokens"], stored["targets"]
     tokens, targets = make()
     with replacing(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, tokens=tokens, targets=targets)

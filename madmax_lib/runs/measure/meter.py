@@ -21,17 +21,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["COLUMNS", "Meter", "Reading", "energy_j", "meter", "nvml_reader", "rapl_reader", "replay"]
+__all__ = ["COLUMNS", "Meter", "Reading", "energy_j", "meter"]
 
-PERIOD_S = 0.05
+_PERIOD_S = 0.05
 _COUNTER_WINDOW_S = 1.0
 _RAPL = Path("/sys/class/powercap")
 
 
 class Reading(NamedTuple):
-    """All devices at one moment: power and energy summed, the lowest clock, the highest temperature; NaN if unknown.
+    """All devices at one moment; what is unknown is NaN.
 
-    energy_j counts from any origin. throttle: NVML's reasons of all devices, as bits.
+    t_s: of `time.perf_counter`.
+    power_w: sum.
+    energy_j: sum, counted from any origin.
+    clock_hz: the lowest.
+    temperature_c: the highest.
+    throttle: NVML's reasons of all devices, as bits (0).
     """
 
     t_s: float
@@ -51,14 +56,18 @@ class Meter:
     read: gives a Reading, None for nothing to measure. cap_w: power limit of all devices. name: of the source.
     """
 
-    def __init__(self, read: Callable[[], Reading] | None, name: str, cap_w: float = nan, period_s: float = PERIOD_S):
-        self.name, self.cap_w, self.period_s = name, cap_w, period_s
+    def __init__(self, read: Callable[[], Reading] | None, name: str, cap_w: float = nan, period_s: float = _PERIOD_S):
+        self.name = name
+        self.cap_w = cap_w
+        self.period_s = period_s
         self.readings: list[Reading] = []
-        self._read, self._over, self._lock = read, threading.Event(), threading.Lock()
+        self.read = read
+        self._over = threading.Event()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> Meter:
-        if self._read:
+        if self.read:
             self._take()
             self._thread.start()
         return self
@@ -74,11 +83,11 @@ class Meter:
 
     def _take(self) -> None:
         with self._lock:  # the sampler and the end of a window may ask at once
-            self.readings.append(self._read())
+            self.readings.append(self.read())
 
     def window(self, start_s: float, end_s: float) -> tuple[float, float]:
         """Mean power (W) and energy (J) between two times of `time.perf_counter`, NaN without readings."""
-        if self._read and self.readings[-1].t_s < end_s:
+        if self.read and self.readings[-1].t_s < end_s:
             self._take()
         first = bisect_left(self.readings, start_s, key=lambda reading: reading.t_s)
         joule = energy_j(self.readings[max(first - 1, 0) :], start_s, end_s)
@@ -120,42 +129,42 @@ def meter(source: str, device: str, devices: int) -> Meter:
     source: auto, none, or a CSV with the columns of `Reading` to replay.
     """
     if source not in ("auto", "none"):
-        return Meter(*replay(Path(source)))
+        return _replay_meter(Path(source))
+    local = None
     if source == "auto":
-        found = nvml_reader(devices) if device == "cuda" else rapl_reader()
-        if found:
-            return Meter(*found)
-    return Meter(None, "none")
+        local = _nvml_meter(devices) if device == "cuda" else _rapl_meter(_RAPL)
+    return local or Meter(None, "none")
 
 
-def nvml_reader(devices: int, nvml=None) -> tuple[Callable[[], Reading], str, float] | None:
-    """Reader, name and power limit (W) of the first GPUs, by nvidia-ml-py; None where it or a driver is missing.
-
-    nvml: a module in place of pynvml.
-    """
+def _nvml_meter(devices: int) -> Meter | None:
+    """Meter of the first GPUs, by nvidia-ml-py; None where it or a driver is missing."""
     try:
-        if nvml is None:
-            import pynvml as nvml
+        import pynvml as nvml
+
         nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByUUID(which) if isinstance(which, str) else
-                   nvml.nvmlDeviceGetHandleByIndex(which) for which in _visible(devices)]  # fmt: skip
+        handles = [
+            nvml.nvmlDeviceGetHandleByUUID(which) if isinstance(which, str) else nvml.nvmlDeviceGetHandleByIndex(which)
+            for which in _visible(devices)
+        ]
         cap_w = sum(nvml.nvmlDeviceGetPowerManagementLimit(handle) for handle in handles) / 1e3
     except Exception:  # no package, no driver, no permission: each has a kind of its own, and none stops a run
         return None
 
-    def tell(name: str, *arguments) -> list[float]:
-        return [_tell(getattr(nvml, f"nvmlDeviceGet{name}"), handle, *arguments) for handle in handles]
+    def query(name: str, *arguments) -> list[float]:
+        return [_query(getattr(nvml, f"nvmlDeviceGet{name}"), handle, *arguments) for handle in handles]
 
     def read() -> Reading:
-        reasons = [0 if isnan(bits) else int(bits) for bits in tell("CurrentClocksThrottleReasons")]
+        reasons = [0 if isnan(bits) else int(bits) for bits in query("CurrentClocksThrottleReasons")]
         return Reading(
-            time.perf_counter(), power_w=sum(tell("PowerUsage")) / 1e3,
-            energy_j=sum(tell("TotalEnergyConsumption")) / 1e3,
-            clock_hz=min(tell("ClockInfo", nvml.NVML_CLOCK_SM)) * 1e6,
-            temperature_c=max(tell("Temperature", nvml.NVML_TEMPERATURE_GPU)), throttle=reduce(or_, reasons),
-        )  # fmt: skip
+            time.perf_counter(),
+            power_w=sum(query("PowerUsage")) / 1e3,
+            energy_j=sum(query("TotalEnergyConsumption")) / 1e3,
+            clock_hz=min(query("ClockInfo", nvml.NVML_CLOCK_SM)) * 1e6,
+            temperature_c=max(query("Temperature", nvml.NVML_TEMPERATURE_GPU)),
+            throttle=reduce(or_, reasons),
+        )
 
-    return read, "nvml", cap_w
+    return Meter(read, "nvml", cap_w)
 
 
 def _visible(devices: int) -> list[int | str]:
@@ -164,7 +173,7 @@ def _visible(devices: int) -> list[int | str]:
     return [int(text) if text.isdigit() else text for text in listed][:devices] or list(range(devices))
 
 
-def _tell(ask: Callable, *arguments) -> float:
+def _query(ask: Callable, *arguments) -> float:
     """What a query says, NaN where the device does not support it."""
     try:
         return float(ask(*arguments))
@@ -172,8 +181,8 @@ def _tell(ask: Callable, *arguments) -> float:
         return nan
 
 
-def rapl_reader(folder: Path = _RAPL) -> tuple[Callable[[], Reading], str, float] | None:
-    """Reader, name and power limit of the CPU packages of Linux's powercap; None where they cannot be read.
+def _rapl_meter(folder: Path) -> Meter | None:
+    """Meter of the CPU packages of Linux's powercap; None where they cannot be read.
 
     The counters wrap at max_energy_range_uj; power is the difference of two readings over their time.
     """
@@ -198,7 +207,7 @@ def rapl_reader(folder: Path = _RAPL) -> tuple[Callable[[], Reading], str, float
         state["energy_j"] += used_uj * 1e-6
         return Reading(t_s, used_uj * 1e-6 / elapsed_s if elapsed_s > 0 else nan, state["energy_j"])
 
-    return read, "rapl", sum(caps_w)
+    return Meter(read, "rapl", sum(caps_w))
 
 
 def _cap_w(package: Path) -> float:
@@ -212,8 +221,8 @@ def _number(path: Path) -> float:
     return float(path.read_text())
 
 
-def replay(path: Path) -> tuple[Callable[[], Reading], str, float]:
-    """Reader, name and limit from a CSV with columns of `Reading` (t_s and power_w at least) and perhaps cap_w.
+def _replay_meter(path: Path) -> Meter:
+    """Meter that replays a CSV with columns of `Reading` (t_s and power_w at least) and perhaps cap_w.
 
     Time 0 of the table is the first reading; after the last row the table begins again, its counter going on.
     Raises ValueError naming file and column for a table that is not of this kind.
@@ -235,10 +244,10 @@ def replay(path: Path) -> tuple[Callable[[], Reading], str, float]:
 
     def read() -> Reading:
         now_s = time.perf_counter()
-        rounds, place_s = divmod(now_s - state.setdefault("start_s", now_s), t_s[-1])
-        values = {name: float(np.interp(place_s, t_s, column)) for name, column in table.items()}
+        rounds, at_s = divmod(now_s - state.setdefault("start_s", now_s), t_s[-1])
+        values = {name: float(np.interp(at_s, t_s, column)) for name, column in table.items()}
         if "energy_j" in values:
             values["energy_j"] += rounds * float(table["energy_j"][-1] - table["energy_j"][0])
         return Reading(now_s, **{**values, "throttle": int(values.get("throttle", 0))})
 
-    return read, "replay", cap_w
+    return Meter(read, "replay", cap_w)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import nan
 from pathlib import Path
 
 import numpy as np
@@ -24,26 +25,62 @@ import torch
 import torch.distributed as dist
 
 from madmax_lib.atomic import replacing
-from madmax_lib.runs.measure.peaks import peaks
+from madmax_lib.runs.measure.peak_rates import peak_rates
 from madmax_lib.runs.model.kernels import HOWS, bias_gelu, moved_bytes, unavailable
 
-__all__ = ["COLUMNS", "GEMMS", "SHAPES", "collective_table", "gelu_table", "gemm_table", "measure", "mlp_table",
-           "save", "sweep"]  # fmt: skip
+__all__ = [
+    "COLUMNS",
+    "SHAPES",
+    "Timing",
+    "collective_table",
+    "gelu_table",
+    "gemm_table",
+    "kernel_seconds",
+    "mlp_table",
+    "save",
+    "sweep",
+]
 
-# rows and columns are those of the first operand; moved_bytes: that must move; wire_bytes: that a rank sends
-COLUMNS = ("kernel", "how", "machine", "threads", "ranks", "dtype", "rows", "inner", "columns", "median_s", "low_s",
-           "high_s", "repeats", "flops", "moved_bytes", "wire_bytes", "flops_per_s", "bytes_per_s", "wire_bytes_per_s",
-           "peak_share")  # fmt: skip
+COLUMNS = (
+    "kernel",
+    "how",
+    "machine",
+    "threads",
+    "ranks",
+    "dtype",
+    "rows",  # of the first operand
+    "inner",
+    "columns",
+    "median_s",
+    "low_s",
+    "high_s",
+    "repeats",
+    "flops",
+    "moved_bytes",  # that must move between memory and device
+    "wire_bytes",  # that a rank sends
+    "flops_per_s",
+    "bytes_per_s",
+    "wire_bytes_per_s",
+    "peak_share",  # 0..1, of the peak FLOP/s or of the memory's bandwidth, the larger
+)
 SHAPES = ((2048, 1024), (4096, 2048), (8192, 5120))  # of makramab/hybrid-parallelism: 4x512, 8x512, 8x1024 tokens
-GEMMS = tuple((m, k, n) for m in (512, 2048, 8192) for k, n in ((1280, 5120), (5120, 1280), (4096, 4096), (8192, 8192)))
-_CPU_GEMMS = ((256, 256, 1024), (512, 512, 512), (512, 1024, 1024))
-_SIZES = tuple(4**power for power in range(6, 15))  # 4 KiB to 256 MiB
+_GEMMS = {
+    "cuda": [(m, k, n) for m in (512, 2048, 8192) for k, n in ((1280, 5120), (5120, 1280), (4096, 4096), (8192, 8192))],
+    "cpu": [(256, 256, 1024), (512, 512, 512), (512, 1024, 1024)],
+}
+_MLP = (8192, 1280, 5120)  # GPT-2 Large with 8 x 1,024 tokens
+_MESSAGE_BYTES = tuple(4**power for power in range(6, 15))  # 4 KiB to 256 MiB
 _FLUSH_BYTES = {"cuda": 256 * 2**20, "cpu": 64 * 2**20}  # larger than the L2 of an H200 (50 MB), the L3 of a CPU core
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Seconds of the repeats: median and the quartiles."""
+class Timing:
+    """Seconds of a kernel.
+
+    median_s: of the repeats.
+    low_s, high_s: their quartiles.
+    repeats: how many.
+    """
 
     median_s: float
     low_s: float
@@ -51,8 +88,9 @@ class Spread:
     repeats: int
 
 
-def measure(run: Callable[[], object], device: str, *, repeats: int = 30, warmup: int = 5, flush: bool = True
-            ) -> Spread:  # fmt: skip
+def kernel_seconds(
+    run: Callable[[], object], device: str, *, repeats: int = 30, warmup: int = 5, flush: bool = True
+) -> Timing:
     """Times `run`, each repeat alone, with the caches overwritten before each if `flush`.
 
     Raises ValueError for fewer than one repeat.
@@ -64,75 +102,79 @@ def measure(run: Callable[[], object], device: str, *, repeats: int = 30, warmup
     buffer = torch.empty(_FLUSH_BYTES[device] // 4 if flush else 0, device=device)
     timed = _timed_cuda if device == "cuda" else _timed_cpu
     low, median, high = np.quantile(timed(run, buffer, repeats), [0.25, 0.5, 0.75])
-    return Spread(float(median), float(low), float(high), repeats)
+    return Timing(float(median), float(low), float(high), repeats)
 
 
-def gelu_table(device: str | None = None, *, shapes: Iterable[tuple[int, int]] = SHAPES, compiled: bool = True,
-               **options) -> pd.DataFrame:  # fmt: skip
+def gelu_table(
+    device: str | None = None, *, shapes: Iterable[tuple[int, int]] = SHAPES, compiled: bool = True, **options
+) -> pd.DataFrame:
     """bias + GELU forward and backward, by every way that works here: eager, compiled if asked for, Triton on a GPU.
 
     shapes: (rows, columns). bytes_per_s counts what a fused kernel must move, so peak_share is how close a way comes to
-    the ideal one. options: dtype of torch, threads of a CPU, and those of `measure`.
+    the ideal one. options: dtype of torch, threads of a CPU, and those of `kernel_seconds`.
     """
     bench = _Bench(device, **options)
-    for shape in shapes:
-        x, bias = bench.random(*shape).requires_grad_(), bench.random(shape[1]).requires_grad_()
-        fixed, fixed_bias, dy = x.detach(), bias.detach(), bench.random(*shape)
-        for how in HOWS:
-            if (how == "compiled" and not compiled) or unavailable(how, bench.device):
-                continue
-            if how == "triton" and bench.device == "cpu":
-                continue  # interpreted, it only proves correctness
-            y, size = bias_gelu(x, bias, how), (shape[0], None, shape[1])
-            bench.row("bias_gelu forward", how, size, partial(bias_gelu, fixed, fixed_bias, how),
-                      moved=moved_bytes(x, "forward"))  # fmt: skip
-            bench.row("bias_gelu backward", how, size,
-                      partial(torch.autograd.grad, y, (x, bias), dy, retain_graph=True),
-                      moved=moved_bytes(x, "backward"))  # fmt: skip
+    # on a CPU Triton is interpreted, which only proves correctness
+    left_out = {"triton"} if bench.device == "cpu" else set()
+    left_out |= set() if compiled else {"compiled"}
+    ways = [how for how in HOWS if how not in left_out and not unavailable(how, bench.device)]
+    for rows, columns in shapes:
+        x, bias = bench.random(rows, columns).requires_grad_(), bench.random(columns).requires_grad_()
+        dy = bench.random(rows, columns)
+        for how in ways:
+            y, size = bias_gelu(x, bias, how), {"how": how, "rows": rows, "columns": columns}
+            forward = partial(bias_gelu, x.detach(), bias.detach(), how)
+            backward = partial(torch.autograd.grad, y, (x, bias), dy, retain_graph=True)
+            bench.row("bias_gelu forward", forward, moved=moved_bytes(x, "forward"), **size)
+            bench.row("bias_gelu backward", backward, moved=moved_bytes(x, "backward"), **size)
     return bench.table()
 
 
-def mlp_table(device: str | None = None, *, tokens: int = 8192, hidden: int = 1280, ffn: int = 5120,
-              compiled: bool = False, **options) -> pd.DataFrame:  # fmt: skip
+def mlp_table(
+    device: str | None = None, *, sizes: tuple[int, int, int] = _MLP, compiled: bool = True, **options
+) -> pd.DataFrame:
     """A feed-forward block in its parts and whole (forward): linear up, bias + GELU, linear down, dropout, all of it.
 
-    compiled: the whole block once more with torch.compile. Sizes default to GPT-2 Large with 8 x 1,024 tokens; options
-    as in `gelu_table`.
+    sizes: tokens, hidden, ffn. compiled: the whole block once more with torch.compile. options: as in `gelu_table`.
     """
     bench, linear = _Bench(device, **options), torch.nn.functional.linear
-    x, inner, up, down = (bench.random(*size) for size in ((tokens, hidden), (tokens, ffn), (ffn, hidden),
-                                                           (hidden, ffn)))  # fmt: skip
-    bias, bias_down, width = bench.random(ffn), bench.random(hidden), x.element_size()
+    tokens, hidden, ffn = sizes
+    x, inner = bench.random(tokens, hidden), bench.random(tokens, ffn)
+    up, down = bench.random(ffn, hidden), bench.random(hidden, ffn)
+    bias, bias_down = bench.random(ffn), bench.random(hidden)
     dropout = partial(torch.nn.functional.dropout, p=0.1, training=True)
 
     def block() -> torch.Tensor:
         return dropout(linear(bias_gelu(linear(x, up), bias), down, bias_down))
 
-    product, ends = 2.0 * tokens * hidden * ffn, (x.numel() + inner.numel() + up.numel()) * width
-    whole = {"flops": 2 * product, "moved": 2 * (x.numel() + up.numel()) * width}
-    bench.row("linear up", "eager", (tokens, hidden, ffn), lambda: linear(x, up), product, ends)
-    bench.row("bias_gelu forward", "eager", (tokens, None, ffn), lambda: bias_gelu(inner, bias),
-              moved=moved_bytes(inner, "forward"))  # fmt: skip
-    bench.row("linear down", "eager", (tokens, ffn, hidden), lambda: linear(inner, down, bias_down), product, ends)
-    bench.row("dropout", "eager", (tokens, None, hidden), lambda: dropout(x), moved=2 * x.numel() * width)
-    bench.row("mlp", "eager", (tokens, hidden, ffn), block, **whole)
+    width = x.element_size()
+    product = {"flops": 2.0 * tokens * hidden * ffn, "moved": (x.numel() + inner.numel() + up.numel()) * width}
+    whole = {"flops": 2 * product["flops"], "moved": 2 * (x.numel() + up.numel()) * width}
+    widen, narrow = {"inner": hidden, "columns": ffn}, {"inner": ffn, "columns": hidden}
+    gelu, gelu_bytes = partial(bias_gelu, inner, bias), moved_bytes(inner, "forward")
+    bench.row("linear up", partial(linear, x, up), rows=tokens, **widen, **product)
+    bench.row("bias_gelu forward", gelu, rows=tokens, columns=ffn, moved=gelu_bytes)
+    bench.row("linear down", partial(linear, inner, down, bias_down), rows=tokens, **narrow, **product)
+    bench.row("dropout", partial(dropout, x), rows=tokens, columns=hidden, moved=2 * x.numel() * width)
+    bench.row("mlp", block, rows=tokens, **widen, **whole)
     if compiled:
-        bench.row("mlp", "compiled", (tokens, hidden, ffn), torch.compile(block), **whole)
+        bench.row("mlp", torch.compile(block), how="compiled", rows=tokens, **widen, **whole)
     return bench.table()
 
 
-def gemm_table(device: str | None = None, *, shapes: Iterable[tuple[int, int, int]] | None = None, **options
-               ) -> pd.DataFrame:  # fmt: skip
+def gemm_table(
+    device: str | None = None, *, shapes: Iterable[tuple[int, int, int]] | None = None, **options
+) -> pd.DataFrame:
     """Products of (m, k) by (k, n): FLOP/s and the share of the peak. shapes: (m, k, n)."""
     bench = _Bench(device, **options)
-    for m, k, n in shapes or (GEMMS if bench.device == "cuda" else _CPU_GEMMS):
+    for m, k, n in shapes or _GEMMS[bench.device]:
         a, b = bench.random(m, k), bench.random(k, n)
-        moved = (m * k + k * n + m * n) * a.element_size()
-        bench.row("gemm", "eager", (m, k, n), partial(torch.matmul, a, b), 2.0 * m * k * n, moved)
+        cost = {"flops": 2.0 * m * k * n, "moved": (m * k + k * n + m * n) * a.element_size()}
+        bench.row("gemm", partial(torch.matmul, a, b), rows=m, inner=k, columns=n, **cost)
     return bench.table()
 
 
-def collective_table(device: str | None = None, *, sizes: Sequence[int] = _SIZES, **options) -> pd.DataFrame:
+def collective_table(device: str | None = None, *, sizes: Sequence[int] = _MESSAGE_BYTES, **options) -> pd.DataFrame:
     """Collectives of all ranks of the running process group, by message size; every rank must call it.
 
     sizes: bytes of a rank's whole buffer (all-reduce, all-to-all), of the gathered one (all-gather) or of the input
@@ -144,28 +186,27 @@ def collective_table(device: str | None = None, *, sizes: Sequence[int] = _SIZES
     for size in sizes:
         count = max(size // 4 // ranks, 1) * ranks
         whole, part = bench.random(count).zero_(), bench.random(count // ranks).zero_()
+        ring_bytes = (ranks - 1) / ranks * count * 4
         runs = {
-            "all_reduce": (2, partial(dist.all_reduce, whole)),
-            "all_gather": (1, partial(dist.all_gather_single, whole, part)),
-            "reduce_scatter": (1, partial(dist.reduce_scatter_single, part, whole)),
-            "all_to_all": (1, partial(dist.all_to_all_single, torch.empty_like(whole), whole)),
+            "all_reduce": (2 * ring_bytes, partial(dist.all_reduce, whole)),
+            "all_gather": (ring_bytes, partial(dist.all_gather_single, whole, part)),
+            "reduce_scatter": (ring_bytes, partial(dist.reduce_scatter_single, part, whole)),
+            "all_to_all": (ring_bytes, partial(dist.all_to_all_single, torch.empty_like(whole), whole)),
         }
-        for kind, (passes, run) in runs.items():
+        for kind, (wire_bytes, run) in runs.items():
             dist.barrier()
-            wire = passes * (ranks - 1) / ranks * count * 4
-            bench.row(kind, dist.get_backend(), (None, None, count), run, wire=wire, ranks=ranks)
+            bench.row(kind, run, how=dist.get_backend(), columns=count, wire=wire_bytes, ranks=ranks)
     return bench.table()
 
 
 def sweep(device: str | None = None, *, quick: bool = False, **options) -> pd.DataFrame:
     """GELU, MLP and GEMM tables in one. quick: small shapes, nothing compiled."""
-    gelu, mlp, gemm = {}, {"compiled": True}, {}
+    gelu, mlp, gemm = gelu_table, mlp_table, gemm_table
     if quick:
-        gelu, gemm = {"shapes": ((256, 512),), "compiled": False}, {"shapes": ((128, 128, 128),)}
-        mlp = {"tokens": 256, "hidden": 128, "ffn": 512}
-    tables = [gelu_table(device, **gelu, **options), mlp_table(device, **mlp, **options),
-              gemm_table(device, **gemm, **options)]  # fmt: skip
-    return pd.concat(tables, ignore_index=True)
+        gelu = partial(gelu_table, shapes=((256, 512),), compiled=False)
+        mlp = partial(mlp_table, sizes=(256, 128, 512), compiled=False)
+        gemm = partial(gemm_table, shapes=((128, 128, 128),))
+    return pd.concat([table(device, **options) for table in (gelu, mlp, gemm)], ignore_index=True)
 
 
 def save(table: pd.DataFrame, path: str | Path) -> Path:
@@ -176,9 +217,9 @@ def save(table: pd.DataFrame, path: str | Path) -> Path:
 
 
 class _Bench:
-    """Measures on one device, in one dtype: by default bf16 on a GPU, fp16 on one without, fp32 on a CPU; a row each.
+    """Times kernels on one device, in one dtype: by default bf16 on a GPU, fp16 on one without, fp32 on a CPU.
 
-    threads: of a CPU, as they are if 0. options: of `measure`.
+    threads: of a CPU, as they are if 0. options: of `kernel_seconds`.
     """
 
     def __init__(self, device: str | None, *, dtype: torch.dtype | None = None, threads: int = 0, **options):
@@ -188,26 +229,46 @@ class _Bench:
         if threads:
             torch.set_num_threads(threads)
         self.dtype = dtype or _default_dtype(self.device)
-        self.peaks, self.options, self.rows = peaks(self.device), options, []
+        self.peak = peak_rates(self.device)
+        self.options = options
+        self.rows: list[dict] = []
 
     def random(self, *shape: int) -> torch.Tensor:
         """An operand."""
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
-    def row(self, kernel: str, how: str, shape: tuple, run: Callable[[], object], flops: float = 0.0,
-            moved: float = float("nan"), wire: float = float("nan"), ranks: int = 1) -> None:  # fmt: skip
-        """Time a kernel and note it. shape: rows, inner, columns."""
-        found, name = measure(run, self.device, **self.options), str(self.dtype).removeprefix("torch.")
-        per_s = {"flops_per_s": flops / found.median_s, "bytes_per_s": moved / found.median_s,
-                 "wire_bytes_per_s": wire / found.median_s}  # fmt: skip
-        shares = [per_s["flops_per_s"] / self.peaks.flops(name) if flops else 0.0,
-                  per_s["bytes_per_s"] / self.peaks.memory_bytes_per_s]  # fmt: skip
-        self.rows.append({
-            "kernel": kernel, "how": how, "machine": self.peaks.machine, "threads": torch.get_num_threads(),
-            "ranks": ranks, "dtype": name, **dict(zip(("rows", "inner", "columns"), shape, strict=True)),
-            **vars(found), "flops": flops, "moved_bytes": moved, "wire_bytes": wire, **per_s,
-            "peak_share": float(np.max(shares)),
-        })  # fmt: skip
+    def row(
+        self,
+        kernel: str,
+        run: Callable[[], object],
+        *,
+        how: str = "eager",
+        flops: float = 0.0,
+        moved: float = nan,
+        wire: float = nan,
+        ranks: int = 1,
+        **shape: int,
+    ) -> None:
+        """Time a kernel and note it. moved, wire: bytes. shape: rows, inner, columns."""
+        timing, dtype = kernel_seconds(run, self.device, **self.options), str(self.dtype).removeprefix("torch.")
+        flops_per_s, bytes_per_s = flops / timing.median_s, moved / timing.median_s
+        flops_share = flops_per_s / self.peak.flops(dtype) if flops else 0.0
+        row = {
+            "kernel": kernel,
+            "how": how,
+            "machine": self.peak.machine,
+            "threads": torch.get_num_threads(),
+            "ranks": ranks,
+            "dtype": dtype,
+            "flops": flops,
+            "moved_bytes": moved,
+            "wire_bytes": wire,
+            "flops_per_s": flops_per_s,
+            "bytes_per_s": bytes_per_s,
+            "wire_bytes_per_s": wire / timing.median_s,
+            "peak_share": float(np.maximum(flops_share, bytes_per_s / self.peak.memory_bytes_per_s)),
+        }
+        self.rows.append(row | shape | vars(timing))
 
     def table(self) -> pd.DataFrame:
         """All rows."""

@@ -18,7 +18,6 @@ from madmax_lib.specs import Transformer
 
 __all__ = ["Experts", "Mixture"]
 
-
 Share = tuple[int, int, ProcessGroup | None]  # (part, parts, group of the ranks that hold them)
 
 
@@ -56,7 +55,8 @@ class Experts(nn.Module):
 
     def __init__(self, spec: Transformer):
         super().__init__()
-        count, hidden, width = spec.experts, spec.hidden, spec.expert_ffn
+        count, width = spec.experts, spec.expert_ffn
+        hidden = spec.hidden
         self.gate = nn.Parameter(torch.empty(count, width, hidden)) if spec.gated else None
         self.up = nn.Parameter(torch.empty(count, width, hidden))
         self.down = nn.Parameter(torch.empty(count, hidden, width))

@@ -18,10 +18,10 @@ from madmax_lib.runs.model.context import Exchange
 from madmax_lib.runs.model.experts import Mixture
 from madmax_lib.specs import Transformer
 
-__all__ = ["Attention", "FeedForward", "Layer", "norm", "rotate"]
+__all__ = ["Attention", "FeedForward", "TransformerLayer", "norm", "rotate"]
 
 _EPSILON = {"layer": 1e-5, "rms": 1e-6}  # GPT-2's and Qwen2.5's own
-rerun = partial(checkpoint, use_reentrant=False)
+_rerun = partial(checkpoint, use_reentrant=False)
 _ROPE_BASE = 1e6  # Qwen2.5 [arXiv 2412.15115]
 
 
@@ -62,7 +62,8 @@ class Attention(nn.Module):
         inner, bias = spec.heads * spec.head_dim, spec.attention_bias
         shared = spec.kv_heads * spec.head_dim
         self.head_dim, self.kind = spec.head_dim, kind
-        self.causal, self.rope = not spec.image, spec.positions == "rope" and not spec.image
+        self.causal = not spec.image
+        self.rope = spec.positions == "rope" and not spec.image
         self.query = nn.Linear(spec.hidden, inner, bias=bias != "none")
         self.key = nn.Linear(spec.hidden, shared, bias=bias != "none")
         self.value = nn.Linear(spec.hidden, shared, bias=bias != "none")
@@ -75,7 +76,7 @@ class Attention(nn.Module):
         query, key, value = (part.transpose(1, 2) for part in self.exchange.to_heads(heads))
         if self.rope:
             query, key = rotate(query), rotate(key)
-        mixed = rerun(self._core, query, key, value) if self.recompute else self._core(query, key, value)
+        mixed = _rerun(self._core, query, key, value) if self.recompute else self._core(query, key, value)
         return self.projection(self.exchange.to_sequence(mixed.transpose(1, 2)).flatten(-2))
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ class FeedForward(nn.Module):
         return self.down(functional.gelu(self.up(x), approximate="none" if self.exact else "tanh"))
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then + feed-forward(norm(x)).
 
     recompute: none, full (all of the layer runs again in the backward pass), or selective (attention's core does, which
@@ -125,7 +126,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, S, hidden)."""
-        return rerun(self._forward, x) if self.recompute else self._forward(x)
+        return _rerun(self._forward, x) if self.recompute else self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))

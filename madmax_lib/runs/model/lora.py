@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from madmax_lib.runs.model.layers import Layer
+from madmax_lib.runs.model.layers import TransformerLayer
 from madmax_lib.runs.model.network import Network, named_generator
 
 __all__ = ["LowRank", "adapt", "freeze_ends"]
@@ -33,7 +33,7 @@ class LowRank(nn.Linear):
         return super().forward(x) + functional.linear(functional.linear(x, self.down), self.up)
 
 
-def adapt(layer: Layer, name: str, rank: int, seed: int) -> None:
+def adapt(layer: TransformerLayer, name: str, rank: int, seed: int) -> None:
     """Freeze a layer and add low-rank updates to its queries and values, in place."""
     layer.requires_grad_(False)
     for part in ("query", "value"):

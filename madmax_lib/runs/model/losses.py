@@ -23,7 +23,12 @@ __all__ = ["Part", "correct", "means", "split", "total"]
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of a global batch of `samples`, of whose targets `count` count."""
+    """A rank's part of a global batch.
+
+    inputs, targets: of this rank.
+    samples: of the global batch.
+    count: targets of the global batch that are not masked.
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -31,25 +36,31 @@ class Part:
     count: int
 
 
-def split(batch: Mapping[str, Tensor], spec: Transformer, dp_rank: int, dp: int, device: torch.device, cp_rank: int = 0,
-          cp: int = 1) -> Part:  # fmt: skip
-    """The samples of a dp rank, and of them the tokens of a cp rank, on the device.
+def split(
+    batch: Mapping[str, Tensor],
+    spec: Transformer,
+    device: torch.device,
+    dp: tuple[int, int] = (0, 1),
+    cp: tuple[int, int] = (0, 1),
+) -> Part:
+    """The samples of a dp rank, and of them the tokens of a cp rank, on the device; dp, cp: rank and number of ranks.
 
     batch: tokens and targets (B, S), or images (B, 3, H, W) and labels (B,). Raises ValueError if dp does not divide B.
     """
     inputs, targets = (batch[name] for name in (("images", "labels") if spec.image else ("tokens", "targets")))
     samples, count = len(inputs), int((targets != MASKED).sum())
-    if samples % dp:
-        raise ValueError(f"dp={dp} does not divide a batch of {samples} samples")
-    own = [part.chunk(dp)[dp_rank] for part in (inputs, targets)]
-    if cp > 1:  # of a sequence, tokens in a row
-        own = [part.chunk(cp, dim=1)[cp_rank] for part in own]
+    if samples % dp[1]:
+        raise ValueError(f"dp={dp[1]} does not divide a batch of {samples} samples")
+    own = [part.chunk(dp[1])[dp[0]] for part in (inputs, targets)]
+    if cp[1] > 1:  # of a sequence, tokens in a row
+        own = [part.chunk(cp[1], dim=1)[cp[0]] for part in own]
     inputs, targets = (part.to(device, non_blocking=True) for part in own)
     return Part(inputs, targets, samples, max(count, 1))
 
 
-def means(loss: Tensor | None, right: Tensor | None, part: Part, group: dist.ProcessGroup, copies: int = 1
-          ) -> dict[str, object]:  # fmt: skip
+def means(
+    loss: Tensor | None, right: Tensor | None, part: Part, group: dist.ProcessGroup, copies: int = 1
+) -> dict[str, object]:
     """Mean loss and accuracy over the global batch, from the sums of each rank; None on ranks that have none.
 
     copies: how many ranks hold the same sums.

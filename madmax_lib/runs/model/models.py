@@ -21,13 +21,20 @@ if TYPE_CHECKING:
 __all__ = ["MODELS", "build", "name", "spec"]
 
 _BYTES = 256 + 8  # rows of the byte tokenizer's table: all bytes and eight special ones
-_DECODER = {"hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 192, "sequence": 128, "vocab": _BYTES, "gated": True,
-            "norm": "rms", "positions": "rope", "attention_bias": "none", "mlp_bias": False, "tied": False}  # fmt: skip
-
+_DECODER = {"layers": 4, "hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 192, "sequence": 128, "vocab": _BYTES}
+_DECODER |= {"gated": True, "norm": "rms", "positions": "rope"}
+_DECODER |= {"attention_bias": "none", "mlp_bias": False, "tied": False}
 _TINY = {
     "vit-tiny": {"layers": 4, "hidden": 64, "heads": 4, "ffn": 256, "image": 32, "patch": 4, "classes": 100},
-    "gpt-tiny": {"layers": 4, **_DECODER},
-    "moe-tiny": {"layers": 4, **_DECODER, "experts": 4, "active_experts": 2, "expert_ffn": 96},
+    "gpt-tiny": _DECODER,
+    "moe-tiny": {**_DECODER, "experts": 4, "active_experts": 2, "expert_ffn": 96},
+}
+# sizes that follow from others, worked out again when one of those changes
+_DERIVED = {
+    "kv_heads": ("heads",),
+    "head_dim": ("hidden", "heads"),
+    "v_head_dim": ("hidden", "heads", "head_dim"),
+    "expert_ffn": ("ffn",),
 }
 MODELS = (*_TINY, "vit-base", "vit-huge", "gpt2-large", "qwen2.5-3b")
 
@@ -54,21 +61,19 @@ def spec(text: str, **sizes) -> Transformer:
     >>> spec("gpt2-large").parameters, spec("gpt2-large", layers=2).layers
     (774030080, 2)
     """
-    known = name(text)
+    canonical = name(text)
     if unknown := set(sizes) - {f.name for f in fields(Transformer)} | set(sizes) & {"name"}:
-        raise ValueError(f"{sorted(unknown)[0]!r} is not a size of {known}")
-    found = Transformer(known, **_TINY[known]) if known in _TINY else catalog.model(known)
-    derived = {"kv_heads": ("heads",), "head_dim": ("hidden", "heads"), "v_head_dim": ("hidden", "heads", "head_dim"),
-               "expert_ffn": ("ffn",)}  # fmt: skip
-    # a size that follows from another one is worked out again when that one changes
-    again = {field: 0 for field, sources in derived.items() if set(sources) & set(sizes)}
-    if found.image:
+        raise ValueError(f"{sorted(unknown)[0]!r} is not a size of {canonical}")
+    model = Transformer(canonical, **_TINY[canonical]) if canonical in _TINY else catalog.model(canonical)
+    again = {field: 0 for field, sources in _DERIVED.items() if set(sources) & set(sizes)}
+    if model.image:
         again["sequence"] = 0
-    return replace(found, **{**again, **sizes})
+    return replace(model, **{**again, **sizes})
 
 
-def build(text: str, *, seed: int = 0, device: str = "cpu", attention: str = "flash", weights: str | Path = "",
-          **sizes) -> Network:  # fmt: skip
+def build(
+    text: str, *, seed: int = 0, device: str = "cpu", attention: str = "flash", weights: str | Path = "", **sizes
+) -> Network:
     """The whole model on one device: tokens (B, S) to logits (B, S, V), or images (B, 3, H, W) to logits (B, classes).
 
     Every parameter is drawn from a generator seeded by `seed` and the parameter's name, so that a stage or a shard of

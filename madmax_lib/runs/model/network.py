@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from madmax_lib.runs.model.layers import Layer, norm
+from madmax_lib.runs.model.layers import TransformerLayer, norm
 from madmax_lib.runs.model.weights import Weights
 from madmax_lib.specs import Transformer
 
@@ -75,7 +75,7 @@ class Network(nn.Module):
         self.spec = spec
         with torch.device("meta"):
             self.embedding = (PatchEmbedding if spec.image else TokenEmbedding)(spec) if first else None
-            self.layers = nn.ModuleDict({str(i): Layer(spec, attention) for i in part})
+            self.layers = nn.ModuleDict({str(i): TransformerLayer(spec, attention) for i in part})
             self.norm = norm(spec) if last else None
             rows = spec.classes or spec.vocab
             self.head = nn.Linear(spec.hidden, rows, bias=bool(spec.image)) if last else None
@@ -113,8 +113,14 @@ class Network(nn.Module):
         return self
 
 
-def draw(module: nn.Module, prefix: str, spec: Transformer, seed: int, device: str | torch.device,
-         weights: Weights | None = None) -> None:  # fmt: skip
+def draw(
+    module: nn.Module,
+    prefix: str,
+    spec: Transformer,
+    seed: int,
+    device: str | torch.device,
+    weights: Weights | None = None,
+) -> None:
     """Allocate a module on the device and draw its parameters, each from a generator seeded by its full name.
 
     weights: published ones that overwrite what was drawn.

@@ -52,29 +52,39 @@ class BiasGelu(torch.autograd.Function):
 def _forward(x_ptr, bias_ptr, y_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    place = row[:, None].to(tl.int64) * columns + column[None, :]
+    offsets = row[:, None].to(tl.int64) * columns + column[None, :]
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
-    u = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
+    u = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
     gate = tl.sigmoid(2 * _SCALE * (u + _CUBIC * u * u * u))  # (1 + tanh) / 2
-    tl.store(y_ptr + place, (u * gate).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + offsets, (u * gate).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _backward(x_ptr, bias_ptr, dy_ptr, dx_ptr, partial_ptr, rows, columns, STEPS: tl.constexpr, ROWS: tl.constexpr,
-              COLUMNS: tl.constexpr):  # fmt: skip
+def _backward(
+    x_ptr,
+    bias_ptr,
+    dy_ptr,
+    dx_ptr,
+    partial_ptr,
+    rows,
+    columns,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for step in range(STEPS):
         row = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        place = row[:, None].to(tl.int64) * columns + column[None, :]
+        offsets = row[:, None].to(tl.int64) * columns + column[None, :]
         inside = (row[:, None] < rows) & (column[None, :] < columns)
-        u = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
-        dy = tl.load(dy_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
+        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         gate = tl.sigmoid(2 * _SCALE * (u + _CUBIC * u * u * u))
         slope = gate + u * gate * (1 - gate) * 2 * _SCALE * (1 + 3 * _CUBIC * u * u)
         dx = dy * slope
-        tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         total += tl.sum(dx, axis=0)
     tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * columns + column, total, mask=column < columns)

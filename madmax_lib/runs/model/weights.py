@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -44,6 +45,23 @@ _FAMILIES = {"gpt2": ("h.{}.", _GPT2), "qwen2": ("model.layers.{}.", _QWEN2), "v
 _THIRD = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor in a file: its dtype in the format's words, its shape, and the bytes it takes."""
+
+    file: Path
+    dtype: str
+    shape: list[int]
+    begin: int
+    end: int
+
+    def read(self) -> Tensor:
+        with self.file.open("rb") as stream:
+            stream.seek(self.begin)
+            content = bytearray(stream.read(self.end - self.begin))
+        return torch.frombuffer(content, dtype=_DTYPES[self.dtype]).reshape(self.shape)
+
+
 class Weights:
     """Published weights of a model. Raises FileNotFoundError if the directory has none."""
 
@@ -53,7 +71,7 @@ class Weights:
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{self.folder}: no .safetensors file with weights of {spec.name}")
-        self._places = {name: place for file in files for name, place in _header(file)}
+        self._entries = {name: entry for file in files for name, entry in _header(file).items()}
 
     def fill(self, module: nn.Module, prefix: str) -> None:
         """Overwrite the parameters of a module named `prefix` in the whole model.
@@ -62,24 +80,24 @@ class Weights:
         """
         for name, parameter in module.named_parameters():
             full = f"{prefix}.{name}"
-            found = self._read(full, parameter)
-            if found is not None:
+            published = self._read(full, parameter)
+            if published is not None:
                 with torch.no_grad():
-                    parameter.copy_(found)
+                    parameter.copy_(published)
 
     def _read(self, name: str, parameter: Tensor) -> Tensor | None:
-        layer, own = ("", name) if not name.startswith("layers.") else name.split(".", 2)[1:]
+        layer, own = name.split(".", 2)[1:] if name.startswith("layers.") else ("", name)
         part, _, kind = own.rpartition(".")
         pattern, names = _FAMILIES[self.family]
         theirs = names.get(own) or f"{names.get(part, part)}.{kind}"
         theirs = (pattern.format(layer) if layer else "") + theirs
-        if self.family == "gpt2" and theirs not in self._places:
+        if self.family == "gpt2" and theirs not in self._entries:
             theirs = f"transformer.{theirs}"  # as saved with the head around it
-        if own == "head.weight" and self.spec.tied and theirs not in self._places:
+        if own == "head.weight" and self.spec.tied and theirs not in self._entries:
             return self._read("embedding.tokens.weight", parameter)
-        if theirs not in self._places:
+        if theirs not in self._entries:
             raise ValueError(f"{self.folder}: {theirs} is missing")
-        tensor = self._tensor(theirs)
+        tensor = self._entries[theirs].read()
         if self.family == "gpt2" and tensor.ndim == 2 and layer:
             tensor = tensor.T
         if self.family == "gpt2" and part in _THIRD:
@@ -90,20 +108,14 @@ class Weights:
             raise ValueError(f"{self.folder}: {theirs} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
         return tensor.reshape(parameter.shape)
 
-    def _tensor(self, name: str) -> Tensor:
-        file, dtype, shape, start, end = self._places[name]
-        with file.open("rb") as stream:
-            stream.seek(start)
-            return torch.frombuffer(bytearray(stream.read(end - start)), dtype=_DTYPES[dtype]).reshape(shape)
 
-
-def _header(file: Path) -> list[tuple[str, tuple]]:
-    """(name, (file, dtype, shape, first byte, last byte)) of all tensors."""
+def _header(file: Path) -> dict[str, _Entry]:
+    """The tensors of a file by name."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
-        entries = json.loads(stream.read(length))
-    entries.pop("__metadata__", None)
-    return [
-        (name, (file, entry["dtype"], entry["shape"], *(8 + length + offset for offset in entry["data_offsets"])))
-        for name, entry in entries.items()
-    ]
+        header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: _Entry(file, tensor["dtype"], tensor["shape"], *(8 + length + at for at in tensor["data_offsets"]))
+        for name, tensor in header.items()
+    }

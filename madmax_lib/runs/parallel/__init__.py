@@ -1,1 +1,1 @@
-"""How is training split over ranks? Mesh, sharding, tensors, pipeline, experts, optimizers, checkpoints."""
+"""How is training split over ranks? Mesh, data, tensors, pipeline, experts, optimizers, checkpoints."""

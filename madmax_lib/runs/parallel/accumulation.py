@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from madmax_lib.runs.measure.phases import Phases
 from madmax_lib.runs.model import losses
-from madmax_lib.runs.parallel.sharding import Sharding
+from madmax_lib.runs.parallel.data_parallel import DataParallel
 
 __all__ = ["Accumulation"]
 
@@ -18,29 +18,41 @@ __all__ = ["Accumulation"]
 class Accumulation:
     """Runs a whole model on micro-batches of `samples`. split_logits: they are split over tp ranks."""
 
-    def __init__(self, module: nn.Module, sharding: Sharding, samples: int, split_logits: bool, *, phases: Phases,
-                 autocast: AbstractContextManager):  # fmt: skip
-        self.module, self.sharding, self.samples = module, sharding, samples
-        self.phases, self.autocast, self.split_logits = phases, autocast, split_logits
+    def __init__(
+        self,
+        module: nn.Module,
+        data_parallel: DataParallel,
+        samples: int,
+        split_logits: bool,
+        *,
+        phases: Phases,
+        autocast: AbstractContextManager,
+    ):
+        self.module = module
+        self.data_parallel = data_parallel
+        self.samples = samples
+        self.split_logits = split_logits
+        self.phases = phases
+        self.autocast = autocast
 
     def run(self, inputs: Tensor, targets: Tensor, scale: float, train: bool) -> tuple[Tensor, Tensor]:
         """Forward, and with `train` backward, of all micro-batches; (sum of losses, right targets).
 
         scale: what each loss is multiplied by before the backward pass.
         """
-        found, right = [], []
-        parts = list(zip(inputs.split(self.samples), targets.split(self.samples), strict=True))
+        sums, rights = [], []
+        micro_batches = list(zip(inputs.split(self.samples), targets.split(self.samples), strict=True))
         with loss_parallel() if self.split_logits else nullcontext(), torch.set_grad_enabled(train):
-            for place, (x, y) in enumerate(parts):
+            for number, (x, y) in enumerate(micro_batches, 1):
                 if train:
-                    self.sharding.before_micro_batch(self.module, last=place == len(parts) - 1)
+                    self.data_parallel.before_micro_batch(self.module, last=number == len(micro_batches))
                 with self.phases("forward"), self.autocast:
                     logits = self.module(x)
                     loss = losses.total(logits, y)
                 if train:
                     with self.phases("backward"):
                         (loss * scale).backward()
-                found.append(loss.detach())
-                right.append(losses.correct(logits, y))
-        total = torch.stack([loss.full_tensor() if self.split_logits else loss for loss in found]).sum()
-        return total, torch.stack(right).sum()
+                sums.append(loss.detach())
+                rights.append(losses.correct(logits, y))
+        total = torch.stack([loss.full_tensor() if self.split_logits else loss for loss in sums]).sum()
+        return total, torch.stack(rights).sum()

@@ -21,42 +21,42 @@ __all__ = ["load", "save"]
 
 
 def save(directory: str | Path, modules: list[Network], optimizers: Optimizers, mesh: Mesh, progress: Tensor) -> None:
-    """Write a checkpoint; collective over the job. progress: (n,) numbers that belong to it."""
+    """Write a checkpoint; collective over all ranks. progress: (n,) numbers that belong to it."""
     state = _state(modules, optimizers, mesh) | {"progress": progress}
-    dcp.save(state, checkpoint_id=str(directory), process_group=mesh.job)
+    dcp.save(state, checkpoint_id=str(directory), process_group=mesh.world)
 
 
 def load(directory: str | Path, modules: list[Network], optimizers: Optimizers, mesh: Mesh, progress: Tensor) -> None:
-    """Read a checkpoint into modules, optimizers and progress, in place; collective over the job.
+    """Read a checkpoint into modules, optimizers and progress, in place; collective over all ranks.
 
     Raises FileNotFoundError where there is none, and ValueError if it is one of another model or layout.
     """
     if not (Path(directory) / ".metadata").exists():
         raise FileNotFoundError(f"{directory}: no complete checkpoint (.metadata is missing)")
-    for _, parameter, state in optimizers.states():
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-    wanted = _state(modules, optimizers, mesh) | {"progress": progress}
+    for _, parameter, values in optimizers.states():
+        if not values:
+            values["step"] = torch.tensor(0.0)
+            values["exp_avg"], values["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    state = _state(modules, optimizers, mesh) | {"progress": progress}
     stored = dcp.FileSystemReader(str(directory)).read_metadata().state_dict_metadata
-    if missing := sorted(set(wanted) - set(stored)):
+    if missing := sorted(set(state) - set(stored)):
         raise ValueError(f"{directory}: {missing[0]} is not in the checkpoint; it is one of another model or layout")
-    dcp.load(wanted, checkpoint_id=str(directory), process_group=mesh.job)
+    dcp.load(state, checkpoint_id=str(directory), process_group=mesh.world)
 
 
-def _stored(name: str, network: Network) -> str:
+def _stored_name(name: str, network: Network) -> str:
     """The name of a parameter in a checkpoint: a tied head is the token table, also where a stage has only the head."""
     return "embedding.tokens.weight" if network.spec.tied and name == "head.weight" else name
 
 
 def _state(modules: list[Network], optimizers: Optimizers, mesh: Mesh) -> dict[str, Tensor]:
     """All tensors of this rank by name; the values share the storage of the run's own."""
-    names = {p: _stored(name, module) for module in modules for name, p in module.named_parameters()}
+    names = {p: _stored_name(name, module) for module in modules for name, p in module.named_parameters()}
     part = f"@ep{mesh.coordinate('ep')}of{mesh.size('ep')}.tp{mesh.coordinate('tp')}of{mesh.size('tp')}"
     cut = {names[p] for p in optimizers.experts} if mesh.size("ep") * mesh.size("tp") > 1 else set()
     state = {name + (part if name in cut else ""): p.detach() for p, name in names.items()}
     for name, parameter, values in optimizers.states():
-        name = _stored(name, modules[0])
+        name = _stored_name(name, modules[0])
         twin = parameter not in names and mesh.size("tp") > 1  # a plain part of a DTensor, under ZeRO-1
         suffix = part if name in cut or twin else ""
         state |= {f"{name}.{key}{suffix}": value for key, value in values.items()}

@@ -72,7 +72,7 @@ def sum_tied(modules: Sequence[Network], mesh: Mesh) -> Tensor | None:
 def norm(optimizers: Optimizers, mesh: Mesh, skip: Tensor | None = None) -> float:
     """Length of the whole model's gradient; skip: a copy that another stage counts."""
     total = torch.zeros((), dtype=torch.float64, device=mesh.root.device_type)
-    holders = mesh.job.size() // mesh.size("pp")
+    holders = mesh.world.size() // mesh.size("pp")
     for parameter in optimizers.names:
         if parameter.grad is not None and parameter is not skip:
             shards = _shards(parameter)
@@ -80,7 +80,7 @@ def norm(optimizers: Optimizers, mesh: Mesh, skip: Tensor | None = None) -> floa
                 shards *= mesh.size("ep") * mesh.size("tp")
             squares = local(parameter.grad).float().square().sum().double()
             total += (squares * shards / holders).to(total.device)
-    dist.all_reduce(total, group=mesh.job)
+    dist.all_reduce(total, group=mesh.world)
     return math.sqrt(total.item()) if math.isfinite(total.item()) else math.inf
 
 

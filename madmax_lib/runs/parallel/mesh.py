@@ -21,8 +21,12 @@ __all__ = ["Mesh", "build"]
 class Mesh:
     """Meshes by dimension.
 
-    fsdp: dp x cp. dense: what dense parameters are sharded or copied over, 2-D (copies, shards) with HSDP. edp: copies
-    of an expert. ep: None for ep=1. job: all ranks.
+    root: all ranks as (pp, dp, cp, tp).
+    fsdp: dp x cp.
+    dense: what dense parameters are sharded or copied over, 2-D (copies, shards) with HSDP.
+    edp: copies of an expert.
+    ep: parts of the experts, None for ep=1.
+    world: all ranks.
     """
 
     root: DeviceMesh
@@ -30,7 +34,7 @@ class Mesh:
     dense: DeviceMesh
     edp: DeviceMesh
     ep: DeviceMesh | None
-    job: dist.ProcessGroup
+    world: dist.ProcessGroup
 
     def __getitem__(self, name: str) -> DeviceMesh:
         """One of pp, dp, cp, tp, ep, edp, fsdp."""
@@ -41,7 +45,7 @@ class Mesh:
         return 1 if self[name] is None else self[name].size()
 
     def coordinate(self, name: str) -> int:
-        """This rank's place in a dimension."""
+        """This rank's number in a dimension."""
         return 0 if self[name] is None else self[name].get_local_rank()
 
     def group(self, name: str) -> dist.ProcessGroup | None:
@@ -67,7 +71,8 @@ def build(plan: Plan, device_type: str) -> Mesh:
         fsdp = root["dp"] if plan.cp == 1 else root["cp"]
     else:
         fsdp = root["dp", "cp"]._flatten("fsdp")
-    dense, edp, ep = fsdp, fsdp, None
+    dense = edp = fsdp
+    ep = None
     if plan.ep > 1:
         both = fsdp._unflatten(0, (fsdp.size() // plan.ep, plan.ep), ("edp", "ep"))
         edp, ep = both["edp"], both["ep"]

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from madmax_lib.plan import Plan
+from madmax_lib.runs.parallel.data_parallel import experts_of
 from madmax_lib.runs.parallel.mesh import Mesh
-from madmax_lib.runs.parallel.sharding import experts_of
 
 __all__ = ["Optimizers", "local"]
 
@@ -46,10 +46,10 @@ class Optimizers:
         return type(self.parts[0]).__name__ if self.parts else "none"
 
     def _by_mesh(self) -> list[list[Tensor]]:
-        sorted_: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
+        by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
         for parameter in self.names:
-            sorted_[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
-        return list(sorted_.values())
+            by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
+        return list(by_mesh.values())
 
     def _by_copies(self, mesh: Mesh) -> Iterator[tuple[list[Tensor], torch.distributed.ProcessGroup | None]]:
         """Parameters and the ranks that hold copies of them, None where there is one copy."""

@@ -31,8 +31,8 @@ _SCHEDULES = {
 }
 
 
-class _Stage(PipelineStage):
-    """A stage whose passes are timed, and computed under the job's autocast."""
+class _TimedStage(PipelineStage):
+    """A stage whose passes are timed, and computed under autocast."""
 
     phases: Phases
     autocast: AbstractContextManager
@@ -53,25 +53,35 @@ class _Stage(PipelineStage):
 class Pipeline:
     """Runs the stages of this rank.
 
-    called: the modules to call, networks: what is in them. dtype: of what stages exchange.
+    modules: what to call, networks: what is in them. dtype: of what stages exchange.
     """
 
-    def __init__(self, called: list[nn.Module], networks: list[Network], plan: Plan, mesh: Mesh, settings: Settings,
-                 dtype: torch.dtype, device: torch.device, *, phases: Phases,
-                 autocast: AbstractContextManager):  # fmt: skip
-        place, group = mesh.coordinate("pp"), mesh["pp"].get_group()
-        self.first, self.last = place == 0, place == plan.pp - 1
-        parts = []
-        for chunk, (module, network) in enumerate(zip(called, networks, strict=True)):
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        networks: list[Network],
+        plan: Plan,
+        mesh: Mesh,
+        settings: Settings,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        phases: Phases,
+        autocast: AbstractContextManager,
+    ):
+        rank, group = mesh.coordinate("pp"), mesh["pp"].get_group()
+        self.first, self.last = rank == 0, rank == plan.pp - 1
+        stages = []
+        for chunk, (module, network) in enumerate(zip(modules, networks, strict=True)):
             inputs, outputs = _shapes(network, plan, settings.sequence, dtype, device)
-            stage = _Stage(module, chunk * plan.pp + place, plan.pp * plan.interleave, device, input_args=inputs,
-                           output_args=outputs, group=group)  # fmt: skip
+            number, count = chunk * plan.pp + rank, plan.pp * plan.interleave
+            stage = _TimedStage(module, number, count, device, input_args=inputs, output_args=outputs, group=group)
             stage.phases, stage.autocast = phases, autocast
-            parts.append(stage)
+            stages.append(stage)
         kind = _SCHEDULES[plan.schedule, plan.interleave > 1]
-        single = issubclass(kind, schedules.PipelineScheduleSingle)
-        self.schedule = kind(parts[0] if single else parts, plan.micro_batches(settings.global_batch),
-                             loss_fn=self._loss, scale_grads=False)  # fmt: skip
+        given = stages[0] if issubclass(kind, schedules.PipelineScheduleSingle) else stages
+        micro_batches = plan.micro_batches(settings.global_batch)
+        self.schedule = kind(given, micro_batches, loss_fn=self._loss, scale_grads=False)
         self._right: list[Tensor] = []
         self._scale = 1.0
 
@@ -81,9 +91,9 @@ class Pipeline:
         scale: what each loss is multiplied by before the backward pass.
         """
         self._scale, self._right = scale, []
-        found: list[Tensor] = []
+        sums: list[Tensor] = []
         args = (inputs,) if self.first else ()
-        ends = {"target": targets, "losses": found} if self.last else {}
+        ends = {"target": targets, "losses": sums} if self.last else {}
         if train:
             self.schedule.step(*args, return_outputs=False, **ends)
         else:
@@ -91,17 +101,19 @@ class Pipeline:
                 self.schedule.eval(*args, return_outputs=False, **ends)
         if not self.last:
             return None, None
-        return torch.stack([loss.detach() for loss in found]).sum() / scale, torch.stack(self._right).sum()
+        return torch.stack([loss.detach() for loss in sums]).sum() / scale, torch.stack(self._right).sum()
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         self._right.append(losses.correct(logits, targets))
         return losses.total(logits, targets) * self._scale
 
 
-def _shapes(network: Network, plan: Plan, sequence: int, dtype: torch.dtype, device: torch.device
-            ) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _shapes(
+    network: Network, plan: Plan, sequence: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Empty input and output of a stage, as this rank sees them."""
-    spec, samples, tokens = network.spec, plan.micro_batch, sequence // plan.cp
+    spec = network.spec
+    samples, tokens = plan.micro_batch, sequence // plan.cp
     between = tokens // plan.tp if plan.tp > 1 and plan.sequence_parallel else tokens
     inputs = outputs = torch.empty(samples, between, spec.hidden, dtype=dtype, device=device, requires_grad=True)
     if network.embedding is not None:

@@ -13,20 +13,27 @@ from madmax_lib.plan import Plan
 from madmax_lib.runs.model import lora
 from madmax_lib.runs.model.context import Exchange
 from madmax_lib.runs.model.experts import Mixture
-from madmax_lib.runs.model.layers import Layer
+from madmax_lib.runs.model.layers import TransformerLayer
 from madmax_lib.runs.model.network import Network, draw
 from madmax_lib.runs.model.weights import Weights
 from madmax_lib.runs.parallel import tensor
+from madmax_lib.runs.parallel.data_parallel import DataParallel
 from madmax_lib.runs.parallel.mesh import Mesh
-from madmax_lib.runs.parallel.sharding import Sharding
 from madmax_lib.runs.settings import Settings
 from madmax_lib.specs import Transformer
 
 __all__ = ["build"]
 
 
-def build(part: range, spec: Transformer, plan: Plan, mesh: Mesh, sharding: Sharding, settings: Settings,
-          device: torch.device) -> tuple[Network, nn.Module]:  # fmt: skip
+def build(
+    part: range,
+    spec: Transformer,
+    plan: Plan,
+    mesh: Mesh,
+    data_parallel: DataParallel,
+    settings: Settings,
+    device: torch.device,
+) -> tuple[Network, nn.Module]:
     """Layers `part` of a model, with embedding or head at its ends: the stage itself, and the module to call."""
     network = Network(spec, attention=plan.attention, part=part)
     weights = Weights(settings.weights, spec) if settings.weights else None
@@ -38,17 +45,17 @@ def build(part: range, spec: Transformer, plan: Plan, mesh: Mesh, sharding: Shar
         layer.checkpoint(plan.recompute)
         if settings.compile:
             layer.compile()
-        sharding.wrap_unit(layer)
+        data_parallel.wrap_unit(layer)
     for name, end in network.ends():
         draw(end, name, spec, settings.seed, device, weights)
     network.tie()
     if settings.lora_rank:
         lora.freeze_ends(network)
     _share_ends(network, plan, mesh, settings)
-    return network, sharding.wrap_root(network)
+    return network, data_parallel.wrap_root(network)
 
 
-def _share_layer(layer: Layer, plan: Plan, mesh: Mesh) -> None:
+def _share_layer(layer: TransformerLayer, plan: Plan, mesh: Mesh) -> None:
     """Lay a layer over cp, ep and tp."""
     layer.attention.exchange = Exchange(mesh.group("cp"))
     if isinstance(layer.feed_forward, Mixture):

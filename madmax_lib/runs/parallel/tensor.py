@@ -21,13 +21,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from madmax_lib.runs.model.experts import Mixture
-from madmax_lib.runs.model.layers import Layer
+from madmax_lib.runs.model.layers import TransformerLayer
 from madmax_lib.runs.model.network import Network
 
 __all__ = ["split_ends", "split_layer"]
 
 
-def split_layer(layer: Layer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+def split_layer(layer: TransformerLayer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     """Split a layer in place; between layers each rank has (B, S/tp, hidden) with sequence_parallel."""
     between = Shard(1) if sequence_parallel else Replicate()
     enter = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))

@@ -20,40 +20,45 @@ import torch.distributed as dist
 
 from madmax_lib import catalog
 
-__all__ = ["DTYPES", "Peaks", "device_name", "peak_flops", "peaks"]
+__all__ = ["TORCH_DTYPES", "PeakRates", "device_name", "peak_flops", "peak_rates"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in TORCH_DTYPES.items()}
 _SIDE, _PRODUCTS = {"cpu": 512, "cuda": 8192}, 20
 _COPY_BYTES, _COPIES = 128 * 2**20, 5
 
 
 @dataclass(frozen=True)
-class Peaks:
-    """A machine by name. flops: FLOP/s of a dtype of torch by its name; memory_bytes_per_s: read and written."""
+class PeakRates:
+    """What a machine could do.
+
+    machine: its name.
+    flops: peak FLOP/s of a dtype by torch's name of it, NaN if unknown.
+    memory_bytes_per_s: read and written.
+    """
 
     machine: str
     flops: Callable[[str], float]
     memory_bytes_per_s: float
 
 
-def peaks(device: str) -> Peaks:
-    """Of the current GPU ("cuda") or of this CPU with the present number of threads ("cpu")."""
+def peak_rates(device: str) -> PeakRates:
+    """Peak rates of the current GPU ("cuda") or of this CPU with the present number of threads ("cpu")."""
     name, threads = device_name(device), torch.get_num_threads()
     flops = partial(_flops, device, threads)
     if device != "cuda":
-        return Peaks(f"CPU {name}", flops, _copied_bytes_per_s(threads))
-    known = catalog.device_named(name)
-    return Peaks(name, flops, known.memory_bandwidth_bytes_per_s if known else float("nan"))
+        return PeakRates(f"CPU {name}", flops, _copied_bytes_per_s(threads))
+    sheet = catalog.device_named(name)
+    return PeakRates(name, flops, sheet.memory_bandwidth_bytes_per_s if sheet else float("nan"))
 
 
 def peak_flops(device: str, dtype: str) -> tuple[float, str]:
     """Peak FLOP/s of one device (cpu or cuda) in fp32, bf16 or fp16, and where the number comes from; collective."""
-    if device == "cuda" and (known := catalog.device_named(torch.cuda.get_device_name())):
+    if device == "cuda" and (sheet := catalog.device_named(torch.cuda.get_device_name())):
         peak = "tf32" if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest" else dtype
-        return known.peak(peak), f"data sheet of {known.name}, dense {peak}"
+        return sheet.peak(peak), f"data sheet of {sheet.name}, dense {peak}"
     side = _SIDE[device]
-    rate = torch.tensor([_product_rate(device, DTYPES[dtype], side)], dtype=torch.float64, device=device)
+    rate = torch.tensor([_product_rate(device, TORCH_DTYPES[dtype], side)], dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(rate, dist.ReduceOp.MAX)
     share = _core_share() if device == "cpu" else 1.0
@@ -62,12 +67,12 @@ def peak_flops(device: str, dtype: str) -> tuple[float, str]:
 
 
 def device_name(device: str) -> str:
-    """Of the current GPU or of the processor."""
+    """Name of the current GPU or of the processor."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return match[1] if match else platform.processor() or platform.machine()
 
 
 @lru_cache(maxsize=16)
@@ -105,5 +110,5 @@ def _best_s(run: Callable[[], object], repeats: int, on_gpu: bool = False) -> fl
 def _core_share() -> float:
     """Part of its cores that a rank has when all ranks of this machine compute: 1 unless they outnumber the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * torch.get_num_threads()
-    return min(1.0, cores / wanted)
+    threads = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * torch.get_num_threads()
+    return min(1.0, cores / threads)

@@ -23,7 +23,7 @@ from madmax_lib.runs.model.experts import Experts
 from madmax_lib.runs.model.network import Network
 from madmax_lib.runs.parallel.mesh import Mesh
 
-__all__ = ["Sharding", "experts_of"]
+__all__ = ["DataParallel", "experts_of"]
 
 # logits that leave a DTensor are views; nothing here writes into what a module returns
 warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(\w+\) returned a view tensor", UserWarning)
@@ -34,8 +34,8 @@ def experts_of(module: nn.Module) -> list[Experts]:
     return [child for child in module.modules() if isinstance(child, Experts)]
 
 
-class Sharding:
-    """How a plan treats parameters across dp x cp; `kind` is none, ddp, replicate, fsdp2 or hsdp."""
+class DataParallel:
+    """Copies or shards of parameters across dp x cp; `kind` is none, ddp, replicate, fsdp2 or hsdp."""
 
     def __init__(self, plan: Plan, mesh: Mesh, compute: torch.dtype):
         self.plan, self.mesh = plan, mesh

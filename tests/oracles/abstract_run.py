@@ -1,13 +1,12 @@
 """What would one rank of a large job do? Its collectives and FLOPs, without the GPUs, other ranks and arithmetic.
 
-The code that trains (`parallel.Job`) runs one step as one rank of a process group that only pretends (torch's fake
+The code that trains (`trainer.Trainer`) runs one step as one rank of a process group that only pretends (torch's fake
 backend), under a dispatch mode in which tensors of floating point have shapes and no contents: nothing is computed and
 memory is reserved but never touched. Integers and single numbers are real, so that splits are. Routing is even.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,22 +23,15 @@ from torch.utils.flop_counter import flop_registry
 
 from madmax_lib.plan import Plan
 from madmax_lib.plan_layers import chunk_layers
-from madmax_lib.runs import checks
 from madmax_lib.runs.model import models
-from madmax_lib.runs.parallel import parallel
+from madmax_lib.runs.parallel import trainer
+from madmax_lib.runs.parallel.mesh import Mesh
 from madmax_lib.runs.settings import Settings
 from madmax_lib.specs import Transformer
 
 __all__ = ["Traced", "trace"]
 
-# operators of c10d and of its functional form, by what the tables here call them
-_COLLECTIVES = {
-    "allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
-    "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather", "allgather_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
-    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all", "broadcast_": "broadcast", "send": "send",
-    "recv_": "recv", "scatter_": "scatter", "barrier": "barrier",
-}  # fmt: skip
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "scatter", "barrier")
 _SILENT = {"wait_tensor", "_wrap_tensor_autograd"}  # nothing is sent
 _GROUPS = ("tp", "cp", "ep", "pp", "fsdp", "edp")  # where two are the same group, the first names it
 _DIMENSIONS = {"fsdp": "dp"}  # dp x cp, as in `simulator.rates.topology`
@@ -51,36 +43,28 @@ _SMALL = 4096
 class Traced:
     """What one rank does in a step.
 
+    layers: of this rank.
     collectives: a row per kind and group: collective, group (tp, cp, ep, pp, dp: dp x cp, edp, shard and replicate of
-    HSDP, job: all), ranks, count and size_bytes of all calls (the whole buffer of an all-reduce, the gathered one of an
-    all-gather, the input of the others). flops: of matrix products and attention in the forward and the backward pass,
-    the latter with what is recomputed. layers: of this rank. seconds: that tracing took.
+        HSDP, world), ranks, count and size_bytes of all calls (the whole buffer of an all-reduce, the gathered one of
+        an all-gather, the input of the others).
+    flops: of matrix products and attention, forward and backward, the latter with what is recomputed.
     """
 
-    rank: int
     layers: int
     collectives: pd.DataFrame
     flops: Mapping[str, float]
-    seconds: float
 
 
-def trace(model: str, plan: Plan, *, rank: int = 0, depth: int = 2, sizes: Mapping[str, object] | None = None,
-          **settings) -> Traced:  # fmt: skip
+def trace(
+    model: str, plan: Plan, *, rank: int = 0, depth: int = 2, sizes: Mapping[str, object] | None = None, **settings
+) -> Traced:
     """One step of a plan as one of its ranks sees it; settings: fields of `Settings`, such as global_batch.
 
     depth: layers per pipeline chunk that are traced; every further layer adds the difference between one layer less and
-    these (the number of DDP's buckets is approximate then); 0: all layers. Raises ValueError for a rank that the plan
-    does not have and for what `parallelize` refuses, RuntimeError while another process group runs.
+    these (the number of DDP's buckets is approximate then); 0: all layers. No process group may run.
     """
-    if not 0 <= rank < plan.world_size:
-        raise ValueError(f"rank={rank} is not one of the {plan.world_size} ranks of {plan}")
-    if depth == 1 or depth < 0:
-        raise ValueError(f"depth={depth} must be 0 (all layers) or at least 2")
-    if dist.is_initialized():
-        raise RuntimeError("a process group is running; trace a job before it starts or after it has ended")
-    start, sizes = time.perf_counter(), dict(sizes or {})
-    spec, options = models.spec(model, **sizes), Settings(**settings)
-    checks.check(plan, spec, options)
+    sizes, options = dict(sizes or {}), Settings(**settings)
+    spec = models.spec(model, **sizes)
     stage = rank // (plan.world_size // plan.pp)
     layers = sum(len(part) for part in chunk_layers(spec.layers, plan)[stage])
     if not depth or layers <= depth * plan.interleave:
@@ -91,11 +75,11 @@ def trace(model: str, plan: Plan, *, rank: int = 0, depth: int = 2, sizes: Mappi
         less, more = (_in_thread(model, even, options, sizes | count, rank) for count in counts)
         further = layers / plan.interleave - depth
         total = {key: more[key] + further * (more[key] - less.get(key, 0)) for key in more}
-    rows = [(*key, round(total[*key, "count"]), total[*key, "size_bytes"])
-            for key in sorted({key[:3] for key in total if len(key) == 4})]  # fmt: skip
+    calls = sorted({key[:3] for key in total if len(key) == 4})
+    rows = [(*call, round(total[*call, "count"]), total[*call, "size_bytes"]) for call in calls]
     table = pd.DataFrame(rows, columns=["collective", "group", "ranks", "count", "size_bytes"])
-    flops = {way: float(total.get(("flops", way), 0.0)) for way in ("forward", "backward")}
-    return Traced(rank, layers, table, flops, time.perf_counter() - start)
+    flops = {direction: float(total.get(("flops", direction), 0.0)) for direction in ("forward", "backward")}
+    return Traced(layers, table, flops)
 
 
 def _in_thread(*arguments) -> dict[tuple, float]:
@@ -109,8 +93,8 @@ def _step(model: str, plan: Plan, settings: Settings, sizes: Mapping, rank: int)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     try:
         with _Shapes() as shapes:
-            job = parallel.parallelize(model, plan, settings, sizes=sizes)
-            shapes.start(job)
+            job = trainer.parallelize(model, plan, settings, sizes=sizes)
+            shapes.start(job.mesh)
             job.step(_batch(job.spec, job.settings))
         return dict(shapes.sums)
     finally:
@@ -133,14 +117,13 @@ class _Shapes(TorchDispatchMode):
         self.sums: Counter = Counter()
         self.groups: dict[str, tuple[str, int]] | None = None  # by group name: dimension, ranks; None: not counting yet
 
-    def start(self, job: parallel.Job) -> None:
+    def start(self, mesh: Mesh) -> None:
         """Count from here on."""
-        mesh = job.mesh
-        known = {"job": mesh.job} | {name: mesh.group(name) for name in reversed(_GROUPS)}
+        groups = {"world": mesh.world} | {name: mesh.group(name) for name in reversed(_GROUPS)}
         if mesh.dense.ndim == 2:
-            known |= {"replicate": mesh.dense.get_group(0), "shard": mesh.dense.get_group(1)}
-        self.groups = {group.group_name: (_DIMENSIONS.get(name, name), group.size())
-                       for name, group in known.items() if group is not None}  # fmt: skip
+            groups |= {"replicate": mesh.dense.get_group(0), "shard": mesh.dense.get_group(1)}
+        named = {_DIMENSIONS.get(name, name): group for name, group in groups.items() if group is not None}
+        self.groups = {group.group_name: (name, group.size()) for name, group in named.items()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -152,8 +135,8 @@ class _Shapes(TorchDispatchMode):
             return self._collective(func, args, kwargs)
         result = _without_contents(func, args, kwargs)
         if self.groups is not None and (formula := _FLOPS.get(func.overloadpacket)):
-            way = "forward" if torch._C._current_autograd_node() is None else "backward"
-            self.sums["flops", way] += formula(*args, **kwargs, out_val=result)
+            direction = "forward" if torch._C._current_autograd_node() is None else "backward"
+            self.sums["flops", direction] += formula(*args, **kwargs, out_val=result)
         return result
 
     def _collective(self, func, args: tuple, kwargs: dict):
@@ -168,7 +151,9 @@ class _Shapes(TorchDispatchMode):
         if self.groups is not None and kind not in _SILENT and not votes:
             # the larger of input and output is the whole: gathered, before it is scattered, or both
             size = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
-            key = (_COLLECTIVES[kind], *self._group(args))
+            plain = kind.replace("_", "")
+            call = next(name for name in _KINDS if plain.startswith(name.replace("_", "")))
+            key = (call, *self._group(args))
             self.sums.update({(*key, "count"): 1, (*key, "size_bytes"): size})
         return result
 

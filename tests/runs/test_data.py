@@ -10,7 +10,7 @@ import pytest
 
 from madmax_lib.runs.data import hub, text
 from madmax_lib.runs.data.batches import NAMES, DataWarning, canonical, default_name, get_data, kind_of
-from madmax_lib.runs.data.synthetic import SyntheticImages, arithmetic_problem, upscale
+from madmax_lib.runs.data.synthetic import SyntheticImages, arithmetic_problem, digits
 from madmax_lib.runs.data.text import BYTES, MASKED, PAD, cached_tokens, chat, example, tokenizer, windows
 
 
@@ -90,8 +90,7 @@ def test_only_answers_are_targets(sequence):
     ],
 )
 def test_example(turns, sequence, tokens, targets):
-    found = example(turns, sequence)
-    assert [part.tolist() for part in found] == [tokens, targets]
+    assert [part.tolist() for part in example(turns, sequence)] == [tokens, targets]
 
 
 def test_running_text_is_one_stream_cut_into_windows():
@@ -104,16 +103,16 @@ def test_running_text_is_one_stream_cut_into_windows():
 
 def test_tokens_are_cached_by_key(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "cache_folder", lambda: tmp_path)
-    made = []
+    calls = []
 
     def make():
-        made.append(1)
+        calls.append(1)
         return chat([("one?", "1"), ("two?", "2")], BYTES, 40, most=9)
 
     first, again = cached_tokens("a", make), cached_tokens("a", make)
-    assert len(made) == 1 and all(np.array_equal(*pair) for pair in zip(first, again, strict=True))
+    assert len(calls) == 1 and all(np.array_equal(*pair) for pair in zip(first, again, strict=True))
     cached_tokens("b", make)
-    assert len(made) == 2
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -128,9 +127,14 @@ def test_unknown_names_list_the_nearest():
         get_data("cifar10")
 
 
-def test_images_scale_by_nearest_pixel():
-    image = np.array([[[0, 1], [2, 3]]], dtype=np.float32)
-    assert upscale(image, 4)[0].tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [2, 2, 3, 3], [2, 2, 3, 3]]
+def test_digits_scale_by_nearest_pixel(monkeypatch):
+    module = ModuleType("sklearn.datasets")
+    module.load_digits = lambda: SimpleNamespace(images=np.array([[[0, 8], [8, 16]]]), target=np.array([3]))
+    monkeypatch.setitem(sys.modules, "sklearn", ModuleType("sklearn"))
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", module)
+    images, labels = digits(4)
+    assert images.shape == (1, 3, 4, 4) and labels.tolist() == [3]
+    assert images[0, 2].tolist() == [[-1, -1, 0, 0], [-1, -1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != default_name(kind_of(name))])
@@ -189,10 +193,10 @@ ROWS = {
 @pytest.fixture
 def hugging_face(monkeypatch, tmp_path):
     """A stand-in for `datasets` with a few rows, and whether it was asked to stay offline."""
-    asked = []
+    requests = []
 
     def load_dataset(path, config, *, split, data_files):
-        asked.append((path, config, split, data_files, package.config.HF_HUB_OFFLINE))
+        requests.append((path, config, split, data_files, package.config.HF_HUB_OFFLINE))
         if path not in ROWS:
             raise ConnectionError(f"Couldn't reach {path}\nsecond line")
         return Table(ROWS[path])
@@ -205,7 +209,7 @@ def hugging_face(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(hub, "find_spec", lambda name: name == "datasets")
     monkeypatch.setattr(text, "cache_folder", lambda: tmp_path)
-    return asked
+    return requests
 
 
 def test_real_images_are_scaled_and_labelled(hugging_face):

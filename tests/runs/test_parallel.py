@@ -17,8 +17,13 @@ from madmax_lib.runs.settings import Settings
 BATCH, SEQUENCE, LAYERS = 8, 16, 4  # as in runs_worker
 GPT2 = {"layers": LAYERS, "hidden": 64, "heads": 8, "ffn": 128, "vocab": 264, "sequence": 32}
 # label: (model, sizes); 263 rows of a token table are divided by no tp
-MODELS = {"gpt2": ("gpt2-large", GPT2), "gpt2-odd": ("gpt2-large", GPT2 | {"vocab": 263}), "gpt": ("gpt-tiny", {}),
-          "moe": ("moe-tiny", {}), "vit": ("vit-tiny", {})}  # fmt: skip
+MODELS = {
+    "gpt2": ("gpt2-large", GPT2),
+    "gpt2-odd": ("gpt2-large", GPT2 | {"vocab": 263}),
+    "gpt": ("gpt-tiny", {}),
+    "moe": ("moe-tiny", {}),
+    "vit": ("vit-tiny", {}),
+}
 # (model, plan, options): one start runs them all, each on the ranks it needs
 MATRIX = [
     ("gpt2", "dp2.mb4", {"check": "counts"}),
@@ -153,16 +158,22 @@ def table(plan_text):
     if plan.cp > 1:
         qkv_and_back = 4 * between
         return {"all_to_all": 4 * m * LAYERS, "all_reduce": 3}, {
-            "all_to_all": 2 * m * LAYERS * qkv_and_back, "all_reduce": whole + scalars}  # fmt: skip
+            "all_to_all": 2 * m * LAYERS * qkv_and_back,
+            "all_reduce": whole + scalars,
+        }
     if plan.tp > 1 and not plan.sequence_parallel:
         return {"all_reduce": m * passes + 2, "all_gather": m}, {
-            "all_reduce": m * passes * between + scalars, "all_gather": m * logits}  # fmt: skip
+            "all_reduce": m * passes * between + scalars,
+            "all_gather": m * logits,
+        }
     if plan.tp > 1:
         own = 2 * (2 * LAYERS + 1)  # gradients of weights and biases of the norms
         position = 4 * spec.sequence * spec.hidden
         return {"reduce_scatter": m * passes, "all_gather": m * (passes + 1), "all_reduce": own + 1 + 2}, {
-            "reduce_scatter": m * passes * between, "all_gather": m * (passes * between + logits),
-            "all_reduce": own * spec.hidden * 4 + position + scalars}  # fmt: skip
+            "reduce_scatter": m * passes * between,
+            "all_gather": m * (passes * between + logits),
+            "all_reduce": own * spec.hidden * 4 + position + scalars,
+        }
     if plan.zero == 0:
         return {"all_reduce": 3}, {"all_reduce": whole + scalars}
     if plan.zero == 1:
@@ -171,13 +182,17 @@ def table(plan_text):
     gathered = whole if plan.zero == 2 else m * (whole + layers)
     copies = plan.dp // plan.shard if plan.shard else 1
     calls = {"all_gather": gathers, "reduce_scatter": m * units, "all_reduce": 2 + (units if copies > 1 else 0)}
-    sizes = {"all_gather": gathered, "reduce_scatter": m * whole,
-             "all_reduce": scalars + (whole // plan.shard if copies > 1 else 0)}  # fmt: skip
+    sizes = {
+        "all_gather": gathered,
+        "reduce_scatter": m * whole,
+        "all_reduce": scalars + (whole // plan.shard if copies > 1 else 0),
+    }
     return calls, sizes
 
 
-@pytest.mark.parametrize("plan", [plan for model, plan, options in MATRIX
-                                  if options.get("check") == "counts" and model == "gpt2"])  # fmt: skip
+@pytest.mark.parametrize(
+    "plan", [plan for model, plan, options in MATRIX if options.get("check") == "counts" and model == "gpt2"]
+)
 def test_collectives_are_those_of_the_formulas(rows, plan):
     row = rows[case_name("gpt2", plan, {"check": "counts"})]
     calls, sizes = table(plan)
@@ -250,7 +265,7 @@ REFUSED = [
     ("gpt-tiny", "dp2.z2", {"engine": "deepspeed", "compile": True}, "compile, loss_parallel and lora_rank do not run"),
     ("gpt-tiny", "dp2.z2.offload-all", {"engine": "deepspeed"}, "offload='all' on DeepSpeed needs zero of at least 3"),
     ("gpt-tiny", "dp2.z3.mb3", {"engine": "deepspeed"}, "micro-batches must be equal here"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("model", "text", "options", "message"), REFUSED)
@@ -282,8 +297,10 @@ def test_a_plan_needs_its_ranks():
 
 
 def test_checks_need_no_torch():
-    code = "import sys; from madmax_lib.runs import checks, models; models.spec('gpt2_large'); " \
-           "assert 'torch' not in sys.modules"  # fmt: skip
+    code = (
+        "import sys; from madmax_lib.runs import checks, models; models.spec('gpt2_large'); "
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -10,23 +10,25 @@ from madmax_lib.plan import Plan
 from madmax_lib.runs.model import models
 from madmax_lib.simulator.layers.workload import ops
 
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # as in `runs.parallel.sharding`
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:FSDP2-wrapped module:UserWarning"
+)  # as in `runs.parallel.data_parallel`
 
 
 @pytest.fixture(scope="module")
 def trace():
-    """`abstract.trace` with its results kept: many tests look at one trace."""
+    """`abstract_run.trace` with its results kept: many tests look at one trace."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)  # torch's own modules, when first imported
-        from madmax_lib.runs import abstract
+        from oracles import abstract_run
 
-    known = {}
+    traces = {}
 
     def traced(model, plan, **options):
         key = (model, plan, repr(sorted(options.items())))
-        if key not in known:
-            known[key] = abstract.trace(model, Plan.parse(plan), **options)
-        return known[key]
+        if key not in traces:
+            traces[key] = abstract_run.trace(model, Plan.parse(plan), **options)
+        return traces[key]
 
     return traced
 
@@ -119,16 +121,3 @@ def test_stages_send_activations(trace):
         assert calls(found, "send", "pp") == calls(found, "recv", "pp") == (4, 4 * activation)
         assert found.layers == 2
     assert last.flops["forward"] > first.flops["forward"]  # the head
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rank": 4}, "rank=4 is not one of the 4 ranks of dp4"),
-        ({"depth": 1}, "depth=1 must be 0"),
-        ({"global_batch": 6}, "dp=4 does not divide global_batch=6"),
-    ],
-)
-def test_bad_requests_are_refused(trace, change, message):
-    with pytest.raises(ValueError, match=message):
-        trace("gpt-tiny", "dp4", **{"global_batch": 4, **change})

@@ -1,0 +1,92 @@
+"""bias + GELU in three ways against double precision."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from madmax_lib.runs.model.kernels import bias_gelu, moved_bytes, unavailable  # noqa: E402
+
+NO_TRITON = importlib.util.find_spec("triton") is None
+INTERPRET = """
+import itertools, torch
+from madmax_lib.runs.model.kernels import bias_gelu, unavailable
+assert not unavailable("triton", "cpu")
+limits = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+for shape, (dtype, limit) in itertools.product([(3, 5), (130, 40), (2, 3, 1500), (1, 1)], limits.items()):
+    torch.manual_seed(0)
+    x, dy = torch.randn(shape, dtype=dtype, requires_grad=True), torch.randn(shape, dtype=dtype)
+    bias = torch.randn(shape[-1], dtype=dtype, requires_grad=True)
+    y = bias_gelu(x, bias, "triton")
+    ours = (y, *torch.autograd.grad(y, (x, bias), dy))
+    wide = [t.detach().double().requires_grad_() for t in (x, bias)]
+    y = bias_gelu(*wide)
+    for one, exact in zip(ours, (y, *torch.autograd.grad(y, wide, dy.double()))):
+        assert one.dtype == dtype and one.shape == exact.shape
+        assert (one.double() - exact).abs().max() <= limit * (1 + exact.abs().max()), (shape, dtype)
+"""
+
+
+def gelu(u):
+    """The closed form in float64 [arXiv 1606.08415]."""
+    return 0.5 * u * (1 + np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3)))
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 5, 7), (1, 1)])
+def test_eager_is_the_closed_form(shape):
+    torch.manual_seed(0)
+    x, bias = torch.randn(shape, dtype=torch.float64), torch.randn(shape[-1], dtype=torch.float64)
+    assert bias_gelu(x, bias).numpy() == pytest.approx(gelu((x + bias).numpy()), abs=1e-12)
+
+
+def test_gradients_are_differences():
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(bias_gelu, (x, bias))
+
+
+@pytest.mark.skipif(NO_TRITON, reason="triton is not installed: pip install triton")
+def test_triton_under_its_interpreter():
+    """In a process of its own: triton decides when it is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRET], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not NO_TRITON, reason="triton is installed")
+def test_triton_that_is_missing_is_said():
+    with pytest.raises(ModuleNotFoundError, match="needs triton"):
+        bias_gelu(torch.zeros(2, 2), torch.zeros(2), "triton")
+    assert unavailable("triton", "cpu") == "triton is not installed"
+
+
+@pytest.mark.parametrize(
+    ("x", "bias", "how", "message"),
+    [
+        (torch.zeros(2, 3), torch.zeros(2), "eager", r"bias of shape \(2,\) does not fit x of shape \(2, 3\)"),
+        (torch.zeros(2, 3), torch.zeros(1, 3), "eager", "does not fit"),
+        (torch.zeros(2, 3), torch.zeros(3, dtype=torch.float64), "eager", "x is torch.float32, bias is torch.float64"),
+        (torch.zeros(2, 3), torch.zeros(3), "cuda", "how='cuda' is not one of eager, compiled, triton"),
+    ],
+)
+def test_bad_inputs_are_refused(x, bias, how, message):
+    with pytest.raises(ValueError, match=message):
+        bias_gelu(x, bias, how)
+
+
+@pytest.mark.parametrize(("direction", "tensors"), [("forward", 2), ("backward", 3)])
+def test_bytes_of_a_fused_pass(direction, tensors):
+    assert moved_bytes(torch.zeros(8, 16, dtype=torch.bfloat16), direction) == tensors * 8 * 16 * 2
+
+
+def test_unknown_ways_are_refused():
+    with pytest.raises(ValueError, match="how='jit'"):
+        unavailable("jit", "cpu")

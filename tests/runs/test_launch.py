@@ -1,0 +1,309 @@
+"""A real run of two processes, and what is left when a rank or the launcher is killed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import madmax_lib as mm
+from madmax_lib.plan import Plan
+from madmax_lib.runs.data.batches import get_data
+from madmax_lib.runs.launch import RunError, launch, prepare, sweep
+from madmax_lib.runs.measure import meter
+from madmax_lib.runs.read import COLUMNS, PHASES, last_checkpoint, read_run, read_runs, read_steps
+from madmax_lib.runs.spec import RunSpec
+
+with warnings.catch_warnings():  # torch's own, when torch.distributed.optim is imported
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from madmax_lib.runs import train
+    from madmax_lib.runs.parallel import trainer
+
+launching = sys.modules[launch.__module__]  # the room has the call under this name
+SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
+linux_only = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are listed in /proc")
+
+
+def test_another_run_is_not_overwritten(tmp_path):
+    spec = RunSpec(device="cpu")
+    prepare(spec, tmp_path)
+    (tmp_path / "steps.csv").write_text("old")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert prepare(spec, tmp_path) == tmp_path.resolve()
+    assert not (tmp_path / "steps.csv").exists() and (tmp_path / "notes.txt").exists()
+    with pytest.raises(FileExistsError, match="holds another run; give a new directory"):
+        prepare(RunSpec(device="cpu", steps=7), tmp_path)
+    with pytest.raises(NotADirectoryError, match="this is a file"):
+        prepare(spec, tmp_path / "notes.txt")
+
+
+def test_the_launcher_does_not_import_torch():
+    code = "import sys, madmax_lib.runs.launch, madmax_lib.runs.read; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Six steps on two processes, with a power log to replay and a checkpoint after four."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "power.csv").write_text("t_s,power_w,cap_w\n0,50,70\n1000,50,70\n")
+    spec = RunSpec(
+        "gpt_tiny",
+        "dp2.z3",
+        sizes=SMALL,
+        sequence=96,
+        power=str(folder / "power.csv"),
+        validate_every=3,
+        checkpoint_every=4,
+        device="cpu",
+        learning_rate=3e-3,
+        timeout_s=60.0,
+    )
+    return read_run(launch(spec, folder / "run"))
+
+
+def test_a_run_writes_all_its_files(run):
+    names = {path.name for path in run.directory.iterdir()}
+    assert names == {
+        "spec.json",
+        "env.json",
+        "steps.csv",
+        "summary.json",
+        "power.csv",
+        "trace_rank0.json.gz",
+        "trace_rank1.json.gz",
+        "logs",
+        "checkpoints",
+    }
+    assert last_checkpoint(run.directory) == run.directory / "checkpoints" / "4"
+    assert {path.name for path in (run.directory / "checkpoints").iterdir()} == {"4", "latest"}
+    assert {path.name for path in (run.directory / "logs").iterdir()} == {"launcher.log", "rank0.log", "rank1.log"}
+    assert run.env["backend"] == "gloo" and run.env["ranks"] == 2 and run.env["threads_per_rank"] == 1
+    assert run.env["data"] == "arithmetic" and run.env["job"]["data_parallel"] == "fsdp2"
+    assert str(Path.home()) not in json.dumps(run.env) + json.dumps(run.summary)
+    assert list(read_runs(run.directory.parent)) == ["run"]
+
+
+def test_the_loss_is_that_of_one_process(run):
+    spec, data = run.spec, get_data("arithmetic", sequence=96)
+    threads = torch.get_num_threads()
+    alone = trainer.parallelize("gpt-tiny", Plan(micro_batch=8), spec, sizes=SMALL)
+    results = [alone.step(train._tensors(data.batch(step, spec.global_batch))) for step in range(spec.steps)]
+    torch.set_num_threads(threads)
+    assert run.steps["loss"].tolist() == pytest.approx([row["loss"] for row in results], abs=1e-4)
+    assert run.steps["accuracy"].tolist() == pytest.approx([row["accuracy"] for row in results], abs=1e-6)
+    assert run.steps["loss"].iloc[-1] < run.steps["loss"].iloc[0]
+
+
+def test_rows_of_steps(run):
+    steps = run.steps
+    assert tuple(steps.columns) == COLUMNS and steps["step"].tolist() == list(range(6))
+    assert (steps["samples"] == 8).all() and (steps["tokens"] == 8 * 96).all() and not steps["overflow"].any()
+    phases = steps[[f"{name}_s" for name in PHASES]]
+    assert (phases > 0).all(axis=None) and (phases.sum(axis=1) <= steps["total_s"] * 1.001).all()
+    assert steps["validation_loss"].notna().tolist() == [False, False, True] * 2
+    assert steps["memory_peak_bytes"].isna().all() and (steps["host_rss_bytes"] > 1e7).all()
+    assert steps["power_w"].to_numpy() == pytest.approx(50, rel=1e-6)
+    assert steps["energy_j"].to_numpy() == pytest.approx(50 * steps["total_s"].to_numpy(), rel=1e-6)
+
+
+def test_summary_of_a_run(run):
+    summary, counted = run.summary, run.steps.iloc[2:]
+    assert (
+        summary["status"] == "completed" and summary["steps_dropped"]["warm-up"] == 2 and summary["includes_profiled"]
+    )
+    rate = counted["samples"].sum() / counted["total_s"].sum()
+    assert summary["samples_per_s"] == pytest.approx(rate)
+    model_flops = 3 * run.spec.shapes.forward_flops(1, 96)
+    assert summary["mfu"] == pytest.approx(rate * model_flops / (2 * run.env["peak_flops"])) == summary["hfu"]
+    assert 0 < summary["mfu"] < 1 and summary["power_share"] == pytest.approx(50 / 70)
+    assert summary["energy_per_sample_j"] == pytest.approx(50 / rate, rel=1e-6)
+    assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
+    with (run.directory / "power.csv").open() as file:
+        assert tuple(next(csv.reader(file))) == meter.COLUMNS
+
+
+def test_a_run_that_was_cut_short_goes_on_at_its_checkpoint(run, tmp_path):
+    directory = shutil.copytree(run.directory, tmp_path / "run")
+    lines = (directory / "steps.csv").read_text().splitlines(keepends=True)
+    (directory / "steps.csv").write_text("".join(lines[:6]) + lines[6][:20])  # killed while it wrote step 5
+    (directory / "summary.json").unlink()
+    (directory / "logs" / "failure_rank0.json").write_text("{}")
+    again = read_run(launch(run.spec, directory))
+    assert again.steps["step"].tolist() == list(range(6)) and again.summary["status"] == "completed"
+    assert again.steps["loss"].tolist() == pytest.approx(run.steps["loss"].tolist(), abs=1e-5)
+    before, after = ((one / "steps.csv").read_text().splitlines() for one in (run.directory, directory))
+    assert before[:5] == after[:5] and before[5] != after[5]
+    assert json.loads((directory / "spec.json").read_text())["resolved"]["starts"] == [0, 4]
+    assert again.summary["steps_dropped"]["warm-up"] == 4 and len(list(directory.glob("trace_*"))) == 2
+
+
+def test_where_a_run_starts(tmp_path):
+    spec = RunSpec(device="cpu", checkpoint_every=2)
+
+    def left_by_a_run(status):
+        (tmp_path / "checkpoints" / "2").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "checkpoints" / "latest").write_text("2")
+        (tmp_path / "steps.csv").write_text("header\n0\n1\n2\n")
+        (tmp_path / "summary.json").write_text(json.dumps({"status": status}))
+        prepare(spec, tmp_path)
+        return json.loads((tmp_path / "spec.json").read_text())["resolved"]["starts"]
+
+    prepare(spec, tmp_path)
+    assert left_by_a_run("interrupted") == [0, 2] and (tmp_path / "steps.csv").read_text() == "header\n0\n1\n"
+    assert left_by_a_run("failed") == [0, 2] and not (tmp_path / "summary.json").exists()
+    assert left_by_a_run("completed") == [0] and not (tmp_path / "checkpoints").exists()
+
+
+def test_a_sweep_keeps_what_is_complete(run, monkeypatch):
+    target = run.directory.with_name(run.spec.name)
+    target.symlink_to(run.directory)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    kept = sweep([run.spec], run.directory.parent)
+    assert list(kept) == [run.spec.name] and kept[run.spec.name].steps.equals(run.steps)
+    with pytest.raises(FileExistsError, match="holds another run"):
+        sweep([replace(run.spec, steps=7)], run.directory.parent)
+    target.unlink()
+
+
+def test_traces_of_a_run_are_readable(run):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        timeline = mm.read_trace(run.directory)
+    assert timeline.ranks == [0, 1] and timeline.steps == [2, 3, 4] and timeline.meta.world_size == 2
+    labels = timeline.spans[timeline.spans["kind"] == "annotation"]
+    for name in PHASES:
+        assert set(labels.loc[labels["name"] == name, "step"]) >= {2, 3, 4}
+    table = mm.breakdown(timeline)
+    assert (table["compute_s"] > 0).all() and (table["comm_s"] > 0).all()
+
+
+def processes_of(directory: Path) -> dict[int, list[str]]:
+    """Command lines of the processes of a run, by process id."""
+    commands = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if "madmax_lib.runs.train" in words and str(directory) in words:
+            commands[int(path.name)] = words
+    return commands
+
+
+def wait_for(condition, limit_s: float = 300.0):
+    """The first true value of a condition that other processes make true."""
+    end_s = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < end_s, "it never came true"
+        time.sleep(0.1)
+    return value
+
+
+LONG = {"sizes": SMALL, "steps": 1_000_000, "profile": False, "device": "cpu", "timeout_s": 60.0}
+
+
+@linux_only
+def test_a_rank_that_dies_ends_the_others_and_shows_its_log(tmp_path):
+    directory = tmp_path / "run"
+
+    def kill_rank_1():
+        wait_for(lambda: len(read_steps(directory)) > 2)
+        ranks = [pid for pid, words in processes_of(directory).items() if "torch.distributed.run" not in words]
+        number = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1][:1] for pid in ranks}
+        os.kill(next(pid for pid, rank in number.items() if rank == b"1"), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_rank_1)
+    killer.start()
+    with pytest.raises(RunError, match=r"plan dp2.mb4, failed on rank 1: ended by signal 9 \(SIGKILL\)") as error:
+        launch(RunSpec(strategy="dp2", **LONG), directory)
+    killer.join()
+    assert not processes_of(directory) and error.value.directory == directory and "rank1.log" in str(error.value)
+    left = read_run(directory)
+    assert left.summary["status"] == "failed" and left.summary["steps"] == len(left.steps) > 2
+
+
+@linux_only
+def test_a_killed_launcher_leaves_a_readable_run_and_no_process(tmp_path):
+    directory = tmp_path / "run"
+    code = "import sys, madmax_lib as mm; mm.launch(mm.RunSpec.from_json(sys.argv[1]), sys.argv[2])"
+    spec = RunSpec(**LONG)
+    launcher = subprocess.Popen([sys.executable, "-c", code, spec.to_json(), str(directory)])
+    wait_for(lambda: len(read_steps(directory)) > 2)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(120) == -signal.SIGTERM
+    assert not processes_of(directory)
+    left = read_run(directory)
+    assert left.summary["status"] == "interrupted" and len(left.steps) > 2 and left.steps["loss"].notna().all()
+
+
+def test_a_rank_without_its_launcher_ends_itself():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    code = "from madmax_lib.runs.watch import guard; import time; guard(); time.sleep(60)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "MADMAX_LAUNCHER": str(ended.pid)}, timeout=30
+    )
+    assert run.returncode == 75
+
+
+def test_a_run_without_progress_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "_GRACE_S", 0.1)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert launching._wait(process, tmp_path / "steps.csv", timeout_s=0.1)
+    launching._end(process)
+    assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.35 GiB"), "out-of-memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 1 B"), "out-of-memory"),
+        (MemoryError(), "out-of-memory"),
+        (RuntimeError("Connection closed by peer\nmore"), "failed"),
+    ],
+)
+def test_failures_are_told_apart(error, status):
+    failure = train._failure(error, rank=3)
+    assert failure["status"] == status and failure["rank"] == 3 and "\n" not in failure["error"]
+
+
+R0 = {"rank": 0, "status": "failed", "error": "RuntimeError: closed by peer", "time_s": 2.0}
+R1 = {"rank": 1, "status": "out-of-memory", "error": "CUDA out of memory", "time_s": 1.0}
+TORCHRUN = "  rank      : {} (local_rank: 1)\n  exitcode  : {} (pid: 7)\n"
+IMPORT = "ImportError: no module\nE1121 19:02:00.1 7 agent.py] failed\n  exitcode  : 1 (pid: 7)\n"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "failures", "status", "begin", "end"),
+    [
+        pytest.param("", [R0, R1], "out-of-memory", ", plan dp2.mb4, out-of-memory on rank 1: CUDA out", "log of 1",
+                     id="the first rank that failed is the cause"),
+        pytest.param(TORCHRUN.format(0, -15) + TORCHRUN.format(1, -9), [R0], "failed",
+                     ", plan dp2.mb4, failed on rank 1: ended by signal 9 (SIGKILL), perhaps by the system", "",
+                     id="a rank ended by a signal comes before those that complain"),
+        pytest.param(IMPORT, [], "failed", " failed before its ranks began", "\nImportError: no module",
+                     id="a run that never began shows the log of torchrun"),
+    ],
+)  # fmt: skip
+def test_the_cause_of_a_failure(tmp_path, launcher, failures, status, begin, end):
+    directory = prepare(RunSpec(strategy="dp2", device="cpu"), tmp_path)
+    (directory / "logs" / "launcher.log").write_text(launcher)
+    for failure in failures:
+        (directory / "logs" / f"failure_rank{failure['rank']}.json").write_text(json.dumps(failure))
+        (directory / "logs" / f"rank{failure['rank']}.log").write_text(f"log of {failure['rank']}\n")
+    found, text = launching._failure(RunSpec(strategy="dp2"), directory)
+    assert found == status and text.startswith(f"gpt-tiny_dp2{begin}") and text.endswith(end)

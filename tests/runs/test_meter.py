@@ -1,0 +1,154 @@
+"""Energy of known powers, and meters without a device."""
+
+from __future__ import annotations
+
+import sys
+import time
+from math import isnan, nan, pi, sin
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from madmax_lib.runs.measure import meter as meters
+from madmax_lib.runs.measure.meter import Meter, Reading, energy_j, meter
+
+CONSTANT = [Reading(t, power_w=50.0) for t in np.linspace(0, 10, 41)]
+RAMP = [Reading(t, power_w=10.0 * t) for t in np.linspace(0, 4, 81)]
+COUNTER = [Reading(t, power_w=1.0, energy_j=1000 + 30.0 * t) for t in np.linspace(0, 10, 101)]
+COUNTER_ONLY = [Reading(t, energy_j=7 + 30.0 * t) for t in np.linspace(0, 10, 101)]
+
+
+@pytest.mark.parametrize(
+    ("readings", "start_s", "end_s", "joule"),
+    [
+        pytest.param(CONSTANT, 1.0, 3.0, 100.0, id="constant power"),
+        pytest.param(CONSTANT, 1.01, 1.02, 0.5, id="a window between two readings"),
+        pytest.param(RAMP, 1.0, 3.0, 40.0, id="the integral of a ramp"),
+        pytest.param(COUNTER, 2.0, 4.0, 60.0, id="the counter over more than 1 s"),
+        pytest.param(COUNTER, 2.0, 2.5, 0.5, id="the power over less than 1 s"),
+        pytest.param(COUNTER_ONLY, 2.0, 2.5, 15.0, id="the counter where there is no power"),
+        pytest.param(COUNTER, 9.0, 12.0, 3.0, id="the power where the counter ends early"),
+        pytest.param(CONSTANT[:1], 0.0, 1.0, nan, id="one reading tells nothing"),
+        pytest.param([], 0.0, 1.0, nan, id="no reading"),
+        pytest.param(CONSTANT, 3.0, 3.0, nan, id="an empty window"),
+    ],
+)
+def test_energy_of_a_window(readings, start_s, end_s, joule):
+    assert energy_j(readings, start_s, end_s) == pytest.approx(joule, nan_ok=True)
+
+
+def test_windows_add_up():
+    readings = [Reading(t, power_w=100 + 20 * sin(2 * pi * t)) for t in np.linspace(0, 3, 601)]
+    parts = [energy_j(readings, start, start + 0.3) for start in np.arange(10) * 0.3]
+    assert sum(parts) == pytest.approx(energy_j(readings, 0.0, 3.0)) == pytest.approx(300, rel=1e-4)
+
+
+def test_a_meter_reads_at_both_ends_of_a_window():
+    clock = iter(range(100))
+    with Meter(lambda: Reading(float(next(clock)), power_w=10.0), "test", period_s=60.0) as power:
+        assert power.window(0.0, 1.0) == (10.0, 10.0)
+        assert power.window(0.5, 1.5) == (10.0, 10.0)
+    assert power.rows(origin_s=1.0)[0][:2] == (-1.0, 10.0)
+
+
+def test_without_anything_to_read_all_is_unknown():
+    with meter("none", "cpu", 2) as power:
+        assert power.name == "none" and all(map(isnan, power.window(0.0, 1.0))) and power.rows(0.0) == []
+
+
+def test_a_machine_without_nvml_or_rapl_has_no_meter(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(meters, "_RAPL", tmp_path / "nowhere")
+    assert meter("auto", "cuda", 1).name == meter("auto", "cpu", 1).name == "none"
+
+
+class Nvml(SimpleNamespace):
+    """Two GPUs of 100 and 50 W; the second does not tell its clock."""
+
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+
+    def __init__(self):
+        super().__init__(
+            nvmlInit=lambda: None,
+            nvmlDeviceGetHandleByIndex=lambda index: index,
+            nvmlDeviceGetHandleByUUID=["GPU-0", "GPU-1"].index,
+            nvmlDeviceGetPowerManagementLimit=lambda handle: 300_000,
+            nvmlDeviceGetPowerUsage=lambda handle: [100_000, 50_000][handle],
+            nvmlDeviceGetTotalEnergyConsumption=lambda handle: 2_000,
+            nvmlDeviceGetClockInfo=lambda handle, kind: [1980, 1500][handle],
+            nvmlDeviceGetTemperature=lambda handle, kind: [60, 70][handle],
+            nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: [1, 4][handle],
+        )
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    return sys.modules["pynvml"]
+
+
+def test_nvml_sums_devices(nvml):
+    power = meter("auto", "cuda", 2)
+    assert (power.name, power.cap_w) == ("nvml", 600.0)
+    assert power.read()[1:] == (150.0, 4.0, 1.5e9, 70.0, 5)
+
+
+@pytest.mark.parametrize("visible", ["1", "GPU-1"])
+def test_nvml_reads_the_visible_devices(nvml, visible, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert meter("auto", "cuda", 1).read().power_w == 50.0
+
+
+def test_what_nvml_does_not_support_is_unknown(nvml):
+    def refuse(*_):
+        raise RuntimeError("Not Supported")
+
+    nvml.nvmlDeviceGetTotalEnergyConsumption = nvml.nvmlDeviceGetCurrentClocksThrottleReasons = refuse
+    reading = meter("auto", "cuda", 1).read()
+    assert isnan(reading.energy_j) and reading.throttle == 0 and reading.power_w == 100.0
+    nvml.nvmlInit = refuse
+    assert meter("auto", "cuda", 1).name == "none"
+
+
+def test_rapl_counts_on_when_the_counter_wraps(tmp_path, monkeypatch):
+    package = tmp_path / "intel-rapl:0"
+    (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the package, counted in it
+    package.mkdir()
+    texts = {"energy_uj": "9000000", "max_energy_range_uj": "10000000", "constraint_0_power_limit_uw": "125000000"}
+    for name, content in texts.items():
+        (package / name).write_text(content)
+    monkeypatch.setattr(meters, "_RAPL", tmp_path)
+    power = meter("auto", "cpu", 1)
+    (package / "energy_uj").write_text("2000000")
+    reading = power.read()
+    assert (power.name, power.cap_w) == ("rapl", 125.0)
+    assert reading.energy_j == pytest.approx(3.0) and reading.power_w > 0
+
+
+def test_replay_repeats_a_table(tmp_path, monkeypatch):
+    path = tmp_path / "power.csv"
+    path.write_text("t_s,power_w,energy_j,cap_w\n5,10,0,70\n6,20,15,70\n7,30,40,70\n")
+    power = meter(str(path), "cpu", 1)
+    times = iter([100.0, 100.5, 102.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    assert (power.name, power.cap_w) == ("replay", 70.0)
+    assert [power.read()[:3] for _ in range(3)] == [(100.0, 10, 0), (100.5, 15, 7.5), (102.5, 15, 47.5)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "column.s. power_w, t_s missing, or no rows"),
+        ("t_s,watts\n0,1\n", "column.s. power_w missing"),
+        ("t_s,power_w\n0,1\n", "t_s must grow"),
+        ("t_s,power_w\n1,1\n0,1\n", "t_s must grow"),
+        ("t_s,power_w\n0,one\n1,2\n", "could not convert string to float: 'one'"),
+    ],
+)
+def test_bad_tables_of_power_name_the_file(tmp_path, content, message):
+    path = tmp_path / "power.csv"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"power.csv: .*{message}"):
+        meter(str(path), "cpu", 1)

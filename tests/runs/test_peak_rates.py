@@ -1,0 +1,27 @@
+"""Peaks of devices: of the data sheet where one is known, else measured and shared by the ranks."""
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from madmax_lib.runs.measure import peak_rates  # noqa: E402
+
+
+def test_the_peak_of_a_known_device_is_the_data_sheets(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    assert peak_rates.peak_flops("cuda", "bf16") == (989.4e12, "data sheet of h100-80, dense bf16")
+    assert peak_rates.peak_flops("cuda", "fp32")[0] == 67e12
+
+
+def test_ranks_that_outnumber_the_cores_share_their_peak(monkeypatch):
+    monkeypatch.setattr(peak_rates, "_product_rate", lambda *_: 8e9)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    rates = {}
+    for ranks in (1, 2, 8):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        rates[ranks], source = peak_rates.peak_flops("cpu", "fp32")
+        assert source.startswith("measured: best 512 x 512 matrix product in fp32")
+    assert rates == {1: 8e9, 2: 8e9, 8: 2e9}

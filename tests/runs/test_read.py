@@ -1,0 +1,72 @@
+"""Run directories: tables of steps that were cut short, bad files, runs side by side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from madmax_lib.datasets import PROJECT
+from madmax_lib.runs.launch import prepare
+from madmax_lib.runs.read import COLUMNS, read_run, read_runs, read_steps, runs_table
+from madmax_lib.runs.spec import RunSpec
+from madmax_lib.runs.summary import write_summary
+
+HEADER = ",".join(COLUMNS) + "\n"
+ROW = "0,0.1,0.1,0.2,0.1,0.5,8,1024,5.5,0.1,,0,,,,1e8,,\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"), [(HEADER, 0), (HEADER + ROW, 1), (HEADER + ROW + ROW.replace("0,", "1,", 1)[:20], 1)]
+)
+def test_a_table_that_was_cut_short_is_readable(tmp_path, content, rows):
+    (tmp_path / "steps.csv").write_text(content)
+    assert len(read_steps(tmp_path)) == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("step,loss\n0,1\n", "not a table of steps"),
+        ("", "not a table of steps"),
+        (HEADER + "0,1\n", "line 2 has not 18 values"),
+        (HEADER + ROW.replace("5.5", "high"), "could not convert string to float: 'high'"),
+    ],
+)
+def test_bad_tables_of_steps_name_the_file(tmp_path, content, message):
+    (tmp_path / "steps.csv").write_text(content)
+    with pytest.raises(ValueError, match=f"steps.csv: .*{message}"):
+        read_steps(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[", "[1]", '{"modle": "gpt-tiny"}'])
+def test_bad_specs_are_one_line(tmp_path, text):
+    (tmp_path / "spec.json").write_text(text)
+    with pytest.raises(ValueError, match=r"spec\.json"):
+        read_run(tmp_path)
+
+
+def test_folders_without_runs(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no run directory"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="no run directories here"):
+        read_runs(tmp_path / "nowhere")
+
+
+def test_a_run_that_never_made_a_step_has_a_summary(tmp_path):
+    prepare(RunSpec(device="cpu"), tmp_path)
+    write_summary(tmp_path, "failed", "reason")
+    run = read_run(tmp_path)
+    assert run.summary["status"] == "failed" and run.summary["samples_per_s"] is None and not len(run.steps)
+
+
+def test_one_row_per_run_by_dimensions():
+    recorded = read_runs(PROJECT / "traces" / "runs" / "llm")
+    run = recorded["moe-tiny_dp2.tp2"]
+    assert run.resolved.device == "cpu" and run.resolved.starts == (0,)
+    cut = replace(recorded["moe-tiny_dp1"], summary={})
+    table = runs_table({"moe-tiny_dp2.tp2": run, "moe-tiny_dp1": cut})
+    assert table["strategy"].tolist() == ["dp1", "dp2.tp2"] and table["dimensions"].tolist() == [0, 2]
+    assert table["status"].tolist() == ["unfinished", "completed"]
+    assert table["samples_per_s"].isna().tolist() == [True, False]
+    assert table["step_s"].iloc[1] == run.summary["step_s"]["median"]

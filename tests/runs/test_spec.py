@@ -1,0 +1,104 @@
+"""Specs of runs: their JSON form, the plan they mean, and what is refused before a process starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from madmax_lib.plan import Plan
+from madmax_lib.runs.data.batches import DataWarning
+from madmax_lib.runs.launch import launch, prepare
+from madmax_lib.runs.spec import RunSpec, check
+
+
+def test_json_round_trip():
+    spec = RunSpec(model="ViT_tiny", strategy="dp2.z3@deepspeed", steps=9, sizes={"layers": 2}, wandb=True)
+    assert RunSpec.from_json(spec.to_json()) == spec
+    with_resolved = {**json.loads(spec.to_json()), "resolved": {"device": "cpu"}}
+    assert RunSpec.from_json(json.dumps(with_resolved)) == spec
+    assert (spec.model, spec.kind, spec.data, spec.engine) == ("vit-tiny", "images", "synthetic-images", "deepspeed")
+    assert spec.name == "vit-tiny_dp2.z3_deepspeed" and hash(spec)
+    assert spec.digest == RunSpec.from_json(spec.to_json()).digest != replace(spec, steps=8).digest
+
+
+@pytest.mark.parametrize(
+    ("strategy", "batch", "plan"),
+    [
+        ("dp1", 8, "dp1.mb8"),
+        ("dp2.z3", 8, "dp2.z3.mb4"),
+        ("dp2.tp2.pp2", 8, "dp2.tp2.pp2.mb2"),
+        ("dp2.mb1", 8, "dp2"),
+        ("pp2.gpipe", 1, "dp1.pp2.gpipe"),
+        ("pp2", 9, "pp2.mb3"),
+        ("dp2.pp4", 14, "dp2.pp4"),
+    ],
+)
+def test_a_rank_takes_its_share_at_once_unless_mb_says_otherwise(strategy, batch, plan):
+    assert RunSpec(strategy=strategy, global_batch=batch).plan == Plan.parse(plan)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "gpt-tiney"}, "no model 'gpt-tiney' to run; nearest: gpt-tiny"),
+        ({"data": "wikitext103x"}, "unknown data 'wikitext103x'; nearest: wikitext-103"),
+        ({"strategy": "dp2.q3"}, "'q3' in plan 'dp2.q3' is not one of"),
+        ({"strategy": "dp2@megatron"}, "engine 'megatron' in strategy 'dp2@megatron' is not one of torch, deepspeed"),
+        ({"strategy": "dp2.tp2", "ranks": 8}, "dp x tp x pp x cp = 2 x 2 x 1 x 1 = 4, but ranks=8"),
+        ({"strategy": "dp2.ep4"}, "ep=4 does not divide dp x cp = 2 x 1"),
+        ({"steps": 0}, "steps=0 must be a whole number of at least 1"),
+        ({"global_batch": 2.0}, "global_batch=2.0 must be a whole number"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must be a positive number"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0 must be a non-negative number"),
+        ({"checkpoint_every": True}, "checkpoint_every=True must be a whole number of at least 0"),
+        ({"timeout_s": "60"}, "timeout_s='60' must be a positive number"),
+        ({"dtype": "fp8"}, "dtype='fp8' is not one of fp32, bf16, fp16"),
+        ({"device": "tpu"}, "device='tpu' is not one of auto, cpu, cuda"),
+        ({"sizes": {"depth": 2}}, "'depth' is not a size of gpt-tiny"),
+    ],
+)
+def test_bad_fields_are_refused_in_one_line(fields, message):
+    with pytest.raises(ValueError) as error:
+        RunSpec(**fields)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpus", "message"),
+    [
+        ({"strategy": "tp3"}, 0, "tp=3 does not divide 8 attention heads of gpt-tiny"),  # and all of test_checks
+        ({"strategy": "dp4"}, 2, "dp4 needs 4 GPUs, 2 present"),
+        ({"device": "cuda"}, 0, "dp1 needs 1 GPUs, 0 present"),
+        ({"data": "cifar-100"}, 0, "data cifar-100 is images, but gpt-tiny is trained on text"),
+        ({"model": "vit-tiny", "sequence": 64}, 0, "sequence=64 is for text; vit-tiny has 65 tokens per image"),
+        ({"sizes": {"vocab": 128}}, 0, "data arithmetic has 259 tokens, gpt-tiny knows 128"),
+        ({"power": "nowhere.csv"}, 0, "power='nowhere.csv' is neither auto, none nor a CSV file"),
+        ({"weights": "nowhere"}, 0, "weights='nowhere' has no .safetensors file with weights of gpt-tiny"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_before_a_process_starts(fields, gpus, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[launch.__module__], "_gpu_count", lambda: gpus)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        launch(RunSpec(**fields), tmp_path / "run")
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_is_not_here_is_replaced_by_as_many_classes_as_the_model_has(tmp_path):
+    spec = RunSpec("vit-tiny", data="cifar-100", sizes={"classes": 10}, device="cpu")
+    with pytest.warns(DataWarning, match="synthetic-images in place of cifar-100"):
+        prepare(spec, tmp_path)
+    resolved = json.loads((tmp_path / "spec.json").read_text())["resolved"]
+    assert resolved["data"] == "synthetic-images" and "cifar-100" in resolved["data_note"]
+
+
+@pytest.mark.parametrize("package", ["torch", "wandb"])
+def test_a_missing_package_is_one_line(package, monkeypatch):
+    monkeypatch.setattr("madmax_lib.runs.spec.find_spec", lambda name: name != package)
+    with pytest.raises(ModuleNotFoundError, match=f"this run needs the package {package}, which is not installed"):
+        check(RunSpec(wandb=True), gpus=0)

@@ -1,0 +1,72 @@
+"""Pictures of training runs keep the numbers of the runs that this project recorded."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from dataclasses import replace
+
+import pytest
+
+import madmax_lib as mm
+from madmax_lib.datasets import PROJECT
+from madmax_lib.plan import Plan
+from madmax_lib.runs.read import PHASES, read_run
+from madmax_lib.simulator.memory.memory import peak_bytes
+from madmax_lib.view.drawing import figure_data
+from madmax_lib.view.plots import runs as run_plots
+
+RECORDED = PROJECT / "traces" / "runs" / "llm"
+ALONE, SHARDED = "moe-tiny_dp1", "moe-tiny_dp2.z3"
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return {name: read_run(RECORDED / name) for name in (ALONE, SHARDED)}
+
+
+def test_pictures_of_runs_keep_their_numbers(runs):
+    run = runs[SHARDED]
+    table = figure_data(run_plots.plot_run(run))
+    assert table["loss"].tolist() == run.steps["loss"].tolist()
+    parts = table[[*PHASES, "other"]].sum(axis=1)
+    assert parts.to_numpy() == pytest.approx(run.steps["total_s"].to_numpy(), rel=1e-3)
+    assert figure_data(run_plots.plot_losses(runs))["difference"].max() < 1e-3
+    with pytest.raises(ValueError, match=r"none of the runs moe-tiny_dp2\.z3 is on one process"):
+        run_plots.plot_losses({SHARDED: run})
+    medians = [one.summary["step_s"]["median"] for one in runs.values()]
+    assert figure_data(run_plots.plot_speed(runs))["step_s"].tolist() == medians
+    assert len(figure_data(run_plots.plot_run_phases(runs))) == 2
+
+
+def test_shares_come_from_breakdowns_or_traces(runs, tmp_path):
+    directory = shutil.copytree(RECORDED / SHARDED, tmp_path / SHARDED)
+    (directory / "breakdown.csv").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shares = run_plots.trace_breakdowns({ALONE: runs[ALONE], SHARDED: read_run(directory)})
+    assert (shares[["compute", "exposed_comm", "idle"]].sum(axis=1) <= 1.0 + 1e-9).all()
+    files = {f"{ALONE}/breakdown.csv", f"{SHARDED}/trace_rank0.json.gz"}
+    assert set(shares.attrs["provenance"]["files"]) == files
+    assert figure_data(run_plots.plot_shares(shares)) is shares
+
+
+def test_predicted_memory_stands_beside_the_measured(runs):
+    run = runs[SHARDED]
+    states = run.env["job"]["local_parameters"] * 4 * 4
+    cpu = run_plots.memory_table({SHARDED: run})
+    assert cpu["measured_bytes"].isna().all() and cpu["predicted_bytes"].iloc[0] > states  # and activations
+    ranks = [{"rank": rank, "memory_peak_bytes": size} for rank, size in enumerate((3e6, 4e6))]
+    gpu = replace(runs[ALONE], summary={**runs[ALONE].summary, "ranks": ranks})
+    failure = {"status": "out-of-memory", "error": "CUDA out of memory"}
+    full = replace(run, spec=replace(run.spec, strategy="dp2"), steps=run.steps[:0], summary=failure)
+    side_by_side = {ALONE: gpu, "moe-tiny_dp2": full, SHARDED: run}
+    table = run_plots.memory_table(side_by_side).set_index("strategy")
+    assert table["measured_bytes"].dropna().to_dict() == {"dp1": 4e6}
+    assert table.loc["dp2", ["plan", "status"]].tolist() == ["dp2.mb4", "out-of-memory"]
+    alone = mm.memory(run.spec.shapes, Plan(micro_batch=8), dtype="fp32", stack="torch")
+    assert table.loc["dp1", "predicted_bytes"] == peak_bytes(alone, allocated=True)
+    assert table.loc["dp1", "predicted_bytes"] > table.loc["dp2", "predicted_bytes"]
+    assert figure_data(run_plots.plot_run_memory(side_by_side))["predicted_bytes"].gt(0).all()
+    with pytest.raises(ValueError, match="moe-tiny_dp2 made no step: out-of-memory CUDA out of memory"):
+        run_plots.plot_run(full)
