@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from madmax_lib.intervals import EMPTY, intersection, pack, subtraction, total, union
+from madmax_lib.intervals import EMPTY, covered_before, intersection, pack, subtraction, total, union
 from madmax_lib.kinds import collectives_of
 from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["breakdown", "exposed_by_collective", "top_kernels"]
+__all__ = ["breakdown", "exposed_by_collective", "exposed_ns", "exposed_s", "top_kernels"]
 
 
 def breakdown(timeline: Timeline) -> pd.DataFrame:
@@ -33,8 +33,10 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     kind, rank = spans["kind"].cat.codes.to_numpy(), spans["rank"].to_numpy()
     times = _intervals(spans)
     of_kind = {name: np.flatnonzero(kind == spans["kind"].cat.categories.get_indexer([name])) for name in BUSY_KINDS}
-    rows = [{"rank": own, **_rank_breakdown({name: times[at[rank[at] == own]] for name, at in of_kind.items()})}
-            for own in timeline.ranks]  # fmt: skip
+    rows = []
+    for own in timeline.ranks:
+        of_rank = {name: times[at[rank[at] == own]] for name, at in of_kind.items()}
+        rows.append({"rank": own, **_rank_breakdown(of_rank)})
     nothing = _rank_breakdown(dict.fromkeys(BUSY_KINDS, EMPTY))
     table = pd.DataFrame(rows, columns=["rank", *nothing])
     return with_origin(table, timeline)
@@ -46,26 +48,36 @@ def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
     Collectives that run side by side each count in full, so the exposed times of a rank can sum to more than its
     exposed_comm_s. size_bytes is NaN when a span of the collective does not tell its size.
     """
+    comm, compute = (timeline.spans[timeline.spans["kind"] == kind] for kind in ("comm", "compute"))
+    names = comm["name"].cat.remove_unused_categories()
+    collective = collectives_of(timeline, list(names.cat.categories))[names.cat.codes]
     rows = []
-    for rank, spans in _busy(timeline):
-        compute = union(_intervals(spans, "compute"))
-        comm = spans[spans["kind"] == "comm"]
-        names = comm["name"].cat.remove_unused_categories()
-        of_name = collectives_of(timeline, list(names.cat.categories))
-        for name, part in comm.groupby(of_name[names.cat.codes]):
-            times = _intervals(part)
-            rows.append(
-                {
-                    "rank": rank,
-                    "collective": name,
-                    "count": len(part),
-                    "comm_s": total(times) / NS_PER_S,
-                    "exposed_s": total(subtraction(times, compute)) / NS_PER_S,
-                    "size_bytes": part["size_bytes"].sum(skipna=False),
-                }
-            )
+    for (rank, name), part in comm.groupby([comm["rank"], collective]):
+        comm_s = total(_intervals(part)) / NS_PER_S
+        rows.append(
+            (int(rank), name, len(part), comm_s, exposed_s(part, compute), part["size_bytes"].sum(skipna=False))
+        )
     table = pd.DataFrame(rows, columns=["rank", "collective", "count", "comm_s", "exposed_s", "size_bytes"])
     return with_origin(table, timeline)
+
+
+def exposed_s(spans: pd.DataFrame, others: pd.DataFrame) -> float:
+    """Seconds of some spans, each instant once per rank, beside which none of the others runs on the same rank."""
+    exposed = 0
+    for rank, part in spans.groupby("rank"):
+        exposed += total(subtraction(_intervals(part), _intervals(others[others["rank"] == rank])))
+    return exposed / NS_PER_S
+
+
+def exposed_ns(timeline: Timeline, rank: pd.Series, start_ns: pd.Series, dur_ns: pd.Series) -> np.ndarray:
+    """How much (n,) of each interval lies under no compute of its rank; intervals side by side each count in full."""
+    compute = timeline.spans[timeline.spans["kind"] == "compute"]
+    rows_of = compute.groupby("rank").indices
+    exposed, start, end = dur_ns.to_numpy().copy(), start_ns.to_numpy(), (start_ns + dur_ns).to_numpy()
+    for number, rows in rank.groupby(rank).indices.items():
+        busy = union(_intervals(compute.iloc[rows_of.get(number, [])]))
+        exposed[rows] -= covered_before(busy, end[rows]) - covered_before(busy, start[rows])
+    return exposed
 
 
 def top_kernels(timeline: Timeline, count: int = 10) -> pd.DataFrame:
@@ -79,15 +91,7 @@ def top_kernels(timeline: Timeline, count: int = 10) -> pd.DataFrame:
     return with_origin(table, timeline)
 
 
-def _busy(timeline: Timeline) -> list[tuple[int, pd.DataFrame]]:
-    """Each rank with its spans of device work, also a rank without any."""
-    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
-    of_rank = dict(iter(spans.groupby("rank")))
-    return [(rank, of_rank.get(rank, spans[:0])) for rank in timeline.ranks]
-
-
-def _intervals(spans: pd.DataFrame, kind: str | None = None) -> np.ndarray:
-    spans = spans if kind is None else spans[spans["kind"] == kind]
+def _intervals(spans: pd.DataFrame) -> np.ndarray:
     return pack(spans["start_ns"], spans["dur_ns"])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +62,8 @@ def collective_names(names: list[str], *, table: pd.DataFrame | None = None) -> 
 def collectives_of(timeline: Timeline, names: list[str]) -> np.ndarray:
     """Collective of each communication name, (n,) of str: by its timeline's own table of kinds, by ours, or generic."""
     own = timeline.meta.provenance.get("collectives", {})
-    known = zip(names, collective_names(names), strict=True)
-    return np.array([own.get(name) or collective or "generic" for name, collective in known], dtype=object)
+    pairs = zip(names, collective_names(names), strict=True)
+    return np.array([own.get(name) or collective or "generic" for name, collective in pairs], dtype=object)
 
 
 def _first_match(names: list[str], rules: str, table: pd.DataFrame | None) -> pd.DataFrame:
@@ -74,12 +75,11 @@ def _first_match(names: list[str], rules: str, table: pd.DataFrame | None) -> pd
         compiled = [re.compile(p).match for p in table["pattern"]]
     else:
         compiled = [re.compile(p, re.IGNORECASE).search for p in table["pattern"]]
-    hit = [next(i for i, match in enumerate(compiled) if match(name[:_LONGEST])) for name in names]
-    return table.iloc[hit]
+    return table.iloc[[next(i for i, match in enumerate(compiled) if match(name[:_LONGEST])) for name in names]]
 
 
-def _read_csv(path) -> pd.DataFrame:
-    with path.open("r", encoding="utf-8") as file:
+def _read_csv(path: Path | Traversable) -> pd.DataFrame:
+    with path.open(encoding="utf-8") as file:
         try:
             table = pd.read_csv(file, dtype=str, keep_default_na=False)
         except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:

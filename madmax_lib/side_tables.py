@@ -1,6 +1,6 @@
-"""What else is known about a timeline, that only some analyses need and that is read when the first of them asks?
+"""Which tables stand beside the spans of a timeline? Those that only some analyses need, read when one first asks.
 
-Measured timelines read these tables from their files on first use, so that a breakdown does not pay for them.
+Measured timelines read them from their files on first use, so that a breakdown does not pay for them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-__all__ = ["DETAILS", "Details", "conform", "joined"]
+__all__ = ["SIDE_TABLES", "SideTables", "conform", "joined"]
 
-DETAILS = {
+SIDE_TABLES = {
     # collectives and point-to-point transfers whose row carries metadata, on the host or on the device
     "calls": {
         "row": "int64",  # row number of the span
@@ -54,10 +54,10 @@ DETAILS = {
 }
 
 
-class Details(Mapping):
-    """Tables by name, one of DETAILS each; empty where a timeline has none. `row` counts the timeline's spans.
+class SideTables(Mapping):
+    """Tables by name, with the columns of SIDE_TABLES; empty where a timeline has none. `row` is a row of the spans.
 
-    make: gives a dict of tables, called once, when the first table is asked for.
+    make: returns the tables by name; called once, when the first of them is asked for. Default: no tables.
     """
 
     def __init__(self, make: Callable[[], dict[str, pd.DataFrame]] = dict):
@@ -65,57 +65,58 @@ class Details(Mapping):
         self._tables: dict[str, pd.DataFrame] | None = None
 
     def __getitem__(self, name: str) -> pd.DataFrame:
-        if name not in DETAILS:
-            raise KeyError(f"{name!r} is not one of {', '.join(DETAILS)}")
+        if name not in SIDE_TABLES:
+            raise KeyError(f"{name!r} is not one of {', '.join(SIDE_TABLES)}")
         if self._tables is None:
             self._tables = self._make()
         if name not in self._tables:
-            return pd.DataFrame({column: pd.Series([], dtype=d) for column, d in DETAILS[name].items()})
+            return pd.DataFrame({column: pd.Series([], dtype=d) for column, d in SIDE_TABLES[name].items()})
         return self._tables[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(DETAILS)
+        return iter(SIDE_TABLES)
 
     def __len__(self) -> int:
-        return len(DETAILS)
+        return len(SIDE_TABLES)
 
-    def select(self, new_row: np.ndarray, windows_ns: dict[int, tuple[float, float]]) -> Details:
-        """Details of a part: new_row (n,) is the new number of each span, -1 where it is left out.
+    def select(self, new_row: np.ndarray, windows_ns: dict[int, tuple[float, float]]) -> SideTables:
+        """Side tables of a part of the timeline: new_row (n,) is the new number of each span, -1 where it is left out.
 
         windows_ns: of each rank that stays, first and last time whose allocator events belong to the part.
         """
-        return Details(partial(_select, self, new_row, windows_ns))
+        return SideTables(partial(_select, self, new_row, windows_ns))
 
     @staticmethod
-    def join(parts: list[tuple[Details, int]]) -> Details:
-        """Details of timelines put together; each comes with the number of spans before it."""
-        return Details(partial(_join, parts))
+    def join(parts: list[tuple[SideTables, int]]) -> SideTables:
+        """Side tables of timelines put together; each comes with the number of spans before it."""
+        return SideTables(partial(_join, parts))
 
 
 def conform(name: str, columns: dict) -> pd.DataFrame:
-    """A table of DETAILS from its columns."""
-    return pd.DataFrame({column: pd.Series(columns[column]).astype(d) for column, d in DETAILS[name].items()})
+    """A side table with the columns and types of its schema."""
+    return pd.DataFrame({column: pd.Series(columns[column]).astype(d) for column, d in SIDE_TABLES[name].items()})
 
 
-def _select(details: Details, new_row: np.ndarray, windows_ns: dict[int, tuple[float, float]]) -> dict:
+def _select(side_tables: SideTables, new_row: np.ndarray, windows_ns: dict[int, tuple[float, float]]) -> dict:
     tables = {}
-    for name, table in details.items():
+    for name, table in side_tables.items():
         if "row" in table:
             table = table.assign(row=new_row[table["row"]])
             table = table[table["row"] >= 0]
         else:
-            low, high = (
-                table["rank"].map({rank: window[end] for rank, window in windows_ns.items()}) for end in (0, 1)
-            )
-            table = table[(table["time_ns"] >= low) & (table["time_ns"] <= high)]
+            low_ns = table["rank"].map({rank: low for rank, (low, _) in windows_ns.items()})
+            high_ns = table["rank"].map({rank: high for rank, (_, high) in windows_ns.items()})
+            table = table[table["time_ns"].between(low_ns, high_ns)]
         tables[name] = table.reset_index(drop=True)
     return tables
 
 
-def _join(parts: list[tuple[Details, int]]) -> dict[str, pd.DataFrame]:
+def _join(parts: list[tuple[SideTables, int]]) -> dict[str, pd.DataFrame]:
     tables = {}
-    for name, schema in DETAILS.items():
-        own = [d[name].assign(row=d[name]["row"] + o) if "row" in schema else d[name] for d, o in parts]
+    for name, schema in SIDE_TABLES.items():
+        own = [tables_of[name] for tables_of, _ in parts]
+        if "row" in schema:
+            own = [table.assign(row=table["row"] + before) for table, (_, before) in zip(own, parts, strict=True)]
         tables[name] = pd.DataFrame({column: joined([table[column] for table in own]) for column in schema})
     return tables
 

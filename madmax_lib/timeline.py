@@ -16,9 +16,9 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.atomic import replacing
-from madmax_lib.side_tables import DETAILS, Details, joined
+from madmax_lib.side_tables import SIDE_TABLES, SideTables, joined
 
-__all__ = ["BUSY_KINDS", "EDGES", "KINDS", "SPANS", "Meta", "Timeline", "concat", "with_origin"]
+__all__ = ["BUSY_KINDS", "KINDS", "SPANS", "Meta", "Timeline", "concat", "with_origin"]
 
 KINDS = ("compute", "comm", "memcpy", "other", "memory", "idle", "cpu", "annotation")
 BUSY_KINDS = ("compute", "comm", "memcpy", "other")  # a device (or, on CPU-only traces, a worker thread) is at work
@@ -40,16 +40,20 @@ _ENCODING = {  # times and ids that grow row by row are small and fast as differ
     "use_dictionary": [column for column, dtype in SPANS.items() if dtype == "category"],
     "column_encoding": {column: "DELTA_BINARY_PACKED" for column, dtype in SPANS.items() if dtype.startswith("int")},
 }
-EDGES = {"source": "int64", "target": "int64", "why": "category"}  # row numbers of spans: target waits for source
+_EDGES = {"source": "int64", "target": "int64", "why": "category"}  # row numbers of spans: target waits for source
 
 
 @dataclass(frozen=True)
 class Meta:
     """Where a timeline comes from.
 
-    source: "measured" or "simulated". represents: {rank in spans: ranks it stands for}, one entry for every rank, also
-    for one without spans. device: name, empty if unknown. clock: "unix" (ns since 1970) or "relative".
-    provenance: files with sha256, reader rules, warnings; free-form but JSON.
+    source: "measured" (default) or "simulated".
+    world_size: ranks of the whole job, also those not in the timeline. Default 1.
+    represents: {rank in spans: ranks it stands for}, one entry for every rank, also for one without spans. Default:
+        every rank of the spans stands for itself.
+    device: name as the trace or the catalog writes it. Default "", unknown.
+    clock: "unix" (ns since 1970) or "relative" (default).
+    provenance: files with sha256, reader rules, warnings; free-form but JSON. Default empty.
     """
 
     source: str = "measured"
@@ -70,20 +74,24 @@ class Meta:
 class Timeline:
     """Spans, dependencies between them and their origin; checked when it is made.
 
-    spans: DataFrame with the columns of SPANS. edges: DataFrame with the columns of EDGES, empty if unknown.
-    details: tables for some analyses (operator shapes, allocator events, ...), see `details.DETAILS`.
+    spans: one row per span, with the columns of SPANS.
+    meta: where it comes from. Default: measured, nothing else known.
+    edges: one row per dependency between spans: source, target (rows; the target waits for the source), why. Default
+        None, unknown: an empty table.
+    side_tables: tables for some analyses (operator shapes, allocator events, ...), see `side_tables.SIDE_TABLES`.
+        Default: all empty.
     Raises ValueError naming the column and the rule when the spans do not fit the schema.
     """
 
     spans: pd.DataFrame
     meta: Meta = field(default_factory=Meta)
     edges: pd.DataFrame | None = None
-    details: Details = field(default_factory=Details)
+    side_tables: SideTables = field(default_factory=SideTables)
 
     def __post_init__(self):
         object.__setattr__(self, "spans", _conform(self.spans, SPANS, "spans"))
-        edges = self.edges if self.edges is not None else pd.DataFrame({c: [] for c in EDGES})
-        object.__setattr__(self, "edges", _conform(edges, EDGES, "edges"))
+        edges = self.edges if self.edges is not None else pd.DataFrame({c: [] for c in _EDGES})
+        object.__setattr__(self, "edges", _conform(edges, _EDGES, "edges"))
         if not self.meta.represents:
             ranks = {r: [r] for r in sorted(self.spans["rank"].unique().tolist())}
             object.__setattr__(self, "meta", replace(self.meta, represents=ranks))
@@ -128,7 +136,7 @@ class Timeline:
         edges = self.edges.assign(source=new_row[self.edges["source"]], target=new_row[self.edges["target"]])
         edges = edges[(edges["source"] >= 0) & (edges["target"] >= 0)].reset_index(drop=True)
         spans = self.spans[keep].reset_index(drop=True)
-        return Timeline(spans, meta, edges, self.details.select(new_row, self._windows_ns(keep, meta)))
+        return Timeline(spans, meta, edges, self.side_tables.select(new_row, self._windows_ns(keep, meta)))
 
     def _windows_ns(self, keep: np.ndarray, meta: Meta) -> dict[int, tuple[float, float]]:
         """Time of the kept spans of each rank, all time where every span of the rank is kept."""
@@ -146,7 +154,7 @@ class Timeline:
 
         path = Path(path)
         table = pa.Table.from_pandas(self.spans, preserve_index=False)
-        tables = {"edges": self.edges} | {name: t for name, t in self.details.items() if len(t)}
+        tables = {"edges": self.edges} | {name: t for name, t in self.side_tables.items() if len(t)}
         extra = {f"madmax.{name}".encode(): _pack(frame) for name, frame in tables.items()}
         extra[b"madmax.meta"] = json.dumps(asdict(self.meta)).encode()
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), **extra})
@@ -165,11 +173,11 @@ class Timeline:
             extra = table.schema.metadata or {}
             meta = json.loads(extra[b"madmax.meta"])
             edges = _unpack(extra[b"madmax.edges"])
-            tables = {n: _unpack(extra[key]) for n in DETAILS if (key := f"madmax.{n}".encode()) in extra}
+            tables = {n: _unpack(extra[key]) for n in SIDE_TABLES if (key := f"madmax.{n}".encode()) in extra}
         except (pa.ArrowInvalid, KeyError, ValueError) as error:
             raise ValueError(f"{path}: not a saved timeline ({error})") from None
         meta["represents"] = {int(rank): ranks for rank, ranks in meta["represents"].items()}
-        return cls(table.to_pandas(split_blocks=True), Meta(**meta), edges, Details(partial(dict, tables)))
+        return cls(table.to_pandas(split_blocks=True), Meta(**meta), edges, SideTables(partial(dict, tables)))
 
 
 def _pack(frame: pd.DataFrame) -> bytes:
@@ -188,15 +196,17 @@ def _unpack(text: bytes) -> pd.DataFrame:
     return pa.ipc.open_stream(base64.b64decode(text)).read_pandas()
 
 
-def with_origin(table: pd.DataFrame, origin: Timeline | dict, **more) -> pd.DataFrame:
-    """The table, remembering in `.attrs` what it was made from, which a figure of it carries on.
+def with_origin(table: pd.DataFrame, origin: Timeline | pd.DataFrame | dict, **more) -> pd.DataFrame:
+    """The table itself, with what it was made from in `.attrs`, which plots and figures read.
 
-    origin: a timeline, which also says whether it was measured or simulated, or a provenance as in `Meta`.
+    origin: the timeline that was analysed; or a table made from it, whose attributes are passed on; or a provenance as
+    in `Meta`. Every table that an analysis returns goes through here last, because pandas loses `.attrs` in many
+    operations. Keys: source (measured or simulated) and provenance, as in `Meta`, and what the analysis adds as `more`.
     """
     if isinstance(origin, Timeline):
         table.attrs.update(provenance=origin.meta.provenance, source=origin.meta.source)
     else:
-        table.attrs["provenance"] = origin
+        table.attrs.update(origin.attrs if isinstance(origin, pd.DataFrame) else {"provenance": origin})
     table.attrs.update(more)
     return table
 
@@ -220,13 +230,13 @@ def concat(timelines: Sequence[Timeline]) -> Timeline:
         return timelines[0]
     spans = {c: joined([t.spans[c] for t in timelines]) for c in SPANS}
     offsets = np.cumsum([0] + [len(t) for t in timelines[:-1]])
-    edges = [t.edges.assign(source=t.edges["source"] + o, target=t.edges["target"] + o)
-             for t, o in zip(timelines, offsets, strict=True)]  # fmt: skip
+    parts = [(t, int(before)) for t, before in zip(timelines, offsets, strict=True)]  # with the number of spans before
+    edges = [t.edges.assign(source=t.edges["source"] + o, target=t.edges["target"] + o) for t, o in parts]
     return Timeline(
         pd.DataFrame(spans),
         _joined_meta([t.meta for t in timelines]),
-        pd.DataFrame({c: joined([e[c] for e in edges]) for c in EDGES}),
-        Details.join([(t.details, int(o)) for t, o in zip(timelines, offsets, strict=True)]),
+        pd.DataFrame({c: joined([e[c] for e in edges]) for c in _EDGES}),
+        SideTables.join([(t.side_tables, before) for t, before in parts]),
     )
 
 

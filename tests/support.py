@@ -10,7 +10,7 @@ import pytest
 
 from madmax_lib.datasets import dataset, local_data
 from madmax_lib.planner.space import layouts, passes, plan_of, shards
-from madmax_lib.side_tables import DETAILS, Details, conform
+from madmax_lib.side_tables import SIDE_TABLES, SideTables, conform
 from madmax_lib.timeline import SPANS, Meta, Timeline
 
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -45,14 +45,16 @@ def core_flops(block) -> float:
     return sum(op.flops for op in block.ops if op.core)
 
 
-def detailed_timeline(rows, **details) -> Timeline:
-    """Timeline of (rank, stream, kind, name, start_ns, dur_ns[, correlation]) rows, with tables of details."""
-    table = pd.DataFrame([(*row, -1)[:7] for row in rows],
-                         columns=["rank", "stream", "kind", "name", "start_ns", "dur_ns", "correlation"])  # fmt: skip
+def timeline_with_tables(rows, **tables) -> Timeline:
+    """Timeline of (rank, stream, kind, name, start_ns, dur_ns[, correlation]) rows, with side tables."""
+    columns = ["rank", "stream", "kind", "name", "start_ns", "dur_ns", "correlation"]
+    table = pd.DataFrame([(*row, -1)[:7] for row in rows], columns=columns)
     table = table.assign(step=0, op=-1, group=None, size_bytes=float("nan"))
-    tables = {name: conform(name, dict(zip(DETAILS[name], zip(*values, strict=True), strict=True)))
-              for name, values in details.items()}  # fmt: skip
-    return Timeline(table[list(SPANS)], Meta(), details=Details(lambda: tables))
+    columns = {
+        name: dict(zip(SIDE_TABLES[name], zip(*rows, strict=True), strict=True)) for name, rows in tables.items()
+    }
+    side_tables = {name: conform(name, table) for name, table in columns.items()}
+    return Timeline(table[list(SPANS)], Meta(), side_tables=SideTables(lambda: side_tables))
 
 
 def plans_of_space(space, model, cluster, batch):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from madmax_lib.traces.critical_path import (
         critical_path as critical_path,
         faster_kinds as faster_kinds,
+        launch_gain as launch_gain,
         path_share as path_share,
         what_if as what_if,
     )
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         op_names as op_names,
     )
     from madmax_lib.traces.export import export_trace as export_trace
-    from madmax_lib.traces.launch_gain import launch_gain as launch_gain
     from madmax_lib.traces.operators.memory import (
         allocations as allocations,
         growth as growth,
@@ -48,9 +48,8 @@ if TYPE_CHECKING:
     from madmax_lib.traces.operators.roofline import mfu as mfu, roofline as roofline
     from madmax_lib.traces.read.kineto import read_trace as read_trace
     from madmax_lib.traces.stragglers import skew as skew, stragglers as stragglers
-    from madmax_lib.traces.waits.idle import idle as idle
+    from madmax_lib.traces.waits.idle import idle as idle, launch_bound as launch_bound
     from madmax_lib.traces.waits.launch import (
-        launch_bound as launch_bound,
         launch_floor as launch_floor,
         launches as launches,
         queue_length as queue_length,

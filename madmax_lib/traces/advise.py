@@ -10,14 +10,13 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from madmax_lib.accounting import breakdown
-from madmax_lib.intervals import pack, subtraction, total
+from madmax_lib.accounting import breakdown, exposed_s
 from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import arrivals, calls
 from madmax_lib.traces.stragglers import stragglers
-from madmax_lib.traces.waits.idle import idle
-from madmax_lib.traces.waits.launch import device_work, launch_bound
-from madmax_lib.units import NS_PER_S, format_bytes, format_s
+from madmax_lib.traces.waits.idle import idle, launch_bound
+from madmax_lib.traces.waits.launch import device_work
+from madmax_lib.units import format_bytes, format_s
 
 __all__ = ["COLUMNS", "advise"]
 
@@ -52,11 +51,12 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     whole = breakdown(timeline)
     ranks, steps = max(len(whole), 1), max(len(timeline.steps), 1)
     total_s = whole["total_s"].sum()
-    found = [{"cause": cause, "where": where, "gain_s": gain_s / ranks / steps,
-              "share": gain_s / total_s if total_s > 0 else 0.0, "evidence": evidence, "remedy": _REMEDY[cause]}
-             for finder in (_communication, _late_ranks, _host, _other_idle, _gaps, _copies)
-             for cause, where, gain_s, evidence in finder(timeline)]  # fmt: skip
-    table = pd.DataFrame(found, columns=COLUMNS).astype({"gain_s": "float64", "share": "float64"})
+    rows = [
+        (cause, where, gain_s / ranks / steps, gain_s / total_s if total_s > 0 else 0.0, evidence, _REMEDY[cause])
+        for causes in (_communication, _late_ranks, _host, _other_idle, _gaps, _copies)
+        for cause, where, gain_s, evidence in causes(timeline)
+    ]
+    table = pd.DataFrame(rows, columns=COLUMNS).astype({"gain_s": "float64", "share": "float64"})
     table = table[table["share"] >= _WORTH_SHARE]
     table = table.sort_values(["gain_s", "cause", "where"], ascending=[False, True, True], ignore_index=True)
     return with_origin(table, timeline)
@@ -74,30 +74,18 @@ def _communication(timeline: Timeline) -> Iterator[Finding]:
     rate = table["bus_bytes_per_s"] * table["duration_s"] / transfer_s.where(transfer_s > 0)
     table = table.assign(rate=rate, lost_s=table["exposed_s"] - table["exposed_wait_s"])
     role = table["group"].str.replace(r"\s*\[.*", "", regex=True)  # groups of one name differ in their ranks
+    compute = timeline.spans[timeline.spans["kind"] == "compute"]
     for (name, collective), part in table.groupby([role, "collective"]):
         groups = f" ({part['group'].nunique()} groups)" if part["group"].nunique() > 1 else ""
         where = " · ".join(filter(None, (collective.replace("_", "-"), name))) + groups
         total_s, waited_s = part["duration_s"].sum(), part["wait_s"].sum()
-        exposed_s = _exposed_s(timeline, part["row"])  # calls side by side are exposed once
-        evidence = f"{exposed_s / max(total_s, 1e-12):.0%} of {format_s(total_s)} in {len(part)} calls exposed"
+        alone_s = exposed_s(timeline.spans.loc[part["row"]], compute)  # calls side by side are exposed once
+        evidence = f"{alone_s / max(total_s, 1e-12):.0%} of {format_s(total_s)} in {len(part)} calls exposed"
         evidence += f"; {waited_s / total_s:.0%} is waiting for late ranks" if waited_s > 0 else ""
-        gain_s = min(exposed_s, part["lost_s"].sum())
+        gain_s = min(alone_s, part["lost_s"].sum())
         yield "exposed communication", where, gain_s, evidence
         if (part["rate"] > 0).any():
             yield _small_messages(part[part["rate"] > 0], where, gain_s)
-
-
-def _exposed_s(timeline: Timeline, rows: pd.Series) -> float:
-    """Time of some spans, each instant once per rank, that lies under no compute."""
-    compute = timeline.spans[timeline.spans["kind"] == "compute"]
-    return sum(
-        _alone(part, compute[compute["rank"] == rank]) for rank, part in timeline.spans.loc[rows].groupby("rank")
-    )
-
-
-def _alone(spans: pd.DataFrame, others: pd.DataFrame) -> float:
-    """Seconds of some spans beside which none of the others runs."""
-    return total(subtraction(*(pack(s["start_ns"], s["dur_ns"]) for s in (spans, others)))) / NS_PER_S
 
 
 def _small_messages(part: pd.DataFrame, where: str, exposed_s: float) -> Finding:
@@ -122,12 +110,8 @@ def _host(timeline: Timeline) -> Iterator[Finding]:
     by_rank = launch_bound(timeline).groupby("rank")[["launching_s", "launch_bound_s", "idle_s"]].sum()
     of_idle = f"of {format_s(by_rank['idle_s'].sum())} idle"
     launching_s, other_s = by_rank["launching_s"], by_rank["launch_bound_s"] - by_rank["launching_s"]
-    yield (
-        "launch-bound",
-        _worst(launching_s),
-        launching_s.sum(),
-        f"{format_s(launching_s.sum())} {of_idle} lie inside launches",
-    )
+    inside = f"{format_s(launching_s.sum())} {of_idle} lie inside launches"
+    yield "launch-bound", _worst(launching_s), launching_s.sum(), inside
     late = f"during {format_s(other_s.sum())} {of_idle} the host is late for another reason than launches"
     yield "host wait", _worst(other_s), other_s.sum(), late
 
@@ -166,11 +150,10 @@ def _copies(timeline: Timeline) -> Iterator[Finding]:
     """Copies beside which the device does nothing else."""
     spans = timeline.spans
     copies, others = spans[spans["kind"] == "memcpy"], spans[spans["kind"].isin(("compute", "comm", "other"))]
-    exposed_s = {rank: _alone(part, others[others["rank"] == rank]) for rank, part in copies.groupby("rank")}
-    exposed_s = pd.Series(exposed_s, dtype=float)
+    alone_s = pd.Series({rank: exposed_s(part, others) for rank, part in copies.groupby("rank")}, dtype=float)
     longest = copies.groupby("name", observed=True)["dur_ns"].sum().nlargest(1).index.tolist()
     evidence = f"{len(copies)} copies, most time in {longest[0] if longest else ''}"
-    yield "exposed copies", _worst(exposed_s), exposed_s.sum(), evidence
+    yield "exposed copies", _worst(alone_s), alone_s.sum(), evidence
 
 
 def _worst(by_rank: pd.Series) -> str:

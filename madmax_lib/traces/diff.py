@@ -71,8 +71,9 @@ def compare_ops(
         raise ValueError(f"kind {unknown[0]!r} is not one of {', '.join(KINDS)}")
     mixed = a.meta.source != b.meta.source
     levels = (by,) if by else _LEVELS[: 3 if mixed else 2]
-    left, right = (_ops(timeline, *weights, kinds, mixed)
-                   for timeline, weights in zip((a, b), _weights(a, b), strict=True))  # fmt: skip
+    left, right = (
+        _ops(timeline, *weights, kinds, mixed) for timeline, weights in zip((a, b), _weights(a, b), strict=True)
+    )
     parts = []
     for level in levels:
         keys = [pd.MultiIndex.from_frame(side[["kind", level]]) for side in (left, right)]
@@ -199,8 +200,12 @@ def _ops(timeline: Timeline, ranks: dict[int, int], steps: dict[int, int], kinds
 def _joined(left: pd.DataFrame, right: pd.DataFrame, level: str, matched: str) -> pd.DataFrame:
     """Rows of both sides with the same kind and name, op or class."""
     how = {"class_": ("class", "first"), "count": ("count", "sum"), "total": ("total_s", "sum")}
-    sides = [side.groupby(["kind", level]).agg(**how).reset_index(names=["kind", "name"]) if len(side) else
-             pd.DataFrame(columns=["kind", "name", *how]) for side in (left, right)]  # fmt: skip
+    sides = [
+        side.groupby(["kind", level]).agg(**how).reset_index(names=["kind", "name"])
+        if len(side)
+        else pd.DataFrame(columns=["kind", "name", *how])
+        for side in (left, right)
+    ]
     table = sides[0].merge(sides[1], on=["kind", "name"], how="outer", suffixes=("_a", "_b"))
     numbers = {f"{n}_{s}": table[f"{n}_{s}"].astype(float).fillna(0.0) for n in ("count", "total") for s in "ab"}
     table = table.assign(**numbers, matched=matched)
@@ -237,8 +242,8 @@ def _with_origin(table: pd.DataFrame, a: Timeline, b: Timeline, labels: tuple[st
 def _class_table() -> list[tuple]:
     """(class, class that a simulation has for it, search) by row of op_classes.csv."""
     table = catalog.table("op_classes")
-    return [(row["class"], row["simulated"], re.compile(row["pattern"], re.IGNORECASE).search)
-            for _, row in table.iterrows()]  # fmt: skip
+    searches = [re.compile(pattern, re.IGNORECASE).search for pattern in table["pattern"]]
+    return list(zip(table["class"], table["simulated"], searches, strict=True))
 
 
 _FUNCTION = re.compile(

@@ -152,8 +152,16 @@ def _step_rows(windows: dict[int, tuple[int, int]], steps: list[int]) -> pd.Data
         after = -(-max(end for _, end in windows.values()) // _US) * _US + _US
         rows.append((f"ProfilerStep#{max(steps, default=-1) + 1}", after, 0, -1))
     table = pd.DataFrame(rows, columns=["name", "start_ns", "dur_ns", "step"])
-    return table.assign(kind="annotation", cat="user_annotation", label=table["name"], correlation=-1, op=-1, group="",
-                        size_bytes=np.nan, lane=0)  # fmt: skip
+    return table.assign(
+        kind="annotation",
+        cat="user_annotation",
+        label=table["name"],
+        correlation=-1,
+        op=-1,
+        group="",
+        size_bytes=np.nan,
+        lane=0,
+    )
 
 
 def _launch_rows(spans: pd.DataFrame, windows: dict[int, tuple[int, int]]) -> list[pd.DataFrame]:

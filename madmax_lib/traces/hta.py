@@ -54,8 +54,8 @@ def beside_hta(source: str | Path | Sequence[str | Path]) -> pd.DataFrame:
 
 def temporal(hta: TraceAnalysis) -> pd.DataFrame:
     """rank, total_s, compute_s, non_compute_s, idle_s (HTA get_temporal_breakdown)."""
-    names = {"kernel_time(us)": "total_s", "compute_time(us)": "compute_s", "non_compute_time(us)": "non_compute_s",
-             "idle_time(us)": "idle_s"}  # fmt: skip
+    names = {"kernel_time(us)": "total_s", "compute_time(us)": "compute_s"}
+    names |= {"non_compute_time(us)": "non_compute_s", "idle_time(us)": "idle_s"}
     if not (ranks := _gpu_ranks(hta, "temporal breakdown")):
         return pd.DataFrame(columns=["rank", *names.values()])
     with _quiet(), _only(hta, ranks):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import arrivals
 
 __all__ = ["skew", "stragglers"]
@@ -37,9 +37,7 @@ def skew(timeline: Timeline) -> pd.DataFrame:
         exposed_wait_s=("exposed_wait_s", "sum"),
         bus_bytes_per_s=("bus_bytes_per_s", "max"),
     )
-    result = result.reset_index().sort_values(["first_s", "call"]).reset_index(drop=True)
-    result.attrs.update(table.attrs)
-    return result
+    return with_origin(result.reset_index().sort_values(["first_s", "call"]).reset_index(drop=True), table)
 
 
 def stragglers(timeline: Timeline) -> pd.DataFrame:
@@ -50,16 +48,14 @@ def stragglers(timeline: Timeline) -> pd.DataFrame:
     exposed_waited_s: what it waited for others. `.attrs["by"]` as in `arrivals`.
     """
     table = arrivals(timeline)
-    own = table.groupby("rank").agg(
-        calls=("call", "size"), waited_s=("wait_s", "sum"), exposed=("exposed_wait_s", "sum")
-    )
+    waited = {"waited_s": ("wait_s", "sum"), "exposed_waited_s": ("exposed_wait_s", "sum")}
+    own = table.groupby("rank").agg(calls=("call", "size"), **waited)
     late = table[table["skew_s"] > 0].groupby("last_rank")
     late = late.agg(last=("call", "nunique"), cost_s=("wait_s", "sum"), exposed_cost_s=("exposed_wait_s", "sum"))
-    result = own.join(late).rename_axis("rank").reset_index().rename(columns={"exposed": "exposed_waited_s"})
+    result = own.join(late).rename_axis("rank").reset_index()
     result[["cost_s", "exposed_cost_s"]] = result[["cost_s", "exposed_cost_s"]].fillna(0.0)
     result["last"] = result["last"].fillna(0).astype("int64")
     result["share"] = result["last"] / result["calls"]
     columns = ["rank", "calls", "last", "share", "cost_s", "exposed_cost_s", "waited_s", "exposed_waited_s"]
     result = result[columns].sort_values(["cost_s", "rank"], ascending=[False, True]).reset_index(drop=True)
-    result.attrs.update(table.attrs)
-    return result
+    return with_origin(result, table)

@@ -21,8 +21,17 @@ def test_closed_form():
         ]
     )
     row = breakdown(timeline).iloc[0]
-    expected = {"rank": 0, "total_s": 24e-9, "compute_s": 14e-9, "comm_s": 6e-9, "memory_s": 2e-9,
-                "non_compute_s": 5e-9, "exposed_comm_s": 4e-9, "idle_s": 5e-9, "overlap": 1 / 3}  # fmt: skip
+    expected = {
+        "rank": 0,
+        "total_s": 24e-9,
+        "compute_s": 14e-9,
+        "comm_s": 6e-9,
+        "memory_s": 2e-9,
+        "non_compute_s": 5e-9,
+        "exposed_comm_s": 4e-9,
+        "idle_s": 5e-9,
+        "overlap": 1 / 3,
+    }
     assert list(row.index) == list(expected)
     np.testing.assert_allclose(row.to_numpy(dtype=float), list(expected.values()), rtol=1e-12)
 

@@ -2,8 +2,8 @@ import pandas as pd
 import pytest
 from support import make_timeline
 
-from madmax_lib.side_tables import Details, conform
-from madmax_lib.timeline import EDGES, SPANS, Meta, Timeline, concat
+from madmax_lib.side_tables import SideTables, conform
+from madmax_lib.timeline import SPANS, Meta, Timeline, concat
 
 ROWS = [
     (0, 7, "compute", "gemm", 0, 10),
@@ -15,7 +15,11 @@ ROWS = [
 def test_schema_is_enforced_and_ranks_are_known():
     timeline = make_timeline(ROWS)
     assert {c: str(d) for c, d in timeline.spans.dtypes.items()} == SPANS
-    assert {c: str(d) for c, d in timeline.edges.dtypes.items()} == EDGES
+    assert {c: str(d) for c, d in timeline.edges.dtypes.items()} == {
+        "source": "int64",
+        "target": "int64",
+        "why": "category",
+    }
     assert timeline.ranks == [0] and timeline.steps == [0] and len(timeline) == 3
 
 
@@ -109,11 +113,14 @@ def test_a_part_keeps_the_allocator_events_of_its_time():
     timeline = make_timeline([(r, -1, "cpu", "op", 100 * i, 50) for r in (0, 1) for i in range(3)])
     event = {"stream": -1, "size_bytes": 8, "address": 1, "allocated_bytes": 8, "reserved_bytes": -1, "device": "cpu"}
     events = pd.DataFrame([{"rank": r, "time_ns": t, **event} for r in (0, 1) for t in (-5, 10, 120, 220, 900)])
-    timeline = Timeline(timeline.spans.assign(step=[0, 1, 2] * 2), timeline.meta,
-                        details=Details(lambda: {"memory": conform("memory", events)}))  # fmt: skip
-    assert timeline.select(steps=[1]).details["memory"]["time_ns"].tolist() == [120, 120]
-    assert timeline.select(ranks=[1]).details["memory"]["time_ns"].tolist() == [-5, 10, 120, 220, 900]
-    assert len(timeline.select(steps=[]).details["memory"]) == 0
+    timeline = Timeline(
+        timeline.spans.assign(step=[0, 1, 2] * 2),
+        timeline.meta,
+        side_tables=SideTables(lambda: {"memory": conform("memory", events)}),
+    )
+    assert timeline.select(steps=[1]).side_tables["memory"]["time_ns"].tolist() == [120, 120]
+    assert timeline.select(ranks=[1]).side_tables["memory"]["time_ns"].tolist() == [-5, 10, 120, 220, 900]
+    assert len(timeline.select(steps=[]).side_tables["memory"]) == 0
 
 
 def test_an_unknown_rank_is_refused():

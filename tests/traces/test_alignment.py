@@ -7,7 +7,7 @@ from matplotlib import pyplot as plt
 from support import dataset_or_skip, make_timeline
 
 import madmax_lib as mm
-from madmax_lib.side_tables import Details, conform
+from madmax_lib.side_tables import SideTables, conform
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces import hta
 from madmax_lib.traces.comm.alignment import align, clock_offsets
@@ -27,8 +27,11 @@ def meetings(
 ) -> list[tuple]:
     """Rows of collectives: each is {rank: true start}, ends together after the last start, on clocks that are ahead."""
     ends = [max(start.values()) + transfer_ns for start in starts]
-    return [(rank, 20, "comm", name, EPOCH_NS + begin + ahead_ns.get(rank, 0), end - begin)
-            for start, end in zip(starts, ends, strict=True) for rank, begin in start.items()]  # fmt: skip
+    return [
+        (rank, 20, "comm", name, EPOCH_NS + begin + ahead_ns.get(rank, 0), end - begin)
+        for start, end in zip(starts, ends, strict=True)
+        for rank, begin in start.items()
+    ]
 
 
 def offsets(timeline: Timeline) -> dict[int, float]:
@@ -60,8 +63,12 @@ def test_one_late_notice_does_not_move_the_clock():
 
 
 def test_groups_are_joined_through_others_and_a_lonely_rank_keeps_its_clock():
-    rows = [*meetings([{0: 0, 1: 5}], {1: 100}), *meetings([{1: 40, 2: 50}], {1: 100, 2: 1000}),
-            *meetings([{4: 0, 5: 1}], {4: 7, 5: 9}), (3, 7, "compute", "a", EPOCH_NS, 5)]  # fmt: skip
+    rows = [
+        *meetings([{0: 0, 1: 5}], {1: 100}),
+        *meetings([{1: 40, 2: 50}], {1: 100, 2: 1000}),
+        *meetings([{4: 0, 5: 1}], {4: 7, 5: 9}),
+        (3, 7, "compute", "a", EPOCH_NS, 5),
+    ]
     timeline = make_timeline(rows)
     groups = ["[0, 1]"] * 2 + ["[1, 2]"] * 2 + ["[4, 5]"] * 2 + [None]
     timeline = Timeline(timeline.spans.assign(group=groups).astype({"group": "category"}), timeline.meta)
@@ -74,8 +81,11 @@ def test_groups_are_joined_through_others_and_a_lonely_rank_keeps_its_clock():
 
 def test_disagreeing_groups_share_the_error():
     """0-1 says 10, 1-2 says 10, 0-2 says 26: least squares adds a third of the 6 ns to each."""
-    rows = [*meetings([{0: 0, 1: 0}], {1: 10}), *meetings([{1: 40, 2: 40}], {1: 10, 2: 20}),
-            *meetings([{0: 80, 2: 80}], {2: 26})]  # fmt: skip
+    rows = [
+        *meetings([{0: 0, 1: 0}], {1: 10}),
+        *meetings([{1: 40, 2: 40}], {1: 10, 2: 20}),
+        *meetings([{0: 80, 2: 80}], {2: 26}),
+    ]
     spans = make_timeline(rows).spans.assign(group=["a"] * 2 + ["b"] * 2 + ["c"] * 2)
     assert (clock_offsets(Timeline(spans))["offset_s"] * 1e9).round(6).tolist() == [0, 12, 24]
 
@@ -91,11 +101,19 @@ def test_a_broadcast_only_joins_ranks_that_nothing_else_joins():
 
 def test_aligning_again_changes_nothing_and_memory_events_move_along():
     timeline = make_timeline(meetings([{0: 0, 1: 50}, {0: 100, 1: 90}], {1: 1000}))
-    columns = {"rank": [0, 1], "stream": -1, "time_ns": [5, 1005], "size_bytes": 1, "address": 0, "allocated_bytes": 1,
-               "reserved_bytes": 1, "device": "cpu"}  # fmt: skip
+    columns = {
+        "rank": [0, 1],
+        "stream": -1,
+        "time_ns": [5, 1005],
+        "size_bytes": 1,
+        "address": 0,
+        "allocated_bytes": 1,
+        "reserved_bytes": 1,
+        "device": "cpu",
+    }
     memory = conform("memory", pd.DataFrame(columns))
-    once = align(Timeline(timeline.spans, timeline.meta, details=Details(lambda: {"memory": memory})))
-    assert once.details["memory"]["time_ns"].tolist() == [5, 5]
+    once = align(Timeline(timeline.spans, timeline.meta, side_tables=SideTables(lambda: {"memory": memory})))
+    assert once.side_tables["memory"]["time_ns"].tolist() == [5, 5]
     twice = align(once)
     pd.testing.assert_frame_equal(once.spans, twice.spans)
     assert twice.meta.provenance["clock_offsets_s"] == {"0": 0.0, "1": 1e-6}
@@ -114,7 +132,7 @@ def test_dlrm_clocks_agree_to_microseconds():
     table = clock_offsets(timeline)
     assert table["offset_s"].abs().max() < 2e-6 and table["spread_s"].max() < 2e-6 and set(table["calls"]) == {8}
     moved = timeline.spans.assign(start_ns=timeline.spans["start_ns"] + timeline.spans["rank"].astype("int64") * 10**9)
-    shifted = clock_offsets(Timeline(moved, timeline.meta, details=timeline.details))
+    shifted = clock_offsets(Timeline(moved, timeline.meta, side_tables=timeline.side_tables))
     np.testing.assert_allclose(shifted["offset_s"] - shifted["rank"], table["offset_s"], atol=1e-8)
 
 
@@ -186,8 +204,10 @@ def write_ranks(directory, kernel: str) -> list:
             ("cuda_runtime", "cudaLaunchKernel", 50, 2, 1, {"correlation": 9, "External id": 9}),
             ("kernel", kernel, start, 600 - start, 20, {"correlation": 9, "External id": 9, "stream": 20}),
         ]
-        rows = [{"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur, "args": args}
-                for cat, name, ts, dur, tid, args in events]  # fmt: skip
+        rows = [
+            {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur, "args": args}
+            for cat, name, ts, dur, tid, args in events
+        ]
         info = {"backend": "nccl", "rank": rank, "world_size": 3}
         paths.append(directory / f"rank{rank}.json")
         paths[-1].write_text(json.dumps({"schemaVersion": 1, "distributedInfo": info, "traceEvents": rows}))
@@ -227,8 +247,13 @@ def test_dlrm_stragglers_beside_hta():
 
 
 def titles(timeline: Timeline) -> list[str]:
-    draw = {plots.plot_groups: by_group, plots.plot_bandwidth: calls, plots.plot_skew: skew,
-            plots.plot_stragglers: stragglers, plots.plot_clock_offsets: clock_offsets}  # fmt: skip
+    draw = {
+        plots.plot_groups: by_group,
+        plots.plot_bandwidth: calls,
+        plots.plot_skew: skew,
+        plots.plot_stragglers: stragglers,
+        plots.plot_clock_offsets: clock_offsets,
+    }
     axes = [plot(analyse(timeline)) for plot, analyse in draw.items()]
     data = [figure_data(ax) for ax in axes]
     assert all("provenance" in table.attrs for table in data)
@@ -251,9 +276,13 @@ def test_pictures_say_what_the_tables_say():
 
 def test_pictures_of_nothing_say_so():
     one = [(0, 20, "comm", AR, 0, 5), (0, 20, "comm", AR, 9, 15)]
-    expected = ["No communication in this trace", "No bandwidth: no call tells its size",
-                "No skew: no call has two ranks here", "No stragglers: no call has two ranks here",
-                "Clocks cannot be compared: no call has two ranks here"]  # fmt: skip
+    expected = [
+        "No communication in this trace",
+        "No bandwidth: no call tells its size",
+        "No skew: no call has two ranks here",
+        "No stragglers: no call has two ranks here",
+        "Clocks cannot be compared: no call has two ranks here",
+    ]
     assert titles(make_timeline([])) == expected
     assert titles(make_timeline(one)) == ["All-reduce takes 100% of the communication", *expected[1:]]
     together = make_timeline(meetings([{0: 0, 1: 0}], {}))

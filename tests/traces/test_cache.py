@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import loky
@@ -13,7 +15,7 @@ import pytest
 
 import madmax_lib as mm
 from madmax_lib.datasets import dataset
-from madmax_lib.side_tables import DETAILS
+from madmax_lib.side_tables import SIDE_TABLES
 from madmax_lib.traces.read import cache, kineto
 from madmax_lib.traces.read.events import TraceWarning
 
@@ -41,16 +43,16 @@ def no_decoder(monkeypatch):
 def same(a, b) -> None:
     pd.testing.assert_frame_equal(a.spans, b.spans)
     assert a.meta == b.meta
-    for name in DETAILS:
-        pd.testing.assert_frame_equal(a.details[name], b.details[name])
+    for name in SIDE_TABLES:
+        pd.testing.assert_frame_equal(a.side_tables[name], b.side_tables[name])
 
 
 def test_the_second_reading_decodes_nothing_and_is_equal(folder, trace, no_decoder):
     first = mm.read_trace(trace)
-    assert len(first.details["operators"]) > 100
+    assert len(first.side_tables["operators"]) > 100
     no_decoder()
     trace_as_before = mm.read_trace(trace)
-    trace.unlink()  # details come from the cache too
+    trace.unlink()  # side tables come from the cache too
     same(trace_as_before, first)
     assert len(list(folder.iterdir())) == 2
 
@@ -80,6 +82,37 @@ def test_the_hash_of_a_large_settled_file_is_remembered_until_it_changes(folder,
     trace.write_bytes(content)
     os.utime(trace, ns=(state.st_atime_ns, state.st_mtime_ns))  # same size and time of modification
     assert cache.content_sha256(trace) not in (first, "f" * 64)
+
+
+READ = """
+import os, sys, madmax_lib as mm
+timeline = mm.read_trace(sys.argv[1])
+dict(timeline.side_tables)
+print(*(m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "madmax_lib"))
+"""
+
+
+def test_the_fingerprint_covers_every_module_that_reading_imports(folder, trace):
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder.parent), "PYTHONPATH": str(cache._PACKAGE.parent)}
+    run = subprocess.run([sys.executable, "-c", READ, trace], capture_output=True, text=True, env=environment)
+    imported = {Path(path) for path in run.stdout.split()}
+    assert len(imported) > 15 and imported <= set(cache._reader_sources(cache._PACKAGE))
+
+
+@pytest.mark.parametrize("change", ["edited", "moved", "added", "removed"])
+@pytest.mark.parametrize("name", ["kinds.py", "traces/read/chrome.py", "traces/comm/alignment.py"])
+def test_the_fingerprint_follows_the_source(tmp_path, name, change):
+    package = Path(shutil.copytree(cache._PACKAGE, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__")))
+    before, path = cache._fingerprint(package), package / name
+    if change == "edited":
+        path.write_text(path.read_text() + "\n")
+    elif change == "moved":
+        path.rename(path.with_name("elsewhere.py"))
+    elif change == "added":
+        path.with_name("new.py").touch()
+    else:
+        path.unlink()
+    assert cache._fingerprint(package) != before
 
 
 def test_rules_and_user_kinds_have_entries_of_their_own(folder, trace, tmp_path):
@@ -128,10 +161,10 @@ def test_details_of_a_file_that_has_changed_are_refused(trace, monkeypatch):
     timeline, gone = mm.read_trace(trace), mm.read_trace(trace)
     trace.write_bytes(trace.read_bytes() + b"\0")
     with pytest.raises(ValueError, match="has changed since it was read"):
-        timeline.details["operators"]
+        timeline.side_tables["operators"]
     trace.unlink()
     with pytest.raises(FileNotFoundError):
-        gone.details["operators"]
+        gone.side_tables["operators"]
 
 
 def read_in(folder: str, path: Path):

@@ -92,7 +92,7 @@ FORMS = {
     "reordered.json": json.dumps({key: OBJECT[key] for key in reversed(OBJECT)}, sort_keys=True).encode(),
     "events first.json": json.dumps({"traceEvents": EVENTS} | OBJECT).encode(),
     "events last.json": json.dumps({k: OBJECT[k] for k in sorted(OBJECT, key="traceEvents".__eq__)}).encode(),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -267,7 +267,7 @@ DAMAGE = {  # old text, new text, names that remain (None: all four), how many e
     "args that is a list": (b'"name": "k1"', b'"args": [1], "name": "k1"', ["k0", "k2", "k3"], 1),
     "null": (b'{"ph": "X", "cat": "kernel", "name": "k1"', b'null, {"name": "k1"', None, 1),
     "a number and a text": (b'{"ph": "X", "cat": "kernel", "name": "k1"', b'3, "x", {"name": "k1"', None, 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("block", [60, 400, WHOLE])

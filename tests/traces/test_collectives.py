@@ -7,15 +7,24 @@ from support import dataset_or_skip, local_or_skip, make_timeline
 
 import madmax_lib as mm
 from madmax_lib.accounting import breakdown
-from madmax_lib.side_tables import Details, conform
+from madmax_lib.side_tables import SideTables, conform
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.timeline import Meta, Timeline
 from madmax_lib.traces.comm.collectives import by_group, calls, waiting
 from madmax_lib.traces.read.kineto import read_trace
 
 AR = "ncclDevKernel_AllReduce"
-UNKNOWN = {"collective": "", "dtype": "", "in_elements": -1, "out_elements": -1, "group_size": -1, "ranks": "",
-           "sequence": -1, "source_rank": -1, "target_rank": -1}  # fmt: skip
+UNKNOWN = {
+    "collective": "",
+    "dtype": "",
+    "in_elements": -1,
+    "out_elements": -1,
+    "group_size": -1,
+    "ranks": "",
+    "sequence": -1,
+    "source_rank": -1,
+    "target_rank": -1,
+}
 
 
 def told(rows: list[tuple], records: dict[int, dict], **columns) -> Timeline:
@@ -23,17 +32,23 @@ def told(rows: list[tuple], records: dict[int, dict], **columns) -> Timeline:
     timeline = make_timeline(rows)
     table = pd.DataFrame([UNKNOWN | {"row": row} | fields for row, fields in records.items()])
     spans = timeline.spans.assign(**columns).astype({"group": "category"})
-    return Timeline(spans, timeline.meta, details=Details(lambda: {"calls": conform("calls", table)}))
+    return Timeline(spans, timeline.meta, side_tables=SideTables(lambda: {"calls": conform("calls", table)}))
 
 
 def with_shapes(rows: list[tuple], shapes: dict[int, tuple], **columns) -> Timeline:
     """Timeline of such rows with recorded shapes and types {row: (shapes, types)}."""
     timeline = make_timeline(rows)
-    table = {"row": list(shapes), "shapes": [json.dumps(s) for s, _ in shapes.values()], "inputs": "", "sequence": -1,
-             "types": [json.dumps(t) for _, t in shapes.values()], "forward_thread": -1}  # fmt: skip
+    table = {
+        "row": list(shapes),
+        "shapes": [json.dumps(s) for s, _ in shapes.values()],
+        "inputs": "",
+        "sequence": -1,
+        "types": [json.dumps(t) for _, t in shapes.values()],
+        "forward_thread": -1,
+    }
     operators = conform("operators", pd.DataFrame(table))
     spans = timeline.spans.assign(**columns)
-    return Timeline(spans, timeline.meta, details=Details(lambda: {"operators": operators}))
+    return Timeline(spans, timeline.meta, side_tables=SideTables(lambda: {"operators": operators}))
 
 
 # size, kind and bandwidth of a call
@@ -71,15 +86,24 @@ def test_no_bandwidth_without_size_or_time():
 
 
 def test_exposed_is_what_the_ranks_own_compute_leaves_open():
-    rows = [(0, 20, "comm", AR, 0, 10), (0, 7, "compute", "a", 2, 2), (0, 8, "compute", "b", 3, 3),
-            (0, 7, "compute", "c", 9, 11), (1, 20, "comm", AR, 0, 10), (0, 21, "comm", AR, 12, 5)]  # fmt: skip
+    rows = [
+        (0, 20, "comm", AR, 0, 10),
+        (0, 7, "compute", "a", 2, 2),
+        (0, 8, "compute", "b", 3, 3),
+        (0, 7, "compute", "c", 9, 11),
+        (1, 20, "comm", AR, 0, 10),
+        (0, 21, "comm", AR, 12, 5),
+    ]
     assert (calls(make_timeline(rows))["exposed_s"] * 1e9).round(6).tolist() == [5, 10, 0]
 
 
 def test_a_kernel_without_metadata_takes_the_hosts_record_with_its_operator_id():
     """As with RCCL and older NCCL: record_param_comms of the same rank and External id."""
-    rows = [(0, -1, "cpu", "record_param_comms", 0, 1), (1, -1, "cpu", "record_param_comms", 0, 1),
-            *((1, 4, "comm", "ncclDevKernel_Generic", start, 10) for start in (5, 20))]  # fmt: skip
+    rows = [
+        (0, -1, "cpu", "record_param_comms", 0, 1),
+        (1, -1, "cpu", "record_param_comms", 0, 1),
+        *((1, 4, "comm", "ncclDevKernel_Generic", start, 10) for start in (5, 20)),
+    ]
     fields = {"collective": "all_gather", "dtype": "half", "in_elements": 10, "out_elements": 80, "ranks": "0,1,4,5"}
     other = fields | {"collective": "broadcast"}
     table = calls(told(rows, {0: other, 1: fields}, op=[7, 7, 7, -1], group=["dp", "dp", None, None]))
@@ -92,12 +116,12 @@ def test_a_kernel_without_metadata_takes_the_hosts_record_with_its_operator_id()
 def test_the_hosts_record_equals_the_kernels(name):
     """Without the metadata on the kernels, the operator id leads to the same on real NCCL and RCCL traces."""
     timeline = read_trace(local_or_skip(f"traces/{name}.json.gz"))
-    records, device = timeline.details["calls"], timeline.spans["stream"].ge(0)
+    records, device = timeline.side_tables["calls"], timeline.spans["stream"].ge(0)
     host = records[~device.to_numpy()[records["row"]]]
     spans = timeline.spans.assign(
         size_bytes=timeline.spans["size_bytes"].mask(device), group=timeline.spans["group"].mask(device)
     )
-    by_host = calls(Timeline(spans, timeline.meta, details=Details(lambda: {"calls": host})))
+    by_host = calls(Timeline(spans, timeline.meta, side_tables=SideTables(lambda: {"calls": host})))
     assert len(host) < len(records)
     pd.testing.assert_frame_equal(by_host, calls(timeline))
 
@@ -118,18 +142,24 @@ def test_exposed_calls_add_up_to_the_exposed_communication_of_the_rank():
 
 def test_old_kernels_are_named_and_sized_by_the_annotation_around_their_launch():
     """SendRecv is an all-to-all here; the gather's two sides tell its group, which the trace does not name."""
-    rows = [(0, -1, "annotation", "nccl:all_to_all", 0, 10), (0, -1, "cpu", "cudaLaunchKernel", 5, 2),
-            (0, 84, "comm", "ncclKernel_SendRecv", 8, 20),
-            (0, -1, "cpu", "c10d::_allgather_base_", 30, 12), (0, -1, "annotation", "nccl:_all_gather_base", 31, 10),
-            (0, -1, "cpu", "cudaLaunchKernel", 35, 2), (0, 84, "comm", "ncclKernel_SendRecv", 40, 20),
-            (0, -1, "cpu", "cudaLaunchKernel", 60, 2), (0, 84, "comm", "ncclKernel_SendRecv", 62, 20)]  # fmt: skip
+    rows = [
+        (0, -1, "annotation", "nccl:all_to_all", 0, 10),
+        (0, -1, "cpu", "cudaLaunchKernel", 5, 2),
+        (0, 84, "comm", "ncclKernel_SendRecv", 8, 20),
+        (0, -1, "cpu", "c10d::_allgather_base_", 30, 12),
+        (0, -1, "annotation", "nccl:_all_gather_base", 31, 10),
+        (0, -1, "cpu", "cudaLaunchKernel", 35, 2),
+        (0, 84, "comm", "ncclKernel_SendRecv", 40, 20),
+        (0, -1, "cpu", "cudaLaunchKernel", 60, 2),
+        (0, 84, "comm", "ncclKernel_SendRecv", 62, 20),
+    ]
     shapes = {
         0: ([[24]], ["long int"]),
         3: ([[64, 2], [8, 2], []], ["float", "float", "Scalar"]),
         4: ([[8, 2]], ["float"]),
     }
     timeline = with_shapes(rows, shapes, correlation=[-1, 1, 1, -1, -1, 2, 2, 3, 3])
-    table = calls(Timeline(timeline.spans, Meta(world_size=16), details=timeline.details))
+    table = calls(Timeline(timeline.spans, Meta(world_size=16), side_tables=timeline.side_tables))
     assert table["collective"].tolist() == ["all_to_all", "all_gather", "send_recv"]
     assert table["dtype"].tolist() == ["long", "float", ""]
     np.testing.assert_equal(table["size_bytes"].to_numpy(), [24 * 8, 64 * 2 * 4, np.nan])
@@ -137,8 +167,11 @@ def test_old_kernels_are_named_and_sized_by_the_annotation_around_their_launch()
 
 
 def test_gloo_tells_the_share_of_one_rank():
-    rows = [(rank, -1, "comm", name, 50 * i, 10) for rank in (0, 1)
-            for i, name in enumerate(("gloo:all_gather", "gloo:all_reduce"))]  # fmt: skip
+    rows = [
+        (rank, -1, "comm", name, 50 * i, 10)
+        for rank in (0, 1)
+        for i, name in enumerate(("gloo:all_gather", "gloo:all_reduce"))
+    ]
     shapes = {row: ([[100, 2], [3]], ["float", "c10::BFloat16"]) for row in range(4)}
     table = calls(with_shapes(rows, shapes))
     assert table["size_bytes"].tolist() == [2 * 806, 806] * 2
@@ -182,11 +215,21 @@ def test_a_number_that_one_rank_alone_has_is_unmatched():
 
 def test_sends_meet_their_receives():
     """Rank 0 sends twice to 1 and receives once from it; 2 sends to 0. Each side records only the other one."""
-    lines = [(0, "send", 1, 0), (0, "send", 1, 20), (0, "recv", 1, 40), (0, "recv", 2, 60),
-             (1, "recv", 0, 0), (1, "recv", 0, 25), (1, "send", 0, 40), (2, "send", 0, 60)]  # fmt: skip
+    lines = [
+        (0, "send", 1, 0),
+        (0, "send", 1, 20),
+        (0, "recv", 1, 40),
+        (0, "recv", 2, 60),
+        (1, "recv", 0, 0),
+        (1, "recv", 0, 25),
+        (1, "send", 0, 40),
+        (2, "send", 0, 60),
+    ]
     rows = [(rank, 20, "comm", "ncclDevKernel_SendRecv", start, 5) for rank, _, _, start in lines]
-    records = {row: {"collective": what, "target_rank" if what == "send" else "source_rank": peer}
-               for row, (_, what, peer, _) in enumerate(lines)}  # fmt: skip
+    records = {
+        row: {"collective": what, "target_rank" if what == "send" else "source_rank": peer}
+        for row, (_, what, peer, _) in enumerate(lines)
+    }
     table = calls(told(rows, records, group="0 [0, 1, 2]"))
     assert [sorted(part) for part in table.groupby("call").groups.values()] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert table["source_rank"].tolist() == [0, 0, 1, 2, 0, 0, 1, 2] and table.attrs["unmatched"] == {}
@@ -219,8 +262,12 @@ def test_bytes_of_a_ddp_step_are_the_parameters():
 
 def test_by_group_of_two_calls():
     """1000 floats on 4 ranks; the last ranks take 100 and 200 ns, the others wait 30 + 0 and 0 + 40."""
-    rows = [(0, 20, "comm", AR, 0, 130), (0, 20, "comm", AR, 500, 200),
-            (1, 20, "comm", AR, 0, 100), (1, 20, "comm", AR, 500, 240)]  # fmt: skip
+    rows = [
+        (0, 20, "comm", AR, 0, 130),
+        (0, 20, "comm", AR, 500, 200),
+        (1, 20, "comm", AR, 0, 100),
+        (1, 20, "comm", AR, 500, 240),
+    ]
     fields = {"collective": "all_reduce", "dtype": "float", "in_elements": 1000, "out_elements": 1000, "group_size": 4}
     table = by_group(told(rows, dict.fromkeys(range(4), fields), group="tp"))
     row = table.iloc[0]
@@ -247,8 +294,13 @@ def test_dlrm_by_group():
 def test_old_a100_trace_has_plausible_bandwidths():
     """16 ranks; the two sides of its gathers say that these run among 8, inside of a node."""
     table = by_group(read_trace(local_or_skip("traces/hta-samples/rank0.json.gz"))).set_index("collective")
-    assert table["group_size"].to_dict() == {"all_reduce": 16, "all_to_all": 16, "send_recv": 16, "all_gather": 8,
-                                             "reduce_scatter": 8}  # fmt: skip
+    assert table["group_size"].to_dict() == {
+        "all_reduce": 16,
+        "all_to_all": 16,
+        "send_recv": 16,
+        "all_gather": 8,
+        "reduce_scatter": 8,
+    }
     sized = table["bus_bytes_per_s"].drop("send_recv")
     assert (sized < 300e9).all() and (sized.drop("all_to_all") > 50e9).all()  # NVLink 3, one way
 
@@ -277,7 +329,9 @@ def test_simulated_groups_have_their_ranks():
     ) == 12
     sent = table[table["collective"] == "send_recv"]
     assert set(zip(sent["source_rank"], sent["target_rank"], strict=True)) == {
-        *((r, r + 4) for r in range(4)), *((r + 4, r) for r in range(4))}  # fmt: skip
+        *((r, r + 4) for r in range(4)),
+        *((r + 4, r) for r in range(4)),
+    }
     shared = table[table["call"] >= 0].groupby("call")
     assert set(shared["rank"].nunique()) == {2} and set(shared["group"].nunique()) == {1}
 
@@ -295,8 +349,11 @@ def test_one_simulated_rank_may_stand_for_many():
 def test_the_shortest_arrived_last():
     """Two calls: rank 1 is last in the first (others wait 6 and 3 ns), rank 0 in the second (5 and 1 ns)."""
     durations = {0: (10, 2), 1: (4, 7), 2: (7, 3)}
-    rows = [(rank, 20, "comm", AR, 100 * rank + 50 * call, dur)
-            for rank, calls in durations.items() for call, dur in enumerate(calls)]  # fmt: skip
+    rows = [
+        (rank, 20, "comm", AR, 100 * rank + 50 * call, dur)
+        for rank, calls in durations.items()
+        for call, dur in enumerate(calls)
+    ]
     table = waiting(make_timeline(rows)).set_index(["rank", "waits_for"])["wait_s"]
     assert {key: round(value * 1e9) for key, value in table.items()} == {(0, 1): 6, (2, 1): 3, (1, 0): 5, (2, 0): 1}
 
@@ -333,7 +390,7 @@ def test_one_rank_or_no_communication_waits_for_nobody():
 
 def test_one_rank_reads_no_details():
     timeline = make_timeline([(0, 20, "comm", AR, 0, 5)])
-    timeline = Timeline(timeline.spans, timeline.meta, details=Details(lambda: pytest.fail("read")))
+    timeline = Timeline(timeline.spans, timeline.meta, side_tables=SideTables(lambda: pytest.fail("read")))
     assert not len(waiting(timeline)) and waiting(timeline).attrs["unmatched"] == {}
 
 

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings, strategies as st
 from matplotlib import pyplot as plt
-from support import detailed_timeline as trace, local_or_skip
+from support import local_or_skip, timeline_with_tables as trace
 
 import madmax_lib as mm
 from madmax_lib.datasets import PROJECT
@@ -32,8 +32,11 @@ def new_ns(timeline, faster) -> int:
 
 
 # Launch n costs 10 ns of host time, each kernel takes 4 ns and starts 6 ns after its launch began
-LAUNCH_BOUND = [row for n in range(4) for row in [(0, -1, "cpu", "cudaLaunchKernel", 10 * n, 10, n),
-                                                  (0, 7, "compute", f"k{n}", 10 * n + 6, 4, n)]]  # fmt: skip
+LAUNCH_BOUND = [
+    row
+    for n in range(4)
+    for row in [(0, -1, "cpu", "cudaLaunchKernel", 10 * n, 10, n), (0, 7, "compute", f"k{n}", 10 * n + 6, 4, n)]
+]
 
 
 def test_a_launch_bound_chain_is_the_host():
@@ -50,8 +53,14 @@ def test_a_launch_bound_chain_is_the_host():
 
 def test_a_launch_on_its_way_decides_even_if_the_stream_was_busy_meanwhile():
     """Every 10 us a launch of 8 us, and kernels of 4 us: each ends while the next launch is on its way."""
-    rows = [row for n in range(5) for row in [(0, -1, "cpu", "cudaLaunchKernel", 10_000 * n, 9_000, n),
-                                              (0, 7, "compute", "k", 10_000 * n + 8_000, 4_000, n)]]  # fmt: skip
+    rows = [
+        row
+        for n in range(5)
+        for row in [
+            (0, -1, "cpu", "cudaLaunchKernel", 10_000 * n, 9_000, n),
+            (0, 7, "compute", "k", 10_000 * n + 8_000, 4_000, n),
+        ]
+    ]
     share = path_share(critical_path(trace(rows))).set_index("kind")["path_s"]
     assert share.mul(1e6).round(3).to_dict() == {"host": 40, "launch delay": 8, "compute": 4}
 
@@ -82,17 +91,32 @@ def test_two_streams_with_an_event():
     assert new_ns(timeline, {"compute": INF}) == 4 + 3 + 20 + 3  # now its launch decides, as late as the other one
     assert new_ns(timeline, {"AllReduce": 2}) == 65 - 10
     share = path_share(path).set_index("kind")
-    assert share["path_s"].mul(1e9).round().to_dict() == {"host": 3, "launch delay": 3, "compute": 37, "comm": 20,
-                                                          "wait": 2}  # fmt: skip
-    assert share["busy_s"].mul(1e9).round().to_dict() == {"host": 65, "launch delay": 0, "compute": 37, "comm": 20,
-                                                          "wait": 0}  # fmt: skip
+    assert share["path_s"].mul(1e9).round().to_dict() == {
+        "host": 3,
+        "launch delay": 3,
+        "compute": 37,
+        "comm": 20,
+        "wait": 2,
+    }
+    assert share["busy_s"].mul(1e9).round().to_dict() == {
+        "host": 65,
+        "launch delay": 0,
+        "compute": 37,
+        "comm": 20,
+        "wait": 0,
+    }
     assert share["share"].sum() == pytest.approx(1)
 
 
 def test_a_collective_waits_for_the_slow_rank():
     """Rank 1 computes 50 ns longer: its compute and the transfer decide, and rank 0's next kernel waits for both."""
-    rows = [(0, 7, "compute", "mm", 0, 10), (1, 7, "compute", "mm", 0, 60), (0, 7, "comm", "AllReduce", 10, 70),
-            (1, 7, "comm", "AllReduce", 60, 20), (0, 7, "compute", "next", 80, 5)]  # fmt: skip
+    rows = [
+        (0, 7, "compute", "mm", 0, 10),
+        (1, 7, "compute", "mm", 0, 60),
+        (0, 7, "comm", "AllReduce", 10, 70),
+        (1, 7, "comm", "AllReduce", 60, 20),
+        (0, 7, "compute", "next", 80, 5),
+    ]
     timeline = trace(rows)
     path = critical_path(timeline)
     assert parts(path) == [("compute", "mm", 0, 60), ("comm", "AllReduce", 60, 20), ("compute", "next", 80, 5)]
@@ -104,25 +128,40 @@ def test_a_collective_waits_for_the_slow_rank():
 
 
 def test_a_graph_launch_is_one_launch_of_many_kernels():
-    rows = [(0, -1, "cpu", "cudaGraphLaunch", 0, 9, 5), (0, 7, "compute", "first", 10, 10, 5),
-            (0, 7, "compute", "left", 21, 30, 5), (0, 7, "compute", "right", 22, 10, 5),
-            (0, 7, "compute", "last", 52, 5, 5)]  # fmt: skip
+    rows = [
+        (0, -1, "cpu", "cudaGraphLaunch", 0, 9, 5),
+        (0, 7, "compute", "first", 10, 10, 5),
+        (0, 7, "compute", "left", 21, 30, 5),
+        (0, 7, "compute", "right", 22, 10, 5),
+        (0, 7, "compute", "last", 52, 5, 5),
+    ]
     timeline = trace(rows)
     assert parts(critical_path(timeline)) == [
-        ("launch delay", "first", 0, 10), ("compute", "first", 10, 10), ("wait", "left", 20, 1),
-        ("compute", "left", 21, 30), ("wait", "last", 51, 1), ("compute", "last", 52, 5),
-    ]  # fmt: skip
+        ("launch delay", "first", 0, 10),
+        ("compute", "first", 10, 10),
+        ("wait", "left", 20, 1),
+        ("compute", "left", 21, 30),
+        ("wait", "last", 51, 1),
+        ("compute", "last", 52, 5),
+    ]
     assert new_ns(timeline, {"left": INF}) == 33 + 0 + 5  # `right` goes on until 32, and a stream takes 1 ns to go on
     assert new_ns(timeline, {"host": INF}) == 57
 
 
 def test_what_earlier_steps_left_running_counts_from_the_start_of_the_step():
-    rows = [(0, -1, "cpu", "cudaLaunchKernel", 0, 5, 1), (0, -1, "cpu", "cudaLaunchKernel", 10, 5, 2),
-            (0, 7, "compute", "old", 5, 25, 1), (0, 7, "compute", "new", 31, 9, 2)]  # fmt: skip
+    rows = [
+        (0, -1, "cpu", "cudaLaunchKernel", 0, 5, 1),
+        (0, -1, "cpu", "cudaLaunchKernel", 10, 5, 2),
+        (0, 7, "compute", "old", 5, 25, 1),
+        (0, 7, "compute", "new", 31, 9, 2),
+    ]
     timeline = trace(rows)
     timeline = Timeline(timeline.spans.assign(step=[0, 1, 0, 1]), timeline.meta)
-    assert parts(critical_path(timeline, 1)) == [("compute", "old", 0, 20), ("wait", "new", 20, 1),
-                                                 ("compute", "new", 21, 9)]  # fmt: skip
+    assert parts(critical_path(timeline, 1)) == [
+        ("compute", "old", 0, 20),
+        ("wait", "new", 20, 1),
+        ("compute", "new", 21, 9),
+    ]
     assert critical_path(timeline).attrs["step_s"] == 30e-9  # the first step
     with pytest.raises(ValueError, match=r"step 7 is not in the timeline; it has \[0, 1\]"):
         critical_path(timeline, 7)
@@ -212,8 +251,15 @@ def test_nothing_to_walk(rows):
     assert what_if(timeline, {"compute": 2})["step_s"].tolist() == [0]
 
 
-CALLS = ("cudaLaunchKernel", "cudaDeviceSynchronize", "cudaStreamWaitEvent", "cudaEventRecord", "cudaMemcpyAsync",
-         "c10d::allreduce_", "aten::mm")  # fmt: skip
+CALLS = (
+    "cudaLaunchKernel",
+    "cudaDeviceSynchronize",
+    "cudaStreamWaitEvent",
+    "cudaEventRecord",
+    "cudaMemcpyAsync",
+    "c10d::allreduce_",
+    "aten::mm",
+)
 
 
 def any_row(random, reach_ns) -> tuple:
@@ -234,13 +280,27 @@ def any_row(random, reach_ns) -> tuple:
 def test_whatever_a_trace_says_the_parts_sum_to_the_step(seed):
     random = Random(seed)
     rows = [any_row(random, random.choice([5, 100, 200_000])) for _ in range(40)]
-    syncs = [(row, random.choice(["Stream Wait Event", "Event Sync", "Stream Sync"]), random.randint(-1, 2),
-              random.randint(-1, 6)) for row, values in enumerate(rows) if values[2] == "idle"]  # fmt: skip
-    operators = [(row, "", "", "", random.randint(-1, 2), random.randint(-1, 1))
-                 for row, values in enumerate(rows) if values[2] == "cpu"]  # fmt: skip
+    syncs = [
+        (
+            row,
+            random.choice(["Stream Wait Event", "Event Sync", "Stream Sync"]),
+            random.randint(-1, 2),
+            random.randint(-1, 6),
+        )
+        for row, values in enumerate(rows)
+        if values[2] == "idle"
+    ]
+    operators = [
+        (row, "", "", "", random.randint(-1, 2), random.randint(-1, 1))
+        for row, values in enumerate(rows)
+        if values[2] == "cpu"
+    ]
     timeline = trace(rows, syncs=syncs, operators=operators)
-    timeline = Timeline(timeline.spans.assign(step=[random.randint(-1, 1) for _ in rows]), timeline.meta,
-                        details=timeline.details)  # fmt: skip
+    timeline = Timeline(
+        timeline.spans.assign(step=[random.randint(-1, 1) for _ in rows]),
+        timeline.meta,
+        side_tables=timeline.side_tables,
+    )
     for step in timeline.steps:
         path = critical_path(timeline, step)
         starts, ends = path["start_s"].mul(1e9).round(), path["start_s"].add(path["dur_s"]).mul(1e9).round()

@@ -3,26 +3,27 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 import pytest
-from support import detailed_timeline as trace
+from support import timeline_with_tables as trace
 
 from madmax_lib.timeline import Meta, Timeline
-from madmax_lib.traces.waits.dependencies import graph
+from madmax_lib.traces.waits.dependencies import dependency_graph
 
 
 def edges(timeline, *why) -> set:
     """Rows of the spans at both ends of each edge between two of them, and why; all edges, or those of some reasons."""
-    found = graph(timeline)
-    row = np.repeat(found.pieces["row"].to_numpy(dtype=np.int64), 2)
+    found = dependency_graph(timeline)
+    row = np.repeat(found.slices["row"].to_numpy(dtype=np.int64), 2)
     last = np.arange(len(found.time_ns))  # where ranks meet: the event that arrived last
     arrives = found.binding & (found.target >= len(row))
     last[found.target[arrives]] = found.source[arrives]
-    between = [(row[last[s]], row[t], w) for s, t, w in zip(found.source, found.target, found.why, strict=True)
-               if t < len(row)]  # fmt: skip
+    between = [
+        (row[last[s]], row[t], w) for s, t, w in zip(found.source, found.target, found.why, strict=True) if t < len(row)
+    ]
     return {(source, target, w) for source, target, w in between if source != target and (not why or w in why)}
 
 
-def pieces(rows) -> list:
-    table = graph(trace(rows)).pieces
+def slices(rows) -> list:
+    table = dependency_graph(trace(rows)).slices
     return list(table[["name", "start_ns", "end_ns"]].itertuples(index=False, name=None))
 
 
@@ -37,10 +38,14 @@ def test_launches_kernels_and_orders():
 
 
 def test_a_thread_is_cut_where_its_innermost_span_changes():
-    rows = [(0, -1, "cpu", "op", 0, 100), (0, -1, "cpu", "call", 20, 10), (0, -1, "cpu", "empty", 50, 0),
-            (0, -1, "cpu", "next", 100, 5)]  # fmt: skip
+    rows = [
+        (0, -1, "cpu", "op", 0, 100),
+        (0, -1, "cpu", "call", 20, 10),
+        (0, -1, "cpu", "empty", 50, 0),
+        (0, -1, "cpu", "next", 100, 5),
+    ]
     cut = [("op", 0, 20), ("call", 20, 30), ("op", 30, 50), ("empty", 50, 50), ("op", 50, 100), ("next", 100, 105)]
-    assert pieces(rows) == cut
+    assert slices(rows) == cut
 
 
 @pytest.mark.parametrize(
@@ -57,7 +62,7 @@ def test_a_thread_is_cut_where_its_innermost_span_changes():
     ],
 )
 def test_pieces_cover_a_thread_once(rows, cut):
-    found = pieces([(0, -1, "cpu", *row) for row in rows])
+    found = slices([(0, -1, "cpu", *row) for row in rows])
     assert [p for p in found if p[1] < p[2]] == [p for p in cut if p[1] < p[2]]
     assert {name for name, *_ in found} == {name for name, *_ in rows}
     assert all(a[2] <= b[1] for a, b in pairwise(found))
@@ -69,13 +74,13 @@ def test_annotations_fill_what_is_between_operators():
         (0, -1, "cpu", "op", 10, 10),
         (0, 7, "compute", "k", 30, 10),
     ]
-    assert pieces(rows) == [("ProfilerStep#1", 0, 10), ("op", 10, 20), ("ProfilerStep#1", 20, 40), ("k", 30, 40)]
-    assert pieces([(0, -1, "annotation", "label", 0, 90)]) == []
+    assert slices(rows) == [("ProfilerStep#1", 0, 10), ("op", 10, 20), ("ProfilerStep#1", 20, 40), ("k", 30, 40)]
+    assert slices([(0, -1, "annotation", "label", 0, 90)]) == []
 
 
 def test_threads_that_only_wait_are_left_out():
     rows = [(0, -1, "cpu", "cudaLaunchKernel", 0, 5, 1), (0, -2, "cpu", "threading.py: wait", 0, 900)]
-    assert pieces(rows) == [("cudaLaunchKernel", 0, 5)]
+    assert slices(rows) == [("cudaLaunchKernel", 0, 5)]
 
 
 SYNCED = [
@@ -110,8 +115,12 @@ def test_without_sync_rows_calls_tell_it():
 
 
 def test_copies_that_block_and_copies_that_do_not():
-    rows = [(0, -1, "cpu", "cudaMemcpyAsync", 0, 50, 1), (0, -1, "cpu", "cudaMemcpyAsync", 50, 5, 2),
-            (0, 7, "memcpy", "Memcpy DtoH", 10, 30, 1), (0, 7, "memcpy", "Memcpy HtoD", 53, 30, 2)]  # fmt: skip
+    rows = [
+        (0, -1, "cpu", "cudaMemcpyAsync", 0, 50, 1),
+        (0, -1, "cpu", "cudaMemcpyAsync", 50, 5, 2),
+        (0, 7, "memcpy", "Memcpy DtoH", 10, 30, 1),
+        (0, 7, "memcpy", "Memcpy HtoD", 53, 30, 2),
+    ]
     assert edges(trace(rows), "sync") == {(2, 0, "sync")}
 
 
@@ -128,15 +137,22 @@ def test_a_graph_launch_starts_many_kernels_and_branches_run_side_by_side():
 
 
 def test_amd_stream_0():
-    rows = [(0, -1, "cpu", "hipLaunchKernel", 0, 5, 1), (0, 0, "compute", "a", 3, 6, 1),
-            (0, -1, "cpu", "hipDeviceSynchronize", 6, 9, 2)]  # fmt: skip
+    rows = [
+        (0, -1, "cpu", "hipLaunchKernel", 0, 5, 1),
+        (0, 0, "compute", "a", 3, 6, 1),
+        (0, -1, "cpu", "hipDeviceSynchronize", 6, 9, 2),
+    ]
     assert edges(trace(rows)) == {(0, 1, "launch"), (0, 2, "order"), (1, 2, "sync")}
 
 
 def test_a_late_kernel_that_starts_right_after_one_of_another_stream_waited_for_it():
     def rows(start_ns):
-        return [(0, -1, "cpu", "cudaLaunchKernel", 0, 5, 1), (0, -1, "cpu", "cudaLaunchKernel", 5, 5, 2),
-                (0, 7, "compute", "a", 8, 99_992, 1), (0, 20, "comm", "b", start_ns, 10, 2)]  # fmt: skip
+        return [
+            (0, -1, "cpu", "cudaLaunchKernel", 0, 5, 1),
+            (0, -1, "cpu", "cudaLaunchKernel", 5, 5, 2),
+            (0, 7, "compute", "a", 8, 99_992, 1),
+            (0, 20, "comm", "b", start_ns, 10, 2),
+        ]
 
     assert edges(trace(rows(103_000)), "event") == {(2, 3, "event")}
     assert edges(trace(rows(160_000)), "event") == set()
@@ -189,8 +205,12 @@ def test_gloo_transfers_start_with_their_operator_and_end_a_rest():
 
 
 def test_a_transfer_more_or_less_belongs_to_the_operator_before_it():
-    rows = [(0, -1, "cpu", "c10d::allreduce_", 0, 5), (0, -1, "cpu", "c10d::allreduce_", 10, 5),
-            (0, -2, "comm", "gloo:all_reduce", 12, 30), (0, -1, "compute", "aten::mm", 20, 5)]  # fmt: skip
+    rows = [
+        (0, -1, "cpu", "c10d::allreduce_", 0, 5),
+        (0, -1, "cpu", "c10d::allreduce_", 10, 5),
+        (0, -2, "comm", "gloo:all_reduce", 12, 30),
+        (0, -1, "compute", "aten::mm", 20, 5),
+    ]
     assert edges(trace(rows), "launch") == {(1, 2, "launch")}
 
 
@@ -201,10 +221,14 @@ def test_what_the_times_contradict_is_left_out():
 
 def test_no_circle_at_one_instant():
     """Everything at once, in microseconds: a launch, its kernel and the wait for it, two times."""
-    rows = [(0, -1, "cpu", "cudaLaunchKernel", 5, 0, 1), (0, 7, "compute", "a", 5, 0, 1),
-            (0, -1, "cpu", "cudaDeviceSynchronize", 5, 0, 2), (0, -1, "cpu", "cudaLaunchKernel", 5, 0, 3),
-            (0, 7, "compute", "b", 5, 0, 3)]  # fmt: skip
-    found = graph(trace(rows))
+    rows = [
+        (0, -1, "cpu", "cudaLaunchKernel", 5, 0, 1),
+        (0, 7, "compute", "a", 5, 0, 1),
+        (0, -1, "cpu", "cudaDeviceSynchronize", 5, 0, 2),
+        (0, -1, "cpu", "cudaLaunchKernel", 5, 0, 3),
+        (0, 7, "compute", "b", 5, 0, 3),
+    ]
+    found = dependency_graph(trace(rows))
     seen = set()
     for source, target in zip(found.source.tolist(), found.target.tolist(), strict=True):
         assert target not in seen, "an edge out of an event comes before one into it"
@@ -220,8 +244,8 @@ def test_a_simulated_timeline_has_its_own():
 
 
 def test_empty():
-    found = graph(trace([]))
-    assert not len(found.pieces) and not len(found.time_ns) and not len(found.why)
+    found = dependency_graph(trace([]))
+    assert not len(found.slices) and not len(found.time_ns) and not len(found.why)
 
 
 def test_many_launches_of_one_damaged_id_do_not_multiply():

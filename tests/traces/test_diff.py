@@ -83,8 +83,12 @@ def test_means_are_per_rank_and_step():
 def test_spread_is_over_ranks_and_steps_and_overlap_is_of_the_means():
     """Compute of 10, 20 ns in the steps of rank 0, 30, 40 of rank 1; 4 ns of communication beside the first only."""
     rows = {(0, 0): 10, (0, 1): 20, (1, 0): 30, (1, 1): 40}
-    spans = [make_timeline([(r, 7, "compute", "k", 1000 * s, dur), (r, 8, "comm", NCCL, 1000 * s + (0 if dur == 10 else
-             100), 4)]).spans.assign(step=s) for (r, s), dur in rows.items()]  # fmt: skip
+    spans = [
+        make_timeline(
+            [(r, 7, "compute", "k", 1000 * s, dur), (r, 8, "comm", NCCL, 1000 * s + (0 if dur == 10 else 100), 4)]
+        ).spans.assign(step=s)
+        for (r, s), dur in rows.items()
+    ]
     t = Timeline(pd.concat(spans, ignore_index=True), make_timeline([], represents={0: [0], 1: [1]}).meta)
     table = compare(t, t).set_index("quantity")
     assert table.loc["compute_s", ["a", "a_min", "a_max"]].tolist() == pytest.approx([25e-9, 10e-9, 40e-9])
@@ -101,8 +105,10 @@ SPANS = st.lists(
 @given(SPANS, SPANS, st.sampled_from([None, "name", "op", "class"]), st.sampled_from(["measured", "simulated"]))
 def test_differences_of_operations_add_up_by_kind(first, second, by, source):
     """Whatever is matched: each span counts once on its side, and only with its kind."""
-    a, b = (make_timeline([(0, 7, kind, name, 30 * i, dur) for i, (kind, name, dur) in enumerate(spans)], source=s)
-            for spans, s in ((first, "measured"), (second, source)))  # fmt: skip
+    a, b = (
+        make_timeline([(0, 7, kind, name, 30 * i, dur) for i, (kind, name, dur) in enumerate(spans)], source=s)
+        for spans, s in ((first, "measured"), (second, source))
+    )
     ops = compare_ops(a, b, by=by)
     assert ops[["count_a", "count_b"]].sum().tolist() == pytest.approx([len(first), len(second)])
     for kind in BUSY_KINDS:
@@ -206,23 +212,43 @@ def test_both_origins_are_kept():
 
 
 OPS = [
-    ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int)",
-     "elementwise CUDAFunctor_add", "pointwise"),
-    ("void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl<at::native::BinaryFunctor<float, float, "
-     "float, at::native::binary_internal::MulFunctor<float> > > >(int)", "elementwise MulFunctor", "pointwise"),
-    ("void at::native::elementwise_kernel<128, 2, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>(int)",
-     "elementwise direct_copy_kernel_cuda", "copy"),
+    (
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int)",
+        "elementwise CUDAFunctor_add",
+        "pointwise",
+    ),
+    (
+        "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl<at::native::BinaryFunctor<float, "
+        "float, float, at::native::binary_internal::MulFunctor<float> > > >(int)",
+        "elementwise MulFunctor",
+        "pointwise",
+    ),
+    (
+        "void at::native::elementwise_kernel<128, 2, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>"
+        "(int)",
+        "elementwise direct_copy_kernel_cuda",
+        "copy",
+    ),
     ("volta_sgemm_128x64_tn", "sgemm_tn", "gemm"),
-    ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas", "xmma_gemm_bfbf_bff_f_tn_n_tilesize_cublas",
-     "gemm"),
-    ("void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_64x64_16x6_nt_align4>(Params)",
-     "cutlass_tensorop_sgemm_nt_align", "gemm"),
+    (
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas",
+        "xmma_gemm_bfbf_bff_f_tn_n_tilesize_cublas",
+        "gemm",
+    ),
+    (
+        "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_64x64_16x6_nt_align4>(Params)",
+        "cutlass_tensorop_sgemm_nt_align",
+        "gemm",
+    ),
     ("Cijk_Ailk_Bljk_BBS_BH_MT320x224x64_MI16x16x1_SN", "Cijk_Ailk_Bljk_BBS_BH", "gemm"),
     ("sm80_xmma_wgrad_implicit_gemm_indexed_nhwc", "xmma_wgrad_implicit_gemm_indexed_nhwc", "convolution"),
     ("void flash_bwd_kernel<Flash_bwd_kernel_traits<64> >(Params)", "flash_bwd_kernel", "attention"),
     ("triton_poi_fused_addmm_gelu_view_15", "triton_poi_fused_addmm_gelu_view", "fused"),
-    ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float> >(int)",
-     "multi_tensor_apply_kernel FusedAdamMathFunctor", "optimizer"),
+    (
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float> >(int)",
+        "multi_tensor_apply_kernel FusedAdamMathFunctor",
+        "optimizer",
+    ),
     ("autograd::engine::evaluate_function: MmBackward0", "evaluate_function: MmBackward", "gemm"),
     ("autograd::engine::evaluate_function: TBackward0", "evaluate_function: TBackward", "shape"),
     ("aten::_fused_adamw_", "fused_adamw", "optimizer"),
@@ -235,7 +261,7 @@ OPS = [
     ("adam", "adam", "optimizer"),
     ("reduce_scatter gradients head", "reduce_scatter", "reduce_scatter"),
     ("42", "42", "other"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "op", "work"), OPS)
@@ -310,8 +336,7 @@ def theirs(control, test, iterations, device):
     """(table, ops by status) of HTA, the table with our columns."""
     from hta.trace_diff import DeviceType, TraceDiff
 
-    arguments = {"control_iteration": iterations[0], "test_iteration": iterations[1],
-                 "device_type": DeviceType[device]}  # fmt: skip
+    arguments = {"control_iteration": iterations[0], "test_iteration": iterations[1], "device_type": DeviceType[device]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         table = TraceDiff.compare_traces(control, test, **arguments)

@@ -33,8 +33,16 @@ def simulated(ranks=2, layers=3, steps=1, **meta) -> Timeline:
         for layer in range(layers):
             for rank in range(ranks):
                 after = [program.op(0, "compute", f"layers.{layer} mlp", 1.234567e-3 * (rank + 1), rank=rank)]
-                program.op(20, "comm", f"all_reduce layers.{layer}", 0.777e-3, after, rank=rank, group="dp",
-                           size_bytes=1e6 + step)  # fmt: skip
+                program.op(
+                    20,
+                    "comm",
+                    f"all_reduce layers.{layer}",
+                    0.777e-3,
+                    after,
+                    rank=rank,
+                    group="dp",
+                    size_bytes=1e6 + step,
+                )
         for rank in range(ranks):
             program.op(7, "memcpy", "offload", 1e-4, [len(program) - 1], rank=rank)
     timeline = to_timeline(program, Meta("simulated", ranks, device="H100", **meta))
@@ -119,15 +127,29 @@ spans_strategy = st.lists(
         st.sampled_from(["compute", "comm", "memcpy"]),
         st.one_of(
             st.text(st.characters(max_codepoint=0x2FF), max_size=12),
-            st.sampled_from(["nccl_all_reduce", "Memcpy Sync", "ncclKernel", "dma x", "100% SyncBatchNorm", "0x%41",
-                             "kernel madmax", "x Memset", "cross_device_reduce", "nvshmem_put", "gloo:send"]),
+            st.sampled_from(
+                [
+                    "nccl_all_reduce",
+                    "Memcpy Sync",
+                    "ncclKernel",
+                    "dma x",
+                    "100% SyncBatchNorm",
+                    "0x%41",
+                    "kernel madmax",
+                    "x Memset",
+                    "cross_device_reduce",
+                    "nvshmem_put",
+                    "gloo:send",
+                ]
+            ),
         ),
         st.one_of(st.integers(0, 10**6), st.integers(-(2**60), 2**60)),  # start
         st.one_of(st.integers(0, 3000), st.integers(0, 2**60)),  # duration
         st.integers(-1, 3),  # step
     ),
-    min_size=1, max_size=8,
-)  # fmt: skip
+    min_size=1,
+    max_size=8,
+)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -200,8 +222,12 @@ def test_launches_point_at_their_kernels(tmp_path):
     for number, kernel in kernels.items():
         at, launch = end[number], launches[number]
         assert (at["pid"], at["tid"], at["ts"], at["bp"]) == (kernel["pid"], kernel["tid"], kernel["ts"], "e")
-        assert [start[number][k] for k in ("pid", "tid", "ts", "cat")] == [launch["pid"], launch["tid"], launch["ts"],
-                                                                           "ac2g"]  # fmt: skip
+        assert [start[number][k] for k in ("pid", "tid", "ts", "cat")] == [
+            launch["pid"],
+            launch["tid"],
+            launch["ts"],
+            "ac2g",
+        ]
         assert launch["ts"] <= kernel["ts"]
     lanes = {}
     for e in x:  # Perfetto drops rows of a thread that overlap without being nested

@@ -48,23 +48,145 @@ RAW = {  # what json.dumps does not write
     "@twice": '1, "ts": 2, "ph": "i", "dur": 3',
     "@surrogate": '"\\ud800"',
 }
-ODD = [None, True, False, 0, -1, -5, 7, 1.5, -0.0, 2**31, -(2**31) - 1, 2**52, 2**53 + 1, 2**62, 2**63, 2**64, 10**30,
-       -(10**30), 10**400, 1e15, 1e300, -1e308, float("nan"), float("inf"), float("-inf"), "", "7", "-1", "1_0",
-       " 1.5 ", "1e999999", "9" * 5000, "NaN", "-Infinity", "x", "é 核 🚀", "x" * 5000, "nccl" * 1200, "[0, 1, ..., 7]",
-       "[memory]", "ProfilerStep#3", "ProfilerStep#99999999999999999999", "iteration 5000000000", "kernel madmax(%)",
-       "}, {", "]}", '"', "\\", "\0\n\x1f", '"traceEvents": [', "X", "kernel", "cuda_sync", "cpu_op", "i", [], [1],
-       [[]], [1, [2, 3]], ["a", None], [None] * 3, {}, {"a": 1}, {"rank": 0}, [{"name": 5}], *RAW]  # fmt: skip
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    -5,
+    7,
+    1.5,
+    -0.0,
+    2**31,
+    -(2**31) - 1,
+    2**52,
+    2**53 + 1,
+    2**62,
+    2**63,
+    2**64,
+    10**30,
+    -(10**30),
+    10**400,
+    1e15,
+    1e300,
+    -1e308,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    "",
+    "7",
+    "-1",
+    "1_0",
+    " 1.5 ",
+    "1e999999",
+    "9" * 5000,
+    "NaN",
+    "-Infinity",
+    "x",
+    "é 核 🚀",
+    "x" * 5000,
+    "nccl" * 1200,
+    "[0, 1, ..., 7]",
+    "[memory]",
+    "ProfilerStep#3",
+    "ProfilerStep#99999999999999999999",
+    "iteration 5000000000",
+    "kernel madmax(%)",
+    "}, {",
+    "]}",
+    '"',
+    "\\",
+    "\0\n\x1f",
+    '"traceEvents": [',
+    "X",
+    "kernel",
+    "cuda_sync",
+    "cpu_op",
+    "i",
+    [],
+    [1],
+    [[]],
+    [1, [2, 3]],
+    ["a", None],
+    [None] * 3,
+    {},
+    {"a": 1},
+    {"rank": 0},
+    [{"name": 5}],
+    *RAW,
+]
 FIELDS = ("ph", "cat", "name", "pid", "tid", "ts", "dur", "args", "id")
-ARGS = ("stream", "correlation", "External id", "External Id", "external id", "bytes", "Collective name",
-        "In msg nelems", "Out msg nelems", "dtype", "Process Group Name", "Process Group Ranks", "Rank", "Group size",
-        "Seq", "Src Rank", "Dst Rank", "Addr", "Bytes", "Total Allocated", "Total Reserved", "Device Type", "Device Id",
-        "Input Dims", "Input type", "Concrete Inputs", "Sequence number", "Fwd thread id", "graph id", "graph node id",
-        "cuda_sync_kind", "wait_on_stream", "wait_on_cuda_event_record_corr_id")  # fmt: skip
+ARGS = (
+    "stream",
+    "correlation",
+    "External id",
+    "External Id",
+    "external id",
+    "bytes",
+    "Collective name",
+    "In msg nelems",
+    "Out msg nelems",
+    "dtype",
+    "Process Group Name",
+    "Process Group Ranks",
+    "Rank",
+    "Group size",
+    "Seq",
+    "Src Rank",
+    "Dst Rank",
+    "Addr",
+    "Bytes",
+    "Total Allocated",
+    "Total Reserved",
+    "Device Type",
+    "Device Id",
+    "Input Dims",
+    "Input type",
+    "Concrete Inputs",
+    "Sequence number",
+    "Fwd thread id",
+    "graph id",
+    "graph node id",
+    "cuda_sync_kind",
+    "wait_on_stream",
+    "wait_on_cuda_event_record_corr_id",
+)
 ENVELOPE = ("distributedInfo", "deviceProperties", "baseTimeNanoseconds", "schemaVersion", "traceName", "a", "args")
-TOKENS = [b'"', b'""', b"\\", b"{", b"}", b"[", b"]", b",", b":", b"},{", b'}, {"name": "', b"}]", b"]}", b"\0",
-          b"\xff", b"\xc3", b"\xef\xbb\xbf", b"\xff\xfe", b"\n", b"NaN", b"-", b"e", b"null", b"0",
-          b'"traceEvents": [', b"\\ud800", b"[" * 2000, b'{"a":' * 2000, b'"' * 500, b"x" * 3000, b" " * 3000,
-          b"},\n{" * 500]  # fmt: skip
+TOKENS = [
+    b'"',
+    b'""',
+    b"\\",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"},{",
+    b'}, {"name": "',
+    b"}]",
+    b"]}",
+    b"\0",
+    b"\xff",
+    b"\xc3",
+    b"\xef\xbb\xbf",
+    b"\xff\xfe",
+    b"\n",
+    b"NaN",
+    b"-",
+    b"e",
+    b"null",
+    b"0",
+    b'"traceEvents": [',
+    b"\\ud800",
+    b"[" * 2000,
+    b'{"a":' * 2000,
+    b'"' * 500,
+    b"x" * 3000,
+    b" " * 3000,
+    b"},\n{" * 500,
+]
 
 
 @functools.cache
@@ -161,8 +283,18 @@ def _memory(document: dict, where: int, what: int) -> None:
 
 
 def _collective(document: dict, where: int, what: int) -> None:
-    args = {"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 9, "Out msg nelems": 9, "Group size": 2,
-            "Process Group Name": "0", "Process Group Ranks": "[0, 1]", "Rank": 1, "stream": 7, "Seq": 1}  # fmt: skip
+    args = {
+        "Collective name": "allreduce",
+        "dtype": "Float",
+        "In msg nelems": 9,
+        "Out msg nelems": 9,
+        "Group size": 2,
+        "Process Group Name": "0",
+        "Process Group Ranks": "[0, 1]",
+        "Rank": 1,
+        "stream": 7,
+        "Seq": 1,
+    }
     _set(args, (), what)
     category = _pick(("kernel", "cpu_op", "user_annotation"), where)
     event = {"ph": "X", "cat": category, "name": "ncclDevKernel_AllReduce", "pid": 0, "tid": 7, "ts": 5, "dur": 9}
@@ -192,7 +324,7 @@ CHANGES: dict[str, Change] = {
     "collective": _collective,
     "many names": _many_names,
     "nothing": lambda d, where, what: d["traceEvents"].clear(),
-}  # fmt: skip
+}
 
 
 def changed(source: int, changes: list[tuple[str, int, int]], style: int) -> bytes:
@@ -270,11 +402,10 @@ def check(path: Path) -> Timeline | None:
 def _check_timeline(timeline: Timeline, hta_compatible: bool) -> None:
     spans, table, exposed = timeline.spans, breakdown(timeline), exposed_by_collective(timeline)
     seconds = table.drop(columns=["rank", "overlap"]).to_numpy()
-    details = dict(timeline.details.items())
     assert np.isfinite(seconds).all() and np.isfinite(exposed[["comm_s", "exposed_s"]].astype(float)).all(axis=None)
-    for detail in details.values():
-        if "row" in detail:
-            rows = detail["row"].to_numpy()
+    for side_table in timeline.side_tables.values():
+        if "row" in side_table:
+            rows = side_table["row"].to_numpy()
             assert (np.diff(rows) > 0).all() and len(spans) > rows.max(initial=-1) and rows.min(initial=0) >= 0
     if hta_compatible:  # whose rounding turns short spans around
         return
@@ -420,8 +551,8 @@ def test_numbers_beyond_all_bounds_cost_nothing_where_times_are_decimals(tmp_pat
     for more in (text, text.replace('"ts": 10,', '"ts": 1700000000000000.25,', 1)):
         timeline, warned = read(tmp_path / "t.json", more.replace('"?"', number))
         assert (len(timeline), warned) == (3, "")
-        assert timeline.details["calls"]["row"].tolist() == [1]
-        assert timeline.details["memory"]["size_bytes"].tolist() == [0]
+        assert timeline.side_tables["calls"]["row"].tolist() == [1]
+        assert timeline.side_tables["memory"]["size_bytes"].tolist() == [0]
 
 
 @pytest.mark.parametrize(("name", "rank"), [("rank99999999999.json", 0), ("rank2147483647.json", 2**31 - 1)])

@@ -16,8 +16,12 @@ except FileNotFoundError as reason:
     FOLDER, WHY = None, str(reason)
 ROWS = list(csv.DictReader((FOLDER / "golden.csv").read_text().splitlines())) if FOLDER else []
 ABSENT = pytest.param(None, marks=pytest.mark.skip(reason=WHY))
-COLUMNS = {"total_s": "kernel_time_us", "compute_s": "compute_time_us", "non_compute_s": "non_compute_time_us",
-           "idle_s": "idle_time_us"}  # fmt: skip
+COLUMNS = {
+    "total_s": "kernel_time_us",
+    "compute_s": "compute_time_us",
+    "non_compute_s": "non_compute_time_us",
+    "idle_s": "idle_time_us",
+}
 HTA_PRINTS = {("tracelens-samples/resnet_act_checkpoint.json.gz", "hta"): 22.45}  # where golden.csv differs from HTA
 
 

@@ -11,13 +11,12 @@ from support import dataset_or_skip, local_or_skip
 
 import madmax_lib as mm
 from madmax_lib.accounting import breakdown
-from madmax_lib.side_tables import Details, conform
+from madmax_lib.side_tables import SideTables, conform
 from madmax_lib.timeline import SPANS, Meta, Timeline
 from madmax_lib.traces import hta
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
-from madmax_lib.traces.waits.idle import CAUSES, idle
+from madmax_lib.traces.waits.idle import CAUSES, idle, launch_bound
 from madmax_lib.traces.waits.launch import (
-    launch_bound,
     launch_floor,
     launches,
     queue_length,
@@ -38,7 +37,7 @@ def timeline_of(rows: list[tuple], graphs: dict[int, int] | None = None, **meta)
     graphs = graphs or {}
     table = conform("graphs", {"row": list(graphs), "graph": list(graphs.values())})
     tables = {"graphs": table} if graphs else {}
-    return Timeline(spans.assign(size_bytes=float("nan")), Meta(**meta), details=Details(lambda: tables))
+    return Timeline(spans.assign(size_bytes=float("nan")), Meta(**meta), side_tables=SideTables(lambda: tables))
 
 
 def call(start: int, dur: int, correlation: int, step: int = 0, name: str = "cudaLaunchKernel") -> tuple:
@@ -50,8 +49,18 @@ def kernel(start: int, dur: int, correlation: int, step: int = 0, stream: int = 
 
 
 # launched at 0, 8, 40 and 100 us; the device runs 5-25, 25-35, 50-60 and 90-95 (unlaunched), 104-120
-FOUR = [call(0, 4, 1), call(8, 4, 2), call(40, 6, 3), call(100, 3, 4, 1), (-1, "cpu", "cudaEventQuery", 1, 1, 99, 0),
-        kernel(5, 20, 1), kernel(25, 10, 2), kernel(50, 10, 3), kernel(90, 5, -1), kernel(104, 16, 4, 1)]  # fmt: skip
+FOUR = [
+    call(0, 4, 1),
+    call(8, 4, 2),
+    call(40, 6, 3),
+    call(100, 3, 4, 1),
+    (-1, "cpu", "cudaEventQuery", 1, 1, 99, 0),
+    kernel(5, 20, 1),
+    kernel(25, 10, 2),
+    kernel(50, 10, 3),
+    kernel(90, 5, -1),
+    kernel(104, 16, 4, 1),
+]
 
 
 def us(values) -> list[float]:
@@ -83,8 +92,14 @@ def test_ranks_do_not_share_correlations():
 
 
 GRAPH_CALLS = [call(0, 10, 1, name="cudaGraphLaunch"), call(20, 2, 2, name="cudaGraphLaunch"), call(24, 2, 3)]
-GRAPH = [*GRAPH_CALLS, kernel(12, 3, 1), kernel(15, 4, 1), kernel(15, 5, 1, stream=8),
-         kernel(40, 1, 2), kernel(41, 1, 3)]  # fmt: skip
+GRAPH = [
+    *GRAPH_CALLS,
+    kernel(12, 3, 1),
+    kernel(15, 4, 1),
+    kernel(15, 5, 1, stream=8),
+    kernel(40, 1, 2),
+    kernel(41, 1, 3),
+]
 
 
 def test_a_graph_is_launched_once():
@@ -98,12 +113,12 @@ def test_a_graph_is_launched_once():
 
 def test_graph_ids_are_read_only_for_graphs():
     def fail():
-        raise AssertionError("details were read")
+        raise AssertionError("side tables were read")
 
     timeline = timeline_of(FOUR)
-    assert len(launches(Timeline(timeline.spans, timeline.meta, details=Details(fail)))) == 4
+    assert len(launches(Timeline(timeline.spans, timeline.meta, side_tables=SideTables(fail)))) == 4
     with pytest.raises(AssertionError, match="were read"):
-        launches(Timeline(timeline_of(GRAPH).spans, details=Details(fail)))
+        launches(Timeline(timeline_of(GRAPH).spans, side_tables=SideTables(fail)))
 
 
 def test_a_correlation_used_twice_on_the_host_belongs_to_the_first_call():
@@ -112,8 +127,14 @@ def test_a_correlation_used_twice_on_the_host_belongs_to_the_first_call():
 
 
 def test_short_kernels_by_name():
-    rows = [call(0, 5, 1), call(10, 5, 2), call(20, 5, 3), kernel(6, 2, 1), kernel(16, 9, 2),
-            kernel(30, 5, 3, name="equal")]  # fmt: skip
+    rows = [
+        call(0, 5, 1),
+        call(10, 5, 2),
+        call(20, 5, 3),
+        kernel(6, 2, 1),
+        kernel(16, 9, 2),
+        kernel(30, 5, 3, name="equal"),
+    ]
     table = short_kernels(timeline_of(rows)).set_index("name")
     assert table.loc["gemm", ["count", "short", "share"]].tolist() == [2, 1, 0.5]
     assert us(table.loc["gemm", ["cpu_s", "gpu_s"]]) == [5, 2]
@@ -212,8 +233,10 @@ def random_timeline(seed: int) -> Timeline:
     rows = []
     for i, start in enumerate(starts):
         delay, stream = int(random.integers(0, 40)), int(random.choice([0, 7]))
-        rows += [call(int(start), int(random.integers(1, 20)), i, i // 20),
-                 kernel(int(start) + delay, int(random.integers(0, 60)), i, i // 20, stream)]  # fmt: skip
+        rows += [
+            call(int(start), int(random.integers(1, 20)), i, i // 20),
+            kernel(int(start) + delay, int(random.integers(0, 60)), i, i // 20, stream),
+        ]
     return timeline_of(rows)
 
 
@@ -279,8 +302,12 @@ def test_a_simulated_step_has_idle_time_but_no_launches():
 @pytest.mark.parametrize("make", [lambda: timeline_of(FOUR), host_only])
 def test_pictures_show_their_table(make):
     timeline = make()
-    for ax in (plot_launches(launches(timeline)), plot_queue(queue_series(timeline)), plot_idle(idle(timeline)),
-               plot_launch_floor(launch_floor(timeline, 5e-6, [1.0, 10.0]), launch_s=5e-6)):  # fmt: skip
+    for ax in (
+        plot_launches(launches(timeline)),
+        plot_queue(queue_series(timeline)),
+        plot_idle(idle(timeline)),
+        plot_launch_floor(launch_floor(timeline, 5e-6, [1.0, 10.0]), launch_s=5e-6),
+    ):
         assert ax.get_title() and figure_data(ax) is not None
         ax.figure.clear()
 

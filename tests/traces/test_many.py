@@ -79,7 +79,7 @@ def test_read_trace_is_the_same_everywhere_and_reports_a_failing_rank(tmp_path, 
         timeline = mm.read_trace(tmp_path, client=place)
     pd.testing.assert_frame_equal(timeline.spans, whole.spans)
     assert list(timeline.meta.provenance["unread"]) == ["rank2.json.gz"]
-    assert len(timeline.details["operators"]) == len(whole.details["operators"]) > 0
+    assert len(timeline.side_tables["operators"]) == len(whole.side_tables["operators"]) > 0
 
 
 def test_a_list_with_a_failing_file_is_refused(tmp_path):
@@ -106,7 +106,7 @@ def test_a_script_needs_no_guard_to_read_in_processes(tmp_path):
     """multiprocessing would run the script again in every process."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, madmax_lib as mm\nfrom madmax_lib.traces import many\n"
+        "import sys, madmax_lib as mm\nfrom madmax_lib.traces.read import parallel as many\n"
         "many._WORTH_A_PROCESS_BYTES = 0\nmany.os.sched_getaffinity = lambda _: {0, 1}\n"
         "print(len(mm.read_trace(sys.argv[1]).ranks))\n"
     )

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from support import dataset_or_skip, local_or_skip, make_timeline
 
-from madmax_lib.side_tables import Details, conform
+from madmax_lib.side_tables import SideTables, conform
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.operators.memory import (
     BEFORE,
@@ -32,14 +32,16 @@ def remembering(events: list[tuple], spans: list[tuple] = (), operators: list[in
     operators: rows of the spans that are operators.
     """
     usual = {"rank": 0, "stream": -1, "allocated_bytes": -1, "reserved_bytes": -1, "device": "cuda:0"}
-    rows = [usual | dict(zip(("time_ns", "size_bytes", "address"), e[:3], strict=True)) | (e[3] if e[3:] else {})
-            for e in events]  # fmt: skip
+    rows = [
+        usual | dict(zip(("time_ns", "size_bytes", "address"), e[:3], strict=True)) | (e[3] if e[3:] else {})
+        for e in events
+    ]
     columns = pd.DataFrame(rows, columns=["time_ns", "size_bytes", "address", *usual]).to_dict("series")
     shapes = {"row": operators, "sequence": -1, "forward_thread": -1, "shapes": "", "types": "", "inputs": ""}
     operators = pd.DataFrame(shapes, index=range(len(operators))).to_dict("series")
     tables = {"memory": conform("memory", columns), "operators": conform("operators", operators)}
     timeline = make_timeline(list(spans), **meta)
-    return Timeline(timeline.spans, timeline.meta, details=Details(lambda: tables))
+    return Timeline(timeline.spans, timeline.meta, side_tables=SideTables(lambda: tables))
 
 
 def told(total: int) -> dict:
@@ -65,7 +67,7 @@ def test_totals_are_told_or_integrated(events, levels, before):
 def test_time_counts_from_the_first_span_and_steps_are_those_of_the_host():
     spans = [(0, -1, "annotation", "ProfilerStep#0", 100, 100), (0, -1, "annotation", "ProfilerStep#1", 200, 50)]
     timeline = remembering([(150, 1, 1), (240, 1, 2), (400, 1, 3)], spans)
-    timeline = Timeline(timeline.spans.assign(step=[0, 1]), timeline.meta, details=timeline.details)
+    timeline = Timeline(timeline.spans.assign(step=[0, 1]), timeline.meta, side_tables=timeline.side_tables)
     table = memory_timeline(timeline)
     assert (table["time_s"] * 1e9).round().tolist() == [50, 140, 300] and table["step"].tolist() == [0, 1, -1]
 
@@ -83,8 +85,16 @@ def test_a_device_is_chosen_by_name_and_a_cpu_has_no_reserve():
 def test_an_allocation_lives_until_the_next_event_at_its_address():
     """An address is used again, also on another device and rank; one free is lost, one block outlives the trace."""
     other, second = {"device": "cpu"}, {"rank": 1}
-    events = [(0, 5, 1), (10, 6, 1, other), (20, 7, 1, second), (30, -5, 1), (40, 8, 1), (50, 9, 1),
-              (60, -6, 1, other), (70, -99, 3)]  # fmt: skip
+    events = [
+        (0, 5, 1),
+        (10, 6, 1, other),
+        (20, 7, 1, second),
+        (30, -5, 1),
+        (40, 8, 1),
+        (50, 9, 1),
+        (60, -6, 1, other),
+        (70, -99, 3),
+    ]
     table = allocations(remembering(events, [(1, 7, "compute", "k", 0, 1), (0, 7, "compute", "k", 0, 1)]))
     assert len(table) == 5
     lifetime = dict(zip(table["size_bytes"], (table["lifetime_s"] * 1e9).round(), strict=True))
@@ -140,7 +150,7 @@ SPANS = [
 def test_who_asked(time_ns, stream, asked):
     timeline = remembering([(time_ns, 8, 1, {"stream": stream})], SPANS, operators=[3, 4, 6, 7])
     spans = timeline.spans.assign(correlation=[7 if name == "cudaMalloc" else -1 for name in timeline.spans["name"]])
-    table = allocations(Timeline(spans, timeline.meta, details=timeline.details))
+    table = allocations(Timeline(spans, timeline.meta, side_tables=timeline.side_tables))
     assert tuple(table[["operator", "annotation", "module", "phase"]].iloc[0]) == asked
 
 
@@ -218,11 +228,12 @@ def test_holders_beyond_the_top_are_one_row_and_bytes_sum_to_the_peak(top):
 def test_growth_is_what_a_step_keeps(kept, per_step):
     """Each step takes 1000 bytes and gives back all but some; one that is kept once is no leak."""
     spans = [(0, -1, "annotation", f"ProfilerStep#{s}", 100 * s, 100) for s in range(len(kept))]
-    events = [e for s, k in enumerate(kept)
-              for e in ((100 * s, 1000, 1), (100 * s + 5, k, 10 + s), (100 * s + 99, -1000, 1))]  # fmt: skip
+    events = [
+        e for s, k in enumerate(kept) for e in ((100 * s, 1000, 1), (100 * s + 5, k, 10 + s), (100 * s + 99, -1000, 1))
+    ]
     timeline = remembering(events, spans)
     spans = timeline.spans.assign(step=range(len(kept)))
-    row = growth(Timeline(spans, timeline.meta, details=timeline.details)).iloc[0]
+    row = growth(Timeline(spans, timeline.meta, side_tables=timeline.side_tables)).iloc[0]
     assert row["bytes_per_step"] == pytest.approx(per_step, nan_ok=True)
     assert (row["steps"], row["first_bytes"], row["last_bytes"]) == (len(kept), kept[0], sum(kept))
 
@@ -257,20 +268,20 @@ def v100() -> Timeline:
 
 
 def test_v100_sizes_integrate_to_the_recorded_totals(v100):
-    events = v100.details["memory"].sort_values(["device", "time_ns"], kind="stable")
+    events = v100.side_tables["memory"].sort_values(["device", "time_ns"], kind="stable")
     for device, part in events.groupby("device", observed=True):
         told_bytes = memory_timeline(v100, device)["allocated_bytes"].to_numpy()
         assert (told_bytes == part["allocated_bytes"].to_numpy()).all()
         found = part["allocated_bytes"].iloc[0] - part["size_bytes"].iloc[0]
         assert (told_bytes == found + part["size_bytes"].cumsum().to_numpy()).all()
-    untold = {"memory": v100.details["memory"].assign(allocated_bytes=-1)}
-    silent = Timeline(v100.spans, v100.meta, details=Details(lambda: untold))
+    untold = {"memory": v100.side_tables["memory"].assign(allocated_bytes=-1)}
+    silent = Timeline(v100.spans, v100.meta, side_tables=SideTables(lambda: untold))
     lost = memory_timeline(v100)["allocated_bytes"] - memory_timeline(silent)["allocated_bytes"]
     assert (lost.groupby(memory_timeline(v100)["device"]).nunique() == 1).all()  # only the level is unknown
 
 
 def test_v100_every_block_of_the_trace_is_freed_in_it(v100):
-    table, events = allocations(v100), v100.details["memory"]
+    table, events = allocations(v100), v100.side_tables["memory"]
     assert len(table) == (events["size_bytes"] > 0).sum() == (events["size_bytes"] < 0).sum()
     assert (table["lifetime_s"] >= 0).all() and (table["operator"] != "outside of operators").all()
     assert memory_timeline(v100, "cuda:1")["before_bytes"].unique().tolist() == [4_096_614_400]
@@ -280,7 +291,7 @@ def test_v100_every_block_of_the_trace_is_freed_in_it(v100):
 def test_v100_peak_and_its_holders(v100):
     top, held = peak(v100).set_index("device").loc["cuda:1"], held_at_peak(v100)
     held = held[held["device"] == "cuda:1"].set_index("operator")
-    assert top["peak_bytes"] == v100.details["memory"]["allocated_bytes"].max() == held["size_bytes"].sum()
+    assert top["peak_bytes"] == v100.side_tables["memory"]["allocated_bytes"].max() == held["size_bytes"].sum()
     assert held.index[0] == "aten::mm" and held.loc[BEFORE, "size_bytes"] == top["before_bytes"]
     assert growth(v100)["bytes_per_step"].tolist() == [0, 0]
 
@@ -288,14 +299,21 @@ def test_v100_peak_and_its_holders(v100):
 @pytest.mark.parametrize("name", ["ddp-rank0", "ddp-rank1", "fsdp-rank0", "fsdp-rank1"])
 def test_cpu_traces_of_gloo_have_a_peak_too(name):
     timeline = read_trace(local_or_skip(f"traces/cpu-gloo-torch2.13/{name}.json.gz"))
-    table, events = memory_timeline(timeline), timeline.details["memory"].sort_values("time_ns", kind="stable")
+    table, events = memory_timeline(timeline), timeline.side_tables["memory"].sort_values("time_ns", kind="stable")
     assert (table["allocated_bytes"].to_numpy() == events["allocated_bytes"].to_numpy()).all()
     assert held_at_peak(timeline)["size_bytes"].sum() == peak(timeline)["peak_bytes"].item() > 0
     assert {"forward", "backward"} <= set(allocations(timeline)["phase"])
 
 
-RAW = [[-1, 1, 100, 0], [-1, 1, 40, 7], [2000, 2, 8, 4], [2000, 2, 4, 3], [3000, 3, -8, 4], [3000, 3, 8, 5],
-       [5000, 4, -4, 3]]  # fmt: skip
+RAW = [
+    [-1, 1, 100, 0],
+    [-1, 1, 40, 7],
+    [2000, 2, 8, 4],
+    [2000, 2, 4, 3],
+    [3000, 3, -8, 4],
+    [3000, 3, 8, 5],
+    [5000, 4, -4, 3],
+]
 
 
 def test_raw_export_in_closed_form(tmp_path):
@@ -304,8 +322,12 @@ def test_raw_export_in_closed_form(tmp_path):
     table = read_memory_timeline(path)
     wide = table.set_index(["category"])["size_bytes"]
     assert {c: wide[c].tolist() for c in CATEGORIES if wide[c].any()} == {
-        "parameter": [100] * 4, "unknown": [40] * 4, "activation": [0, 8, 0, 0], "temporary": [0, 4, 4, 0],
-        "gradient": [0, 0, 8, 8]}  # fmt: skip
+        "parameter": [100] * 4,
+        "unknown": [40] * 4,
+        "activation": [0, 8, 0, 0],
+        "temporary": [0, 4, 4, 0],
+        "gradient": [0, 0, 8, 8],
+    }
     assert (table["time_s"].unique() * 1e9).round().tolist() == [0, 1000, 3000]  # older blocks at the first moment
     packed = tmp_path / "m.raw.json.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
@@ -315,11 +337,21 @@ def test_raw_export_in_closed_form(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"not json", b'{"traceEvents": []}', b"[[1, 2], [[3, 4]]]", b"[[0, 1, 5]]", b'[[0, 1, "5", 0]]',
-        b"[[0, 1, 5, 8]]", b"[[0, 1, 5, -1]]", b"[[0, 9, 5, 0]]", b"[[0, 1, 99999999999999999999999, 0]]",
-        gzip.compress(b"[[0, 1, 5, 0]]", mtime=0)[:-9], b"\x1f\x8b" + b"x" * 50, b"\xff\xfe[[0, 1, 5, 0]]",
+        b"",
+        b"not json",
+        b'{"traceEvents": []}',
+        b"[[1, 2], [[3, 4]]]",
+        b"[[0, 1, 5]]",
+        b'[[0, 1, "5", 0]]',
+        b"[[0, 1, 5, 8]]",
+        b"[[0, 1, 5, -1]]",
+        b"[[0, 9, 5, 0]]",
+        b"[[0, 1, 99999999999999999999999, 0]]",
+        gzip.compress(b"[[0, 1, 5, 0]]", mtime=0)[:-9],
+        b"\x1f\x8b" + b"x" * 50,
+        b"\xff\xfe[[0, 1, 5, 0]]",
     ],
-)  # fmt: skip
+)
 def test_another_file_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "m.raw.json.gz"
     path.write_bytes(content)
@@ -350,9 +382,10 @@ def test_raw_export_equals_hta():
 
 def test_pictures_keep_the_peak_and_stay_small():
     timeline, _ = a_random_history(3)
-    many = pd.concat([timeline.details["memory"].assign(time_ns=lambda t, k=k: t["time_ns"] + 5000 * k)
-                      for k in range(40)])  # fmt: skip
-    timeline = Timeline(timeline.spans, timeline.meta, details=Details(lambda: {"memory": many}))
+    many = pd.concat(
+        [timeline.side_tables["memory"].assign(time_ns=lambda t, k=k: t["time_ns"] + 5000 * k) for k in range(40)]
+    )
+    timeline = Timeline(timeline.spans, timeline.meta, side_tables=SideTables(lambda: {"memory": many}))
     ax = plot_memory(timeline)
     drawn = figure_data(ax)
     assert drawn["allocated_bytes"].max() == peak(timeline)["peak_bytes"].item() and len(drawn) <= 1204 < len(many)

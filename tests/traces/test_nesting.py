@@ -20,8 +20,11 @@ def test_what_is_open_is_the_span_that_began_last_of_those_that_hold_the_time(cl
         nest = Nest(spans, np.arange(25), closed=closed)
         asked = thread_of(spans.iloc[[0]]).repeat(50)
         for t, place in zip(time, nest.at(asked, time), strict=True):
-            inside = [(s, -d) for s, d, on in zip(start, dur, thread, strict=True)
-                      if on == thread[0] and s <= t and (t <= s + d if closed else t < s + d)]  # fmt: skip
+            inside = [
+                (s, -d)
+                for s, d, on in zip(start, dur, thread, strict=True)
+                if on == thread[0] and s <= t and (t <= s + d if closed else t < s + d)
+            ]
             assert (place == -1) == (not inside)
             row = nest.rows[place]
             assert place == -1 or (start[row], -dur[row]) == max(inside)

@@ -6,7 +6,7 @@ import pytest
 from support import local_or_skip, make_timeline
 
 from madmax_lib import catalog
-from madmax_lib.side_tables import Details, conform
+from madmax_lib.side_tables import SideTables, conform
 from madmax_lib.timeline import BUSY_KINDS, Meta, Timeline, concat
 from madmax_lib.traces import hta
 from madmax_lib.traces.operators import ops, roofline
@@ -31,10 +31,12 @@ def traced(rows, operators=(), **meta):
     spans = spans.assign(step=0, op=-1, group=None, size_bytes=float("nan"))
     known = dict(operators) if isinstance(operators, dict) else dict.fromkeys(operators, ("", "", ""))
     columns = [(*values, -1, -1)[: 5 if len(values) == 3 else len(values)] for values in known.values()]
-    table = {name: [values[i] for values in columns]
-             for i, name in enumerate(("shapes", "types", "inputs", "sequence", "forward_thread"))}  # fmt: skip
+    table = {
+        name: [values[i] for values in columns]
+        for i, name in enumerate(("shapes", "types", "inputs", "sequence", "forward_thread"))
+    }
     table = conform("operators", {"row": list(known), **table})
-    return Timeline(spans, Meta(**meta), details=Details(partial(dict, {"operators": table})))
+    return Timeline(spans, Meta(**meta), side_tables=SideTables(partial(dict, {"operators": table})))
 
 
 def by_name(table, column, name="name"):
@@ -85,9 +87,13 @@ def test_a_graph_launch_starts_many_kernels():
 
 
 def test_an_operator_inside_of_its_own_name_counts_its_time_once():
-    rows = [(0, -1, "cpu", "aten::norm", 0, 100, -1), (0, -1, "cpu", "aten::norm", 10, 50, -1),
-            (0, -1, "cpu", "launch", 20, 5, 1), (0, -1, "cpu", "aten::norm", 100, 10, -1),
-            (0, 7, "compute", "k", 30, 8, 1)]  # fmt: skip
+    rows = [
+        (0, -1, "cpu", "aten::norm", 0, 100, -1),
+        (0, -1, "cpu", "aten::norm", 10, 50, -1),
+        (0, -1, "cpu", "launch", 20, 5, 1),
+        (0, -1, "cpu", "aten::norm", 100, 10, -1),
+        (0, 7, "compute", "k", 30, 8, 1),
+    ]
     table = ops.operators(traced(rows, [0, 1, 3]))
     assert table["count"].tolist() == [3]
     assert by_name(table, "host_s") == {"aten::norm": 110} and by_name(table, "device_s") == {"aten::norm": 8}
@@ -99,13 +105,26 @@ def test_flops_count_at_the_innermost_and_bytes_not_inside_of_them():
     linear = ("[[4,8],[2,8]]", '["float","float"]', "")
     addmm = ("[[2],[4,8],[8,2]]", '["float","float","float"]', "")
     eight = ("[[8],[8]]", '["float","float"]', "")
-    rows = [(0, -1, "cpu", "aten::linear", 0, 50, -1), (0, -1, "cpu", "aten::addmm", 10, 30, -1),
-            (0, -1, "cpu", "aten::copy_", 11, 5, -1), (0, -1, "cpu", "launch", 20, 5, 1),
-            (0, -1, "cpu", "aten::relu_", 60, 10, -1), (0, -1, "cpu", "aten::clamp_min_", 61, 5, -1),
-            (0, -1, "cpu", "aten::mul", 80, 10, -1), (0, -1, "cpu", "aten::copy_", 81, 5, -1),
-            (0, 7, "compute", "gemm", 70, 16, 1)]  # fmt: skip
-    shapes = {0: linear, 1: addmm, 2: eight, 4: ("[[8]]", '["float"]', ""), 5: ("[[8]]", '["float"]', ""),
-              6: eight, 7: ("[[],[]]", '["float","double"]', "")}  # fmt: skip
+    rows = [
+        (0, -1, "cpu", "aten::linear", 0, 50, -1),
+        (0, -1, "cpu", "aten::addmm", 10, 30, -1),
+        (0, -1, "cpu", "aten::copy_", 11, 5, -1),
+        (0, -1, "cpu", "launch", 20, 5, 1),
+        (0, -1, "cpu", "aten::relu_", 60, 10, -1),
+        (0, -1, "cpu", "aten::clamp_min_", 61, 5, -1),
+        (0, -1, "cpu", "aten::mul", 80, 10, -1),
+        (0, -1, "cpu", "aten::copy_", 81, 5, -1),
+        (0, 7, "compute", "gemm", 70, 16, 1),
+    ]
+    shapes = {
+        0: linear,
+        1: addmm,
+        2: eight,
+        4: ("[[8]]", '["float"]', ""),
+        5: ("[[8]]", '["float"]', ""),
+        6: eight,
+        7: ("[[],[]]", '["float","double"]', ""),
+    }
     table = ops.operators(traced(rows, shapes)).set_index("name")
     assert table["flops"].dropna().to_dict() == {"aten::addmm": 128}
     moved = {"aten::addmm": 4 * (2 + 32 + 16 + 8), "aten::clamp_min_": 64, "aten::mul": 96, "aten::copy_": 12}
@@ -116,9 +135,14 @@ def test_flops_count_at_the_innermost_and_bytes_not_inside_of_them():
 
 
 def test_rates_are_of_the_calls_that_count():
-    rows = [(0, -1, "cpu", "aten::mm", 0, 10, -1), (0, -1, "cpu", "l", 1, 2, 1), (0, -1, "cpu", "aten::mm", 10, 10, -1),
-            (0, -1, "cpu", "l", 11, 2, 2), (0, 7, "compute", "a", 30, 4, 1),
-            (0, 7, "compute", "a", 40, 60, 2)]  # fmt: skip
+    rows = [
+        (0, -1, "cpu", "aten::mm", 0, 10, -1),
+        (0, -1, "cpu", "l", 1, 2, 1),
+        (0, -1, "cpu", "aten::mm", 10, 10, -1),
+        (0, -1, "cpu", "l", 11, 2, 2),
+        (0, 7, "compute", "a", 30, 4, 1),
+        (0, 7, "compute", "a", 40, 60, 2),
+    ]
     table = ops.operators(traced(rows, {0: MM, 2: ("", "", "")}))
     assert table["flops_per_s"].tolist() == [pytest.approx(128 / 4e-9)] and by_name(table, "device_s")["aten::mm"] == 64
     shaped = ops.operators(traced(rows, {0: MM, 2: ("", "", "")}), by_shape=True)
@@ -138,8 +162,12 @@ def test_kernels_tell_that_fp32_was_rounded_to_tf32():
 
 def test_by_shape_an_operator_may_be_inside_of_its_own_name():
     """MTIA: aten::mm calls aten::mm with the output as a third input; both rows have the time, one has the FLOPs."""
-    rows = [(0, -1, "cpu", "aten::mm", 0, 20, -1), (0, -1, "cpu", "aten::mm", 1, 9, -1), (0, -1, "cpu", "l", 2, 3, 1),
-            (0, 7, "compute", "fc", 50, 8, 1)]  # fmt: skip
+    rows = [
+        (0, -1, "cpu", "aten::mm", 0, 20, -1),
+        (0, -1, "cpu", "aten::mm", 1, 9, -1),
+        (0, -1, "cpu", "l", 2, 3, 1),
+        (0, 7, "compute", "fc", 50, 8, 1),
+    ]
     inner = ("[[4,8],[8,2],[4,2]]", '["float","float","float"]', "")
     table = ops.operators(traced(rows, {0: MM, 1: inner}), by_shape=True)
     assert by_name(table, "device_s", "shapes") == {inner[0]: 8, MM[0]: 8}
@@ -147,8 +175,11 @@ def test_by_shape_an_operator_may_be_inside_of_its_own_name():
 
 
 def test_without_a_device_the_time_is_the_hosts():
-    rows = [(0, -1, "compute", "aten::linear", 0, 50, -1), (0, -1, "cpu", "aten::mm", 10, 32, -1),
-            (0, -2, "comm", "gloo:all_reduce", 0, 99, -1)]  # fmt: skip
+    rows = [
+        (0, -1, "compute", "aten::linear", 0, 50, -1),
+        (0, -1, "cpu", "aten::mm", 10, 32, -1),
+        (0, -2, "comm", "gloo:all_reduce", 0, 99, -1),
+    ]
     table = ops.operators(traced(rows, {0: ("", "", ""), 1: MM, 2: ("[[8]]", '["float"]', "")}))
     assert by_name(table, "self_device_s") == {"aten::mm": 32, "aten::linear": 18}
     assert by_name(table, "device_s") == {"aten::mm": 32, "aten::linear": 50}
@@ -259,9 +290,16 @@ def test_what_multiplies_nothing_has_no_intensity():
 
 @pytest.mark.parametrize(
     ("device", "name"),
-    [("NVIDIA H100 80GB HBM3", "h100-80"), ("Tesla V100-SXM2-32GB", "v100-32"), ("NVIDIA A100-PG509-200", "a100-40"),
-     ("AMD Instinct MI300X", "mi300x"), ("NVIDIA H800", "h800"), ("NVIDIA GB200", "gb200"), ("a100-80", "a100-80")],
-)  # fmt: skip
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80"),
+        ("Tesla V100-SXM2-32GB", "v100-32"),
+        ("NVIDIA A100-PG509-200", "a100-40"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA GB200", "gb200"),
+        ("a100-80", "a100-80"),
+    ],
+)
 def test_devices_by_the_name_in_a_trace(device, name):
     assert roofline.device_of(make_timeline([], device=device)).name == name
 
@@ -273,9 +311,14 @@ def test_every_named_device_is_in_the_catalog():
 
 @pytest.mark.parametrize(
     ("device", "message"),
-    [("", "the timeline names no device; give device=, one of a100-40"), ("AMD Instinct MI250X / MI250",
-     "'AMD Instinct MI250X / MI250', the timeline's device, is not in the catalog; give device=")],
-)  # fmt: skip
+    [
+        ("", "the timeline names no device; give device=, one of a100-40"),
+        (
+            "AMD Instinct MI250X / MI250",
+            "'AMD Instinct MI250X / MI250', the timeline's device, is not in the catalog; give device=",
+        ),
+    ],
+)
 def test_unknown_devices(device, message):
     timeline = traced([(*row[:3], "aten::mm", *row[4:]) for row in NESTED], {0: MM, 1: MM}, device=device)
     for function in (roofline.roofline, roofline.mfu):
@@ -301,7 +344,7 @@ def test_mfu_goes_from_step_to_step():
         rows += [(0, 7, "compute", "k", start + 100 - 10 * (i == 2), 20, i)]
     timeline = traced(rows, shapes, device="v100-32")
     spans = timeline.spans.assign(step=[0] * 6 + [1] * 3)
-    timeline = Timeline(spans, timeline.meta, details=timeline.details)
+    timeline = Timeline(spans, timeline.meta, side_tables=timeline.side_tables)
     table = roofline.mfu(timeline)
     assert table["flops"].tolist() == [256, 128]
     assert (table["total_s"] * 1e9).round(6).tolist() == [50, 20]
@@ -321,11 +364,21 @@ def test_kernel_statistics():
 
 def test_kinds_side_by_side():
     """Compute [0, 10), communication [5, 25), copies [8, 12) and [30, 31)."""
-    rows = [(0, 7, "compute", "a", 0, 10), (0, 9, "comm", "b", 5, 20), (0, 8, "memcpy", "c", 8, 4),
-            (0, 8, "memcpy", "c", 30, 1)]  # fmt: skip
+    rows = [
+        (0, 7, "compute", "a", 0, 10),
+        (0, 9, "comm", "b", 5, 20),
+        (0, 8, "memcpy", "c", 8, 4),
+        (0, 8, "memcpy", "c", 30, 1),
+    ]
     table = ops.kernel_types(make_timeline(rows))
-    expected = {"compute": 5, "comm": 13, "compute + comm": 3, "memcpy": 1, "comm + memcpy": 2,
-                "compute + comm + memcpy": 2}  # fmt: skip
+    expected = {
+        "compute": 5,
+        "comm": 13,
+        "compute + comm": 3,
+        "memcpy": 1,
+        "comm + memcpy": 2,
+        "compute + comm + memcpy": 2,
+    }
     assert by_name(table, "total_s", "kinds") == expected and table["share"].sum() == pytest.approx(1)
     two = ops.kernel_types(make_timeline(rows), ("compute", "comm"))
     assert by_name(two, "total_s", "kinds") == {"compute": 5, "comm": 15, "compute + comm": 5}
@@ -429,11 +482,13 @@ def test_pictures_say_what_they_show(function):
     """Of a trace with everything, of a simulation (hatched) and of nothing at all."""
     measured = traced(MODULES, MODULE_OPS, device="a100-80")
     titles = {
-        ops.kernels: "k takes 100% of the work", ops.operators: "MmBackward0 takes 52% of the time",
+        ops.kernels: "k takes 100% of the work",
+        ops.operators: "MmBackward0 takes 52% of the time",
         ops.modules: "Linear takes 87% of the modules' time",
         roofline.roofline: "mm runs at 1.2% of its memory roof on a100-80",
-        ops.kernel_types: "100% of the busy time is compute alone", roofline.mfu: "of the peak in the median step",
-    }  # fmt: skip
+        ops.kernel_types: "100% of the busy time is compute alone",
+        roofline.mfu: "of the peak in the median step",
+    }
     ax = PICTURES[function](function(measured))
     assert titles[function] in ax.get_title() and len(figure_data(ax))
     assert ax.get_xlabel() and not any(bar.get_hatch() for bar in ax.patches)

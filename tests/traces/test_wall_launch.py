@@ -6,7 +6,7 @@ import pytest
 
 import madmax_lib as mm
 from madmax_lib.timeline import Meta, Timeline
-from madmax_lib.traces.launch_gain import launch_gain
+from madmax_lib.traces.critical_path import launch_gain
 
 US = 1000
 
@@ -18,8 +18,10 @@ def launched(kernels, call_us, kernel_us, between_us, delay_us=2):
         end = host + call_us * US
         begin = max(end + delay_us * US, free)
         free = begin + kernel_us * US
-        rows += [(-1, "cpu", "cudaLaunchKernel", host, call_us * US, number), (7, "compute", "gemm", begin,
-                  kernel_us * US, number)]  # fmt: skip
+        rows += [
+            (-1, "cpu", "cudaLaunchKernel", host, call_us * US, number),
+            (7, "compute", "gemm", begin, kernel_us * US, number),
+        ]
         host = end + between_us * US
     table = pd.DataFrame(rows, columns=["stream", "kind", "name", "start_ns", "dur_ns", "correlation"])
     table = table.assign(rank=0, step=0, op=-1, group=None, size_bytes=np.nan)

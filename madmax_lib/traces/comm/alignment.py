@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from madmax_lib.side_tables import Details
+from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.units import NS_PER_S
@@ -65,14 +65,14 @@ def align(timeline: Timeline) -> Timeline:
     told = {"clock_offsets_s": taken_s, "clocks_kept": [int(rank) for rank in apart]}
     start_ns = timeline.spans["start_ns"] - shift_ns.reindex(timeline.spans["rank"]).to_numpy()
     meta = replace(timeline.meta, provenance=timeline.meta.provenance | told)
-    details = Details(partial(_shifted, timeline.details, shift_ns))
-    return Timeline(timeline.spans.assign(start_ns=start_ns), meta, timeline.edges, details)
+    side_tables = SideTables(partial(_shifted, timeline.side_tables, shift_ns))
+    return Timeline(timeline.spans.assign(start_ns=start_ns), meta, timeline.edges, side_tables)
 
 
-def _shifted(details: Details, shift_ns: pd.Series) -> dict[str, pd.DataFrame]:
-    memory = details["memory"]
+def _shifted(side_tables: SideTables, shift_ns: pd.Series) -> dict[str, pd.DataFrame]:
+    memory = side_tables["memory"]
     time_ns = memory["time_ns"] - shift_ns.reindex(memory["rank"]).to_numpy()
-    return {**details, "memory": memory.assign(time_ns=time_ns)}
+    return {**side_tables, "memory": memory.assign(time_ns=time_ns)}
 
 
 def _shared_ends(timeline: Timeline) -> pd.DataFrame:

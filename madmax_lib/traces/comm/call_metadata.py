@@ -17,9 +17,9 @@ import pandas as pd
 
 from madmax_lib.kinds import collective_names, collectives_of
 from madmax_lib.plan import Plan
-from madmax_lib.side_tables import Details
+from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import Timeline
-from madmax_lib.traces.read.dtypes import dtype_bytes, recorded_dtype
+from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
 __all__ = ["call_metadata"]
 
@@ -53,7 +53,7 @@ def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
 
 def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame) -> pd.DataFrame:
     """Metadata on the row of a call, else on the host row with its operator id."""
-    told = timeline.details["calls"] if len(row) else Details()["calls"]  # reads nothing for no call
+    told = timeline.side_tables["calls"] if len(row) else SideTables()["calls"]  # reads nothing for no call
     at = timeline.spans[["rank", "op", "group"]].iloc[told["row"]].reset_index(drop=True)
     told = told.reset_index(drop=True).join(at)
     own, columns = told["row"].isin(row), [*_TEXTS, *_NUMBERS]
@@ -117,7 +117,7 @@ def _of_names(timeline: Timeline, name: pd.Series) -> pd.Series:
 
 def _messages(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
     """Tensors of the operators in each row of `row` (-1: none): sum_bytes, larger_bytes, ratio of two sides, dtype."""
-    operators = timeline.details["operators"] if (row >= 0).any() else Details()["operators"]
+    operators = timeline.side_tables["operators"] if (row >= 0).any() else SideTables()["operators"]
     operators = operators[operators["row"].isin(row[row >= 0])].drop_duplicates("row").set_index("row")
     operators = operators[["shapes", "types"]].astype(object).reindex(row).fillna("")
     pairs = list(zip(operators["shapes"], operators["types"], strict=True))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from madmax_lib.intervals import covered_before, pack, union
+from madmax_lib.accounting import exposed_ns
 from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.call_metadata import call_metadata
 from madmax_lib.units import NS_PER_S
@@ -48,7 +48,7 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     factor = _bus_factor(table["collective"], table["group_size"])
     table["start_s"] = (comm["start_ns"] - (spans["start_ns"].min() if len(spans) else 0)) / NS_PER_S
     table["duration_s"] = duration_s
-    table["exposed_s"] = _exposed_ns(timeline, comm["rank"], comm["start_ns"], comm["dur_ns"]) / NS_PER_S
+    table["exposed_s"] = exposed_ns(timeline, comm["rank"], comm["start_ns"], comm["dur_ns"]) / NS_PER_S
     table["algorithm_bytes_per_s"] = table["size_bytes"] / duration_s.where(duration_s > 0)
     table["bus_bytes_per_s"] = table["algorithm_bytes_per_s"] * factor
     table["call"], lost = _match(table, comm["start_ns"])
@@ -76,8 +76,7 @@ def waiting(timeline: Timeline) -> pd.DataFrame:
     pairs = pairs[pairs["rank"] != pairs["last_rank"]]
     table = pairs.groupby(["rank", "last_rank"])["wait_s"].agg(["count", "sum"]).reset_index()
     table.columns = ["rank", "waits_for", "count", "wait_s"]
-    table.attrs.update(pairs.attrs)
-    return table
+    return with_origin(table, pairs)
 
 
 def by_group(timeline: Timeline) -> pd.DataFrame:
@@ -90,10 +89,10 @@ def by_group(timeline: Timeline) -> pd.DataFrame:
     mean and largest. Both are NaN where no call is matched. algorithm_bytes_per_s, bus_bytes_per_s: size over transfer,
     of the calls that tell their size.
     """
-    table = calls(timeline)
-    waits = _arrivals(timeline, table).set_index("row")[["wait_s", "skew_s"]]
-    own = pd.Series(-1 - np.arange(len(table)))
-    attrs, table = table.attrs, table.join(waits, on="row").assign(call=table["call"].where(table["call"] >= 0, own))
+    every = calls(timeline)
+    waits = _arrivals(timeline, every).set_index("row")[["wait_s", "skew_s"]]
+    own = pd.Series(-1 - np.arange(len(every)))
+    table = every.join(waits, on="row").assign(call=every["call"].where(every["call"] >= 0, own))
     spans = table.groupby(["group", "collective"], sort=False)
     each = _distinct_calls(table).groupby(["group", "collective"], sort=False)
     sums = each[["transfer_s", "sized_s", "sent_bytes", "bus_bytes"]].sum()
@@ -116,8 +115,7 @@ def by_group(timeline: Timeline) -> pd.DataFrame:
         }
     )
     result = result.reset_index().sort_values("total_s", ascending=False, kind="stable").reset_index(drop=True)
-    result.attrs.update(attrs)
-    return result
+    return with_origin(result, every)
 
 
 def _distinct_calls(table: pd.DataFrame) -> pd.DataFrame:
@@ -134,9 +132,7 @@ def _distinct_calls(table: pd.DataFrame) -> pd.DataFrame:
 def _arrivals(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
     """`arrivals` from the table of calls."""
     one_clock = timeline.meta.source == "simulated" or "clock_offsets_s" in timeline.meta.provenance
-    attrs = {**table.attrs, "by": "start" if one_clock else "duration"}
-    table = table[table["call"] >= 0].sort_values(["call", "rank"]).reset_index(drop=True)
-    table.attrs.update(attrs)
+    every, table = table, table[table["call"] >= 0].sort_values(["call", "rank"]).reset_index(drop=True)
     spans = timeline.spans[["start_ns", "dur_ns"]].iloc[table["row"]].reset_index(drop=True)
     start_ns, dur_ns, of_call = spans["start_ns"], spans["dur_ns"], table["call"]
     lateness_ns = start_ns if one_clock else -dur_ns
@@ -145,9 +141,9 @@ def _arrivals(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
     wait_ns = behind_ns.clip(upper=dur_ns.clip(lower=0))
     table["last_rank"] = table["rank"].to_numpy()[last]
     table["wait_s"] = wait_ns / NS_PER_S
-    table["exposed_wait_s"] = _exposed_ns(timeline, table["rank"], start_ns, wait_ns) / NS_PER_S
+    table["exposed_wait_s"] = exposed_ns(timeline, table["rank"], start_ns, wait_ns) / NS_PER_S
     table["skew_s"] = behind_ns.groupby(of_call).transform("max") / NS_PER_S
-    return table
+    return with_origin(table, every, by="start" if one_clock else "duration")
 
 
 def _bus_factor(collective: pd.Series, group_size: pd.Series) -> pd.Series:
@@ -155,18 +151,6 @@ def _bus_factor(collective: pd.Series, group_size: pd.Series) -> pd.Series:
     share = (group_size - 1) / group_size
     one_way = collective.isin(("all_gather", "reduce_scatter", "all_to_all"))
     return share.where(one_way, 1.0).mask(collective == "all_reduce", 2 * share)
-
-
-def _exposed_ns(timeline: Timeline, rank: pd.Series, start_ns: pd.Series, dur_ns: pd.Series) -> np.ndarray:
-    """How much (n,) of each interval does not lie under compute of its rank."""
-    compute = timeline.spans[timeline.spans["kind"] == "compute"]
-    rows_of = compute.groupby("rank").indices
-    exposed, start, end = dur_ns.to_numpy().copy(), start_ns.to_numpy(), (start_ns + dur_ns).to_numpy()
-    for number, rows in rank.groupby(rank).indices.items():
-        here = compute.iloc[rows_of.get(number, [])]
-        busy = union(pack(here["start_ns"], here["dur_ns"]))
-        exposed[rows] -= covered_before(busy, end[rows]) - covered_before(busy, start[rows])
-    return exposed
 
 
 def _match(table: pd.DataFrame, start_ns: pd.Series) -> tuple[pd.Series, pd.Series]:

@@ -1,8 +1,9 @@
 """Who holds the memory, and since when? Allocator events become totals over time, allocations and the peak's holders.
 
 PyTorch's profiler with profile_memory=True records an event for every allocation and every free, with the totals after
-it; they are `Timeline.details["memory"]`, the only source here, so a timeline without them gives empty tables. Times
-are the host's: a caching allocator takes a block back when the host lets go of it, while kernels may still read it.
+it; they are `Timeline.side_tables["memory"]`, the only source here, so a timeline without them gives empty tables.
+Times are the host's: a caching allocator takes a block back when the host lets go of it, while kernels may still read
+it.
 What was allocated before the recording began is known only as a sum, "before the trace".
 
 The raw export of torch's memory timeline tells categories instead of operators; `read_memory_timeline` sums it up.
@@ -25,8 +26,16 @@ from madmax_lib.traces.operators.nesting import Nest, thread_of
 from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["BEFORE", "CATEGORIES", "allocations", "growth", "held_at_peak", "memory_timeline", "peak",
-           "read_memory_timeline"]  # fmt: skip
+__all__ = [
+    "BEFORE",
+    "CATEGORIES",
+    "allocations",
+    "growth",
+    "held_at_peak",
+    "memory_timeline",
+    "peak",
+    "read_memory_timeline",
+]
 
 # by their number in the raw export [torch.profiler._memory_profiler, order of _CATEGORY_TO_COLORS]
 CATEGORIES = ("parameter", "optimizer_state", "input", "temporary", "activation", "gradient", "autograd_detail",
@@ -58,10 +67,8 @@ def memory_timeline(timeline: Timeline, device: str | None = None) -> pd.DataFra
         raise ValueError(f"device {device!r} has no allocator events; the timeline has {', '.join(known)}")
     events = events if device is None else events[events["device"] == device]
     table = _placed(timeline, events)
-    return with_origin(
-        table[[*_POOL, "time_s", "step", "allocated_bytes", "before_bytes", "reserved_bytes"]].reset_index(drop=True),
-        timeline,
-    )
+    columns = [*_POOL, "time_s", "step", "allocated_bytes", "before_bytes", "reserved_bytes"]
+    return with_origin(table[columns].reset_index(drop=True), timeline)
 
 
 def allocations(timeline: Timeline) -> pd.DataFrame:
@@ -184,7 +191,7 @@ def _events(timeline: Timeline) -> pd.DataFrame:
     allocation that can be followed. allocated_bytes without gaps, before_bytes what of it cannot be followed,
     reserved_bytes NaN where unknown.
     """
-    events = timeline.details["memory"]
+    events = timeline.side_tables["memory"]
     events = events.assign(device=events["device"].astype(str), pool=events.groupby(_POOL, observed=True).ngroup())
     events = events.sort_values(["pool", "time_ns"], kind="stable").reset_index(drop=True)
     size, pool = events["size_bytes"], events["pool"]
@@ -246,7 +253,7 @@ def _held(events: pd.DataFrame, peaks: pd.DataFrame) -> pd.DataFrame:
 def _placed(timeline: Timeline, events: pd.DataFrame) -> pd.DataFrame:
     """Events with time_s from the beginning of the timeline and the step they fall into."""
     spans = timeline.spans
-    starts = [column.min() for column in (spans["start_ns"], timeline.details["memory"]["time_ns"]) if len(column)]
+    starts = [column.min() for column in (spans["start_ns"], timeline.side_tables["memory"]["time_ns"]) if len(column)]
     zero_ns = min(starts, default=0)
     return events.assign(time_s=(events["time_ns"] - zero_ns) / NS_PER_S, step=_step(timeline, events))
 
@@ -268,7 +275,7 @@ def _step(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
 def _operator(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
     """Name (n,) of the innermost operator that was open when each event happened; see `allocations`."""
     host = _host(timeline)
-    operators = host[host.index.isin(timeline.details["operators"]["row"])]
+    operators = host[host.index.isin(timeline.side_tables["operators"]["row"])]
     labels = host[host["kind"].isin(["cpu", "annotation"]) & (host["correlation"] < 0)]  # no calls of the runtime
     found = _innermost(operators, events)
     other = _innermost(labels, events)

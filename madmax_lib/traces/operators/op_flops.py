@@ -16,23 +16,40 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from madmax_lib.traces.read.dtypes import dtype_bytes, recorded_dtype
+from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
 __all__ = ["Cost", "operator_cost", "operator_costs"]
 
 _ARITHMETIC = {"double": "fp64", "float": "fp32", "half": "fp16", "bfloat16": "bf16", "char": "int8"}
 _MATRICES = {  # place of the first factor among the inputs
-    "mm": 0, "bmm": 0, "matmul": 0, "_int_mm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1,
-    "baddbmm_": 1, "_addmm_activation": 1,
-}  # fmt: skip
+    "mm": 0,
+    "bmm": 0,
+    "matmul": 0,
+    "_int_mm": 0,
+    "_scaled_mm": 0,
+    "addmm": 1,
+    "addmm_": 1,
+    "baddbmm": 1,
+    "baddbmm_": 1,
+    "_addmm_activation": 1,
+}
 _CONVOLUTIONS = {  # places of stride, padding, dilation, transposed (99: none)
-    "convolution": (3, 4, 5, 6), "_convolution": (3, 4, 5, 6), "convolution_overrideable": (3, 4, 5, 6),
-    "conv1d": (3, 4, 5, 99), "conv2d": (3, 4, 5, 99), "conv3d": (3, 4, 5, 99),
-    "cudnn_convolution": (3, 2, 4, 99), "cudnn_convolution_relu": (3, 4, 5, 99),
-    "miopen_convolution": (4, 3, 5, 99), "miopen_depthwise_convolution": (4, 3, 5, 99),
-    "mkldnn_convolution": (4, 3, 5, 99), "_slow_conv2d_forward": (4, 5, 99, 99), "slow_conv3d_forward": (4, 5, 99, 99),
-    "_conv_depthwise2d": (4, 5, 6, 99), "slow_conv_dilated2d": (4, 5, 6, 99),
-}  # fmt: skip
+    "convolution": (3, 4, 5, 6),
+    "_convolution": (3, 4, 5, 6),
+    "convolution_overrideable": (3, 4, 5, 6),
+    "conv1d": (3, 4, 5, 99),
+    "conv2d": (3, 4, 5, 99),
+    "conv3d": (3, 4, 5, 99),
+    "cudnn_convolution": (3, 2, 4, 99),
+    "cudnn_convolution_relu": (3, 4, 5, 99),
+    "miopen_convolution": (4, 3, 5, 99),
+    "miopen_depthwise_convolution": (4, 3, 5, 99),
+    "mkldnn_convolution": (4, 3, 5, 99),
+    "_slow_conv2d_forward": (4, 5, 99, 99),
+    "slow_conv3d_forward": (4, 5, 99, 99),
+    "_conv_depthwise2d": (4, 5, 6, 99),
+    "slow_conv_dilated2d": (4, 5, 6, 99),
+}
 _HEADS_FIRST = """
 _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
 _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
@@ -45,8 +62,20 @@ addcdiv floor ceil round sign threshold_backward gelu_backward silu_backward tan
 hardtanh_backward leaky_relu_backward mse_loss_backward native_dropout_backward bitwise_and bitwise_or bitwise_not
 eq ne lt le gt ge logical_and logical_or logical_not logical_xor isnan isinf
 """
-_TO_BOOL = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "isnan",
-            "isinf")  # fmt: skip
+_TO_BOOL = (
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "logical_and",
+    "logical_or",
+    "logical_not",
+    "logical_xor",
+    "isnan",
+    "isinf",
+)
 _THREE_INPUTS = ("addcmul", "addcdiv", "where", "lerp", "clamp")  # a third input of others is the output, given as out=
 _LIKE_FIRST = """
 _softmax _log_softmax native_layer_norm native_batch_norm cudnn_batch_norm miopen_batch_norm native_group_norm cumsum
@@ -91,7 +120,7 @@ class _Inputs(NamedTuple):
 
 
 def operator_cost(name: str, shapes: str, types: str = "", inputs: str = "") -> Cost:
-    """Work of one call of an operator from the JSON texts of `Timeline.details["operators"]`.
+    """Work of one call of an operator from the JSON texts of `Timeline.side_tables["operators"]`.
 
     All NaN for an operator without formula or with inputs that do not fit it; a convolution needs `inputs` (strides).
 

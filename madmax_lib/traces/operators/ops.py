@@ -42,16 +42,19 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
     parts = [part for part in (calls, _without_operator(timeline.spans, calls, work)) if len(part)]
     calls = pd.concat(parts, ignore_index=True) if parts else calls
     once = ~calls["again"].to_numpy(dtype=bool)  # a call inside of one of the same name is in its time already
-    sums = pd.DataFrame({
-        **{key: calls[key].astype(str) if key == "shapes" else calls[key] for key in keys},
-        "count": calls["calls"],
-        **{f"{time}_s": calls[f"{time}_ns"] * once for time in ("host", "device")},
-        **{f"{time}_s": calls[f"{time}_ns"] for time in ("self_host", "self_device")},
-        "kernels": calls["kernels"] * once,
-        "flops": calls["flops"], "moved_bytes": calls["moved_bytes"],
-        "flops_per_s": calls["device_ns"] * calls["flops"].notna(),
-        "bytes_per_s": calls["device_ns"] * calls["moved_bytes"].notna(),
-    })  # fmt: skip
+    sums = pd.DataFrame(
+        {
+            **{key: calls[key].astype(str) if key == "shapes" else calls[key] for key in keys},
+            "count": calls["calls"],
+            **{f"{time}_s": calls[f"{time}_ns"] * once for time in ("host", "device")},
+            **{f"{time}_s": calls[f"{time}_ns"] for time in ("self_host", "self_device")},
+            "kernels": calls["kernels"] * once,
+            "flops": calls["flops"],
+            "moved_bytes": calls["moved_bytes"],
+            "flops_per_s": calls["device_ns"] * calls["flops"].notna(),
+            "bytes_per_s": calls["device_ns"] * calls["moved_bytes"].notna(),
+        }
+    )
     table = sums.groupby(keys, observed=True).sum(min_count=1).reset_index()
     times = ["host_s", "self_host_s", "device_s", "self_device_s", "flops_per_s", "bytes_per_s"]
     table[times] = table[times].astype(float) / NS_PER_S
@@ -76,23 +79,30 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     nest = Nest(spans, np.flatnonzero(spans["name"].str.contains(_MODULE) & (spans["stream"] < 0)))
     host_ns = calls["self_device_ns"] * ~calls["on_device"].to_numpy(dtype=bool)  # kernels bring the device's
     launched = work[work["launch_row"] >= 0]
-    work = pd.DataFrame({
-        "thread": np.r_[calls["thread"], launched["thread"]],
-        "start_ns": np.r_[calls["start_ns"], launched["launch_ns"]],
-        "device_ns": np.r_[host_ns, launched["dur_ns"]],
-        "flops": np.r_[calls["flops"].fillna(0), np.zeros(len(launched))],
-    })  # fmt: skip
+    work = pd.DataFrame(
+        {
+            "thread": np.r_[calls["thread"], launched["thread"]],
+            "start_ns": np.r_[calls["start_ns"], launched["launch_ns"]],
+            "device_ns": np.r_[host_ns, launched["dur_ns"]],
+            "flops": np.r_[calls["flops"].fillna(0), np.zeros(len(launched))],
+        }
+    )
     place, backward = _module_of(nest, calls, work, spans)
     own = {"device_s": work["device_ns"], "backward_s": work["device_ns"] * backward, "flops": work["flops"]}
     own = {column: nest.sums(place, values) for column, values in own.items()}
     names = np.array([_MODULE.sub("", name) for name in spans["name"].iloc[nest.rows]], dtype=object)
     once = ~nest.within(np.ones(len(names), dtype=bool), names)
-    table = pd.DataFrame({
-        "rank": spans["rank"].to_numpy()[nest.rows], "module": names,
-        "inside": np.where(nest.parent >= 0, names[nest.parent], "") if len(names) else names,
-        "count": 1, "host_s": (nest.end - nest.start) * once, "self_device_s": own["device_s"],
-        **{column: nest.inclusive(values) * once for column, values in own.items()},
-    })  # fmt: skip
+    table = pd.DataFrame(
+        {
+            "rank": spans["rank"].to_numpy()[nest.rows],
+            "module": names,
+            "inside": np.where(nest.parent >= 0, names[nest.parent], "") if len(names) else names,
+            "count": 1,
+            "host_s": (nest.end - nest.start) * once,
+            "self_device_s": own["device_s"],
+            **{column: nest.inclusive(values) * once for column, values in own.items()},
+        }
+    )
     how = {column: "first" if column == "inside" else "sum" for column in table.columns[2:]}
     table = table.iloc[np.argsort(nest.start, kind="stable")]
     table = table.groupby(["rank", "module"], observed=True).agg(how).reset_index()
@@ -149,7 +159,7 @@ def operator_calls(timeline: Timeline, *, by_shape: bool = False) -> tuple[pd.Da
     Times in ns; flops and moved_bytes only where they count. again: the call is inside of one of the same name, or
     by_shape of the same name and shapes.
     """
-    spans, table = timeline.spans, timeline.details["operators"]
+    spans, table = timeline.spans, timeline.side_tables["operators"]
     host = (spans["stream"] < 0).to_numpy() & ~spans["kind"].isin(("annotation", "comm")).to_numpy()
     table = table[host[table["row"].to_numpy()]]
     nest = Nest(spans, table["row"].to_numpy())
@@ -162,15 +172,26 @@ def operator_calls(timeline: Timeline, *, by_shape: bool = False) -> tuple[pd.Da
     self_ns, own_ns = np.maximum(host_ns - inside_ns, 0).astype(np.int64), nest.sums(place, work["dur_ns"])
     rank = spans["rank"].to_numpy()[nest.rows]
     on_device = np.isin(rank, work["rank"].unique())
-    calls = pd.DataFrame({
-        "row": nest.rows, "rank": rank, "thread": nest.thread, "step": spans["step"].to_numpy()[nest.rows],
-        "name": spans["name"].iloc[nest.rows].astype(object).to_numpy(), "shapes": table["shapes"].astype(object),
-        "sequence": table["sequence"], "forward_thread": table["forward_thread"], "start_ns": nest.start, "calls": 1,
-        "host_ns": host_ns, "self_host_ns": self_ns, "on_device": on_device,
-        "device_ns": np.where(on_device, nest.inclusive(own_ns), host_ns),
-        "self_device_ns": np.where(on_device, own_ns, self_ns),
-        "kernels": nest.inclusive(nest.sums(place, np.ones(len(work), dtype=np.int64))),
-    })  # fmt: skip
+    calls = pd.DataFrame(
+        {
+            "row": nest.rows,
+            "rank": rank,
+            "thread": nest.thread,
+            "step": spans["step"].to_numpy()[nest.rows],
+            "name": spans["name"].iloc[nest.rows].astype(object).to_numpy(),
+            "shapes": table["shapes"].astype(object),
+            "sequence": table["sequence"],
+            "forward_thread": table["forward_thread"],
+            "start_ns": nest.start,
+            "calls": 1,
+            "host_ns": host_ns,
+            "self_host_ns": self_ns,
+            "on_device": on_device,
+            "device_ns": np.where(on_device, nest.inclusive(own_ns), host_ns),
+            "self_device_ns": np.where(on_device, own_ns, self_ns),
+            "kernels": nest.inclusive(nest.sums(place, np.ones(len(work), dtype=np.int64))),
+        }
+    )
     label = calls["name"] + calls["shapes"] if by_shape else calls["name"]
     calls["again"] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
     costs = operator_costs(table.assign(name=calls["name"]))
@@ -201,8 +222,16 @@ def _without_operator(spans: pd.DataFrame, calls: pd.DataFrame, work: pd.DataFra
     work["name"] = work["name"].where(~recorded, OUTSIDE)
     rows = work.groupby(["rank", "name"])["dur_ns"].agg(device_ns="sum", calls="size").reset_index()
     return rows.assign(
-        self_device_ns=rows["device_ns"], host_ns=0, self_host_ns=0, kernels=rows["calls"], shapes="", dtype="",
-        flops=np.nan, moved_bytes=np.nan, again=False)  # fmt: skip
+        self_device_ns=rows["device_ns"],
+        host_ns=0,
+        self_host_ns=0,
+        kernels=rows["calls"],
+        shapes="",
+        dtype="",
+        flops=np.nan,
+        moved_bytes=np.nan,
+        again=False,
+    )
 
 
 def _module_of(nest: Nest, calls: pd.DataFrame, work: pd.DataFrame, spans: pd.DataFrame) -> tuple:

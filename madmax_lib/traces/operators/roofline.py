@@ -10,8 +10,9 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.specs import Device
-from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.operators.ops import operator_calls, operators, ratio
+from madmax_lib.traces.waits.step_times import step_periods
 from madmax_lib.units import NS_PER_S
 
 __all__ = ["device_of", "mfu", "roofline"]
@@ -25,9 +26,9 @@ def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataF
     the roof above), roof (0..1: achieved / roof). Above 1: the bytes stayed in a cache, or a peak is wrong.
     device: a name of the catalog, else the one the timeline names. Raises ValueError when it is not known.
     """
-    table = operators(timeline, by_shape=True)
-    table = table[table["moved_bytes"].notna() & (table["device_s"] > 0)].reset_index(drop=True)
-    origin, known = table.attrs, device_of(timeline, device) if len(table) else None
+    work = operators(timeline, by_shape=True)
+    table = work[work["moved_bytes"].notna() & (work["device_s"] > 0)].reset_index(drop=True)
+    known = device_of(timeline, device) if len(table) else None
     table["peak_flops"] = [_peak(known, dtype) for dtype in table["dtype"]]
     table["peak_bytes_per_s"] = known.memory_bandwidth_bytes_per_s if known else np.nan
     table["flops_per_byte"] = table["flops_per_byte"].fillna(0.0)
@@ -35,31 +36,30 @@ def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataF
     memory = table["bytes_per_s"] / table["peak_bytes_per_s"]
     table["bound"] = np.where(compute >= memory, "compute", "memory")
     table["roof"] = np.maximum(compute, memory)
-    columns = ["rank", "name", "shapes", "dtype", "count", "device_s", "share", "flops_per_byte", "flops_per_s",
-               "bytes_per_s", "peak_flops", "peak_bytes_per_s", "bound", "roof"]  # fmt: skip
+    columns = ["rank", "name", "shapes", "dtype", "count", "device_s", "share"]
+    columns += ["flops_per_byte", "flops_per_s", "bytes_per_s", "peak_flops", "peak_bytes_per_s", "bound", "roof"]
     table = table[columns].sort_values(["device_s", "name", "shapes"], ascending=[False, True, True], ignore_index=True)
-    table.attrs.update(origin, device=known.name if known else "")
-    return table
+    return with_origin(table, work, device=known.name if known else "")
 
 
 def mfu(timeline: Timeline, device: str | Device | None = None, flops_per_step: float | None = None) -> pd.DataFrame:
     """Model FLOPs utilisation of each rank and step: rank, step, flops, total_s, flops_per_s, mfu (0..1).
 
     flops: flops_per_step of one rank if given, else of the recorded shapes, which count recomputation too (then it is
-    the hardware's utilisation), NaN without either. total_s: from the first device work of a step to that of the next,
-    for the last step to its end. The peak is that of the recorded dtypes, by their FLOPs; bf16 where none is recorded.
+    the hardware's utilisation), NaN without either. total_s: the period of the step (see `step_periods`), of the last
+    one from its begin to its end. The peak is that of the recorded dtypes, by their FLOPs; bf16 where none is recorded.
     device: as for `roofline`; raises ValueError when it is not known. Where nobody names one, mfu is NaN.
     """
-    table = _step_times(timeline.spans)
+    table = step_periods(timeline).sort_values(["rank", "step"], ignore_index=True)
+    table["total_s"] = table["period_s"].fillna((table["end_ns"] - table["begin_ns"]) / NS_PER_S)
     calls, _ = operator_calls(timeline)
     by_dtype = calls[calls["flops"].notna()].groupby(["rank", "step", "dtype"], observed=True)["flops"].sum()
     by_dtype = by_dtype.reset_index()
     some = len(table) and (flops_per_step is not None or len(by_dtype))
     known = device_of(timeline, device) if some and (device is not None or timeline.meta.device) else None
     by_dtype["peak_s"] = by_dtype["flops"] / [_peak(known, dtype) for dtype in by_dtype["dtype"]]
-    table = table.merge(
-        by_dtype.groupby(["rank", "step"])[["flops", "peak_s"]].sum(min_count=1).reset_index(), how="left"
-    )
+    sums = by_dtype.groupby(["rank", "step"])[["flops", "peak_s"]].sum(min_count=1).reset_index()
+    table = table.merge(sums, how="left")
     peak = ratio(table["flops"], table.pop("peak_s")).fillna(_peak(known, "bf16"))
     if flops_per_step is not None:
         table["flops"] = float(flops_per_step)
@@ -84,16 +84,6 @@ def device_of(timeline: Timeline, device: str | Device | None = None) -> Device:
         what = f"{name!r}, the timeline's device, is not in the catalog" if name else "the timeline names no device"
         raise ValueError(f"{what}; give device=, one of {', '.join(catalog.devices())}")
     return found
-
-
-def _step_times(spans: pd.DataFrame) -> pd.DataFrame:
-    """rank, step, total_s: from the first device work of each step to that of the next, or to its own end."""
-    busy = spans[spans["kind"].isin(BUSY_KINDS) & (spans["step"] >= 0)]
-    busy = busy.assign(end_ns=busy["start_ns"] + busy["dur_ns"]).groupby(["rank", "step"])
-    table = busy.agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max")).reset_index()
-    following = table.groupby("rank")["start_ns"].shift(-1).fillna(table["end_ns"])
-    table["total_s"] = (following - table["start_ns"]) / NS_PER_S
-    return table[["rank", "step", "total_s"]]
 
 
 def _peak(device: Device | None, dtype: str) -> float:

@@ -23,6 +23,8 @@ from madmax_lib.timeline import Timeline
 
 __all__ = ["cached", "content_sha256"]
 
+_PACKAGE = Path(str(files("madmax_lib")))
+
 _WORTH_REMEMBERING_BYTES = 16 << 20
 _SETTLED_S = 5
 
@@ -55,7 +57,7 @@ def cached(sha256: str, options: str, make: Callable[[], Timeline]) -> Timeline:
     """
     if _off():
         return make()
-    name = hashlib.sha256(f"{sha256} {_reader_version()} {options}".encode()).hexdigest()
+    name = hashlib.sha256(f"{sha256} {_own_fingerprint()} {options}".encode()).hexdigest()
     entry = cache_folder() / "timelines" / f"{name}.parquet"
     if entry.exists():
         with contextlib.suppress(Exception):  # whatever damage does to an entry, it is made anew
@@ -70,9 +72,20 @@ def _off() -> bool:
     return os.environ.get("MADMAX_NO_CACHE", "0") not in ("", "0")
 
 
+def _reader_sources(package: Path) -> list[Path]:
+    """Files that decide what is read: the core modules, all of traces/ and the table of kernel kinds."""
+    return sorted([*package.glob("*.py"), *(package / "traces").rglob("*.py"), package / "data" / "kernel_kinds.csv"])
+
+
+def _fingerprint(package: Path) -> str:
+    """Hash of these files and their places, so that no entry outlives a change of the reader."""
+    digest = hashlib.sha256()
+    for source in _reader_sources(package):
+        content = hashlib.sha256(source.read_bytes()).hexdigest()
+        digest.update(f"{source.relative_to(package).as_posix()} {content}\n".encode())
+    return digest.hexdigest()
+
+
 @lru_cache(maxsize=1)
-def _reader_version() -> str:
-    """Hash of the source that decides what is read, so that no entry outlives a change of it."""
-    package = Path(str(files("madmax_lib")))
-    sources = [*package.glob("*.py"), *(package / "traces").rglob("*.py"), package / "data" / "kernel_kinds.csv"]
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sorted(sources))).hexdigest()
+def _own_fingerprint() -> str:
+    return _fingerprint(_PACKAGE)

@@ -6,7 +6,6 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -14,22 +13,16 @@ from typing import TypeVar
 import numpy as np
 
 from madmax_lib.traces.read.chrome import decode_pieces
-from madmax_lib.traces.read.dtypes import dtype_bytes
-from madmax_lib.traces.read.events import EXACT, FAR_NS, Args, Event, NotATrace, RawTrace
+from madmax_lib.traces.read.events import Args, Event, NotATrace, RawTrace
+from madmax_lib.traces.read.values import NeedsDecimal, dtype_bytes, floats, integer, integers, nanoseconds
 
-__all__ = ["Codes", "Columns", "complete", "integers", "nanoseconds", "read_columns", "with_exact_times"]
+__all__ = ["Codes", "EventColumns", "complete", "read_columns", "with_exact_times"]
 
 Result = TypeVar("Result")
 
-_FLOAT_IS_EXACT_US = 2.0**43  # below, the spacing of float64 is under 1 ns, so three decimals can be recovered
-_FAR_US = FAR_NS // 1000
 _PIECES_TOGETHER = 256
 _BATCH = 2000  # events whose columns are made at once
 _NO_ARGS = Args()
-
-
-class NeedsDecimal(Exception):
-    """Times too large for exact nanoseconds in float64."""
 
 
 class Codes(dict):
@@ -68,38 +61,33 @@ def _key(value):
 
 
 @dataclass
-class Columns:
-    """Duration events of one file as arrays of one length (n,), in file order.
+class EventColumns:
+    """Duration events of one file as arrays of one length (n,), in file order."""
 
-    start_ns and dur_ns are exact and relative to the file's own zero. stream is -1 where the event names none. thread,
-    name and category are codes into the lists of the same name. ts_us and dur_us are float64 as HTA sees them, whole_us
-    tells where a start has no decimal point; only on request.
-    """
-
-    start_ns: np.ndarray
-    dur_ns: np.ndarray
-    stream: np.ndarray
-    correlation: np.ndarray
-    op: np.ndarray
-    size_bytes: np.ndarray
-    name: np.ndarray
+    start_ns: np.ndarray  # int64, exact, from the file's own zero
+    dur_ns: np.ndarray  # int64, exact
+    stream: np.ndarray  # int32, -1 where the event names none
+    correlation: np.ndarray  # int64, -1 where there is none
+    op: np.ndarray  # int64 operator id, -1 where there is none
+    size_bytes: np.ndarray  # float64, NaN where unknown
+    name: np.ndarray  # int32 code, place in names; category, thread and group likewise
     category: np.ndarray
     thread: np.ndarray
     group: np.ndarray
     names: list[str]
-    categories: list[str]
-    threads: list[tuple]
+    categories: list[str]  # lower case
+    threads: list[tuple]  # pid, tid
     groups: list[str]  # the first is "", none
-    group_rank: int | None  # global rank found in the metadata of a collective
-    ts_us: np.ndarray | None = None
+    group_rank: int | None  # global rank by the metadata of a collective
+    ts_us: np.ndarray | None = None  # float64 as HTA sees it; this and the next two only on request
     dur_us: np.ndarray | None = None
-    whole_us: np.ndarray | None = None
+    whole_us: np.ndarray | None = None  # bool, where a start has no decimal point
 
     def __len__(self) -> int:
         return len(self.start_ns)
 
 
-def read_columns(path: str | Path, *, hta: bool = False) -> tuple[Columns, RawTrace]:
+def read_columns(path: str | Path, *, hta: bool = False) -> tuple[EventColumns, RawTrace]:
     """Read one trace file; see `chrome.decode_pieces` for the errors. hta: with the float64 times that HTA sees."""
     trace, columns = with_exact_times(path, partial(_gather, hta=hta))
     trace.warn_of_loss()
@@ -122,7 +110,7 @@ def with_exact_times(path: str | Path, gather: Callable[[RawTrace, bool], Result
         raise NotATrace(f"{path}: lists nested too deep for a profiler trace") from None
 
 
-def _gather(trace: RawTrace, exact: bool, hta: bool) -> Columns:
+def _gather(trace: RawTrace, exact: bool, hta: bool) -> EventColumns:
     codes = {key: Codes() for key in ("name", "category", "thread", "group")}
     codes["group"].of([""])  # code 0: none
     parts = _Parts()
@@ -135,7 +123,7 @@ def _gather(trace: RawTrace, exact: bool, hta: bool) -> Columns:
         lost = len(rows) - len(piece["start_ns"])
         trace.events, trace.skipped = trace.events - lost, trace.skipped + lost
     arrays = parts.whole()
-    return Columns(
+    return EventColumns(
         **arrays,
         names=_distinct(codes["name"], arrays["name"]),
         categories=[str(category).strip().lower() for category in codes["category"]],
@@ -157,7 +145,7 @@ def _batches(pieces: Iterator[list[Event]]) -> Iterator[list[Event]]:
 
 
 class _Parts:
-    """Columns piece by piece; small ones are put together as they come, so that their memory is used again."""
+    """EventColumns piece by piece; small ones are put together as they come, so that their memory is used again."""
 
     def __init__(self):
         self._small: list[dict[str, np.ndarray]] = []
@@ -205,67 +193,9 @@ def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool) -
         "group": group,
     }
     if hta:
-        piece |= {"ts_us": _floats(ts), "dur_us": _floats(dur)}
+        piece |= {"ts_us": floats(ts), "dur_us": floats(dur)}
         piece["whole_us"] = np.array([type(value) is int for value in ts], dtype=bool)
     return piece
-
-
-def nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Whole nanoseconds (n,) of decimal microseconds, and where they are numbers at all.
-
-    Splitting off the whole microseconds first keeps the product below 2**53, so rounding gives back the decimals.
-    """
-    types = set(map(type, us))  # a text would make every item of an array as long as it is
-    with contextlib.suppress(OverflowError):  # an integer of many digits
-        if types <= {int}:
-            values = np.fromiter(us, dtype=np.int64, count=len(us))
-            if -_FAR_US < values.min(initial=0) <= values.max(initial=0) < _FAR_US:
-                return values * 1000, np.ones(len(us), dtype=bool)
-        elif types <= {int, float} and not exact:
-            values = np.fromiter(us, dtype=np.float64, count=len(us))
-            if np.abs(values).max() >= _FLOAT_IS_EXACT_US:
-                raise NeedsDecimal
-            whole = np.floor(values)
-            ns = whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64)
-            return ns, np.ones(len(us), dtype=bool)
-    if not exact and any(isinstance(value, float) and abs(value) >= _FLOAT_IS_EXACT_US for value in us):
-        raise NeedsDecimal
-    converted = [_decimal_ns(value) for value in us]
-    sound = np.array([ns is not None for ns in converted], dtype=bool)
-    return np.array([ns or 0 for ns in converted], dtype=np.int64), sound
-
-
-def _decimal_ns(us) -> int | None:
-    if type(us) not in (int, float, str, Decimal):
-        return None
-    with contextlib.suppress(InvalidOperation):  # not a number
-        ns = EXACT(us) * 1000
-        if abs(ns) < FAR_NS:
-            return int(ns.to_integral_value(ROUND_HALF_EVEN))
-    return None
-
-
-def _floats(us: list) -> np.ndarray:
-    """(n,) float64 of numbers, some of which may be text."""
-    plain = set(map(type, us)) <= {int, float}
-    return np.fromiter(us if plain else (float(EXACT(v)) for v in us), dtype=np.float64, count=len(us))
-
-
-def integers(values: list, missing: int = -1) -> np.ndarray:
-    """(n,) int64, `missing` where there is none or no integer."""
-    try:
-        numbers = np.array([missing if v is None else v for v in values], dtype=np.int64)
-    except (ValueError, TypeError, OverflowError):
-        numbers = np.empty(0)
-    return numbers if numbers.shape == (len(values),) else np.array([_integer(v, missing) for v in values], np.int64)
-
-
-def _integer(value, missing: int = -1) -> int:
-    try:
-        number = int(value)
-    except (ValueError, TypeError, OverflowError):
-        return missing
-    return number if abs(number) < 2**63 else missing
 
 
 def _streams(values: list) -> np.ndarray:
@@ -280,15 +210,16 @@ def _external_ids(args: list[Args]) -> np.ndarray:
     for row in np.flatnonzero(ids == -1).tolist():
         arg = args[row]
         if arg.external_id_new is not None or arg.external_id_old is not None:
-            ids[row] = _integer(arg.external_id_old if arg.external_id_new is None else arg.external_id_new)
+            ids[row] = integer(arg.external_id_old if arg.external_id_new is None else arg.external_id_new)
     return ids
 
 
 def _notes(args: list[Args], groups: Codes) -> tuple[np.ndarray, np.ndarray]:
     """Sizes in bytes (n,) and codes of groups (n,), of the few events that tell them."""
     sizes, codes = np.full(len(args), np.nan), np.zeros(len(args), dtype=np.int32)
-    told = [row for row, a in enumerate(args)
-            if a.size_bytes is not None or a.collective is not None or a.group is not None]  # fmt: skip
+    told = [
+        row for row, a in enumerate(args) if a.size_bytes is not None or a.collective is not None or a.group is not None
+    ]
     for row in told:
         sizes[row] = _size_bytes(args[row])
     grouped = [row for row in told if args[row].group is not None]
@@ -328,8 +259,8 @@ def _tells_rank(info) -> bool:
 
 def _global_rank(args: Args) -> int | None:
     """Rank from a collective's metadata: Rank counts inside the group, whose members the event may list."""
-    if args.group_rank is None or (position := _integer(args.group_rank)) < 0:
+    if args.group_rank is None or (position := integer(args.group_rank)) < 0:
         return None
     ranks = re.findall(r"\d+", str(args.group_ranks or "").split("...")[0])
-    rank = _integer(ranks[position]) if position < len(ranks) else position
+    rank = integer(ranks[position]) if position < len(ranks) else position
     return rank if 0 <= rank < 2**31 else None

@@ -28,14 +28,14 @@ def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None
         raise FileNotFoundError(f"{path}: no such file or directory")
     if not path.is_dir():
         return [path]
-    found = _in_folder(path)
-    below = iteration_folder(path, iteration) if not found or iteration is not None else None
-    found = _in_folder(below) if below else found
-    if not found:
+    traces = _in_folder(path)
+    below = iteration_folder(path, iteration) if not traces or iteration is not None else None
+    traces = _in_folder(below) if below else traces
+    if not traces:
         inside = [folder.name for folder in sorted(path.iterdir()) if folder.is_dir() and _in_folder(folder)]
         hint = f"; its folders {', '.join(inside[:5])} have some" if inside else ""
         raise ValueError(f"{path}: no trace files (.json, .json.gz) in this directory{hint}")
-    return found
+    return traces
 
 
 def rank_in_name(path: Path) -> int | None:
@@ -60,11 +60,11 @@ def iteration_folder(folder: Path, iteration: int | None = None) -> Path | None:
 
     Raises ValueError, listing the known ones, for an iteration that is not there.
     """
-    folders = {int(m[1]): p for pattern in ("*", "*/*") for p in sorted(folder.glob(pattern))
-               if p.is_dir() and (m := _ITERATION.match(p.name))}  # fmt: skip
+    inside = [*sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
+    folders = {int(name[1]): path for path in inside if path.is_dir() and (name := _ITERATION.match(path.name))}
     if iteration is None:
         return folders[max(folders)] if folders else None
     if iteration not in folders:
-        known = ", ".join(map(str, sorted(folders))) or "none"
-        raise ValueError(f"{folder}: no iteration_{iteration}; found {known}")
+        others = ", ".join(map(str, sorted(folders))) or "none"
+        raise ValueError(f"{folder}: no iteration_{iteration}; found {others}")
     return folders[iteration]

@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from madmax_lib.side_tables import Details
+from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import Timeline, concat
 from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.events import OtherContent, TraceWarning
 from madmax_lib.traces.read.files import find_traces, iteration_folder, rank_in_name
 from madmax_lib.traces.read.parallel import read_all
-from madmax_lib.traces.read.side_tables import details_of
+from madmax_lib.traces.read.side_tables import side_tables_of
 from madmax_lib.traces.read.steps import hta_rows
 from madmax_lib.traces.read.timeline_rows import read_file
 
@@ -62,7 +62,7 @@ def read_trace(
     if hta_compatible:
         timelines = hta_rows(timelines)
     whole = concat(list(timelines.values()))
-    return _with_provenance(whole, whole.details, unread=unread) if unread else whole
+    return _with_provenance(whole, whole.side_tables, unread=unread) if unread else whole
 
 
 def _read_files(paths: list[Path], read, client) -> tuple[dict[int, Timeline], dict[Path, Exception]]:
@@ -89,9 +89,9 @@ def _read_one(path: Path, *, hta: bool, user_kinds: str | Path | None) -> Timeli
     timeline = cached(sha256, options, partial(read_file, path, sha256, hta=hta, user_kinds=user_kinds))
     (rank,) = timeline.ranks
     files = {str(rank): {"name": path.name, "sha256": sha256}}  # a cached one may have had another name
-    return _with_provenance(timeline, details_of(path, sha256, rank), files=files)
+    return _with_provenance(timeline, side_tables_of(path, sha256, rank), files=files)
 
 
-def _with_provenance(timeline: Timeline, details: Details, **more) -> Timeline:
+def _with_provenance(timeline: Timeline, side_tables: SideTables, **more) -> Timeline:
     meta = replace(timeline.meta, provenance={**timeline.meta.provenance, **more})
-    return replace(timeline, meta=meta, details=details)
+    return replace(timeline, meta=meta, side_tables=side_tables)

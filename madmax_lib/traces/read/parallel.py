@@ -58,8 +58,10 @@ def read_all(
 
 
 def _whose_process_died(results: dict) -> list[Path]:
-    return [path for path, result in results.items()
-            if isinstance(result, BrokenProcessPool) or type(result).__name__ == "KilledWorker"]  # fmt: skip
+    def died(result) -> bool:
+        return isinstance(result, BrokenProcessPool) or type(result).__name__ == "KilledWorker"  # dask's
+
+    return [path for path, result in results.items() if died(result)]
 
 
 def _gather(executor: Executor, read, paths: Sequence[Path], client: Client | None = None) -> dict:

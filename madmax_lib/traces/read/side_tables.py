@@ -1,6 +1,6 @@
 """What do a trace's events say beyond their times? Collective metadata, allocator events, shapes, graphs and waits.
 
-A second pass over the file with every field, made when an analysis first asks (`Timeline.details`).
+A second pass over the file with every field, made when an analysis first asks (`Timeline.side_tables`).
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from madmax_lib.side_tables import DETAILS, Details, conform
+from madmax_lib.side_tables import SIDE_TABLES, SideTables, conform
 from madmax_lib.timeline import SPANS, Timeline
 from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.chrome import decode_pieces
-from madmax_lib.traces.read.event_columns import Codes, complete, integers, nanoseconds, with_exact_times
+from madmax_lib.traces.read.event_columns import Codes, complete, with_exact_times
 from madmax_lib.traces.read.events import Args, Event, RawTrace
+from madmax_lib.traces.read.values import integers, nanoseconds
 
-__all__ = ["details_of"]
+__all__ = ["side_tables_of"]
 
-_COLLECTIVES = (
-    (r"all.?reduce", "all_reduce"), (r"reduce.?scatter", "reduce_scatter"), (r"all.?gather", "all_gather"),
-    (r"all.?to.?all", "all_to_all"), (r"broadcast", "broadcast"), (r"barrier", "barrier"),
-    (r"reduce", "reduce"), (r"scatter", "scatter"), (r"gather", "gather"),
-)  # fmt: skip
-_DEVICES = {0: "cpu", 1: "cuda", 6: "fpga", 9: "xla", 15: "hpu", 17: "lazy", 20: "privateuse1", 18: "ipu", 12: "xpu",
-            19: "mtia"}  # fmt: skip
+# in this order: a reduce-scatter is neither a reduce nor a scatter
+_COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
+_COLLECTIVES += ("reduce", "scatter", "gather")
+# by c10::DeviceType
+_DEVICES = {0: "cpu", 1: "cuda", 6: "fpga", 9: "xla", 12: "xpu", 15: "hpu", 17: "lazy", 18: "ipu", 19: "mtia",
+            20: "privateuse1"}  # fmt: skip
 
 
 class _FullArgs(Args, frozen=True, gc=False):
@@ -61,51 +61,51 @@ class _FullEvent(Event, gc=False):
     args: _FullArgs | None = None
 
 
-def details_of(path: str | Path, sha256: str, rank: int) -> Details:
-    """Details of one file, read on first use; their rows are those of `columns.read_columns`.
+def side_tables_of(path: str | Path, sha256: str, rank: int) -> SideTables:
+    """Side tables of one file, read on first use; their rows are those of `event_columns.read_columns`.
 
     Raises, then, FileNotFoundError when the file has gone and ValueError when it has changed.
     """
-    return Details(partial(_load, Path(path), sha256, rank))
+    return SideTables(partial(_load, Path(path), sha256, rank))
 
 
 def _load(path: Path, sha256: str, rank: int) -> dict[str, pd.DataFrame]:
-    """Tables of a file, from the cache if they are there: as details of a timeline without spans."""
+    """Tables of a file, from the cache if they are there: as side tables of a timeline without spans."""
 
     def read() -> Timeline:
         if content_sha256(path) != sha256:
             raise ValueError(f"{path}: has changed since it was read; read it again")
         nothing = pd.DataFrame({column: pd.Series([], dtype=d) for column, d in SPANS.items()})
-        return Timeline(nothing, details=Details(partial(dict, _read(path, rank))))
+        return Timeline(nothing, side_tables=SideTables(partial(dict, _read(path, rank))))
 
-    return dict(cached(sha256, f"details {rank}", read).details)
+    return dict(cached(sha256, f"side tables {rank}", read).side_tables)
 
 
 def _read(path: Path, rank: int) -> dict[str, pd.DataFrame]:
     _, parts = with_exact_times(path, partial(_gather, rank=rank))
-    return {name: conform(name, _whole(parts[name])) for name in DETAILS if parts[name]}
+    return {name: conform(name, _whole(parts[name])) for name in SIDE_TABLES if parts[name]}
 
 
 def _gather(trace: RawTrace, exact: bool, rank: int) -> dict[str, list[dict]]:
-    parts: dict[str, list[dict]] = {name: [] for name in DETAILS}
+    parts: dict[str, list[dict]] = {name: [] for name in SIDE_TABLES}
     threads, first = Codes(), 0
     for events in decode_pieces(trace, exact=exact, event=_FullEvent):
-        rows = _placed(complete(events), exact)
+        rows = _with_times(complete(events), exact)
         threads.pairs([e.pid for e in rows], [e.tid for e in rows])
         forms = [(e.cat.strip().lower() if isinstance(e.cat, str) else "", e.args or _NO_ARGS) for e in rows]
-        for name, (chosen, columns) in _ROWS.items():
-            places = [i for i, form in enumerate(forms) if chosen(*form)]
-            if places:
-                parts[name].append({"row": first + np.array(places), **columns([rows[i] for i in places])})
+        for name, (belongs, columns) in _ROWS.items():
+            chosen = [i for i, form in enumerate(forms) if belongs(*form)]
+            if chosen:
+                parts[name].append({"row": first + np.array(chosen), **columns([rows[i] for i in chosen])})
         first += len(rows)
         if instants := [e for e in events if e.ph == "i" and e.name == "[memory]" and e.args]:
-            parts["memory"].append(_memory(_placed(instants, exact), exact, threads, rank))
+            parts["memory"].append(_memory(_with_times(instants, exact), exact, threads, rank))
     for part in parts["memory"]:
         part["time_ns"] = part["time_ns"] + trace.base_ns
     return parts
 
 
-def _placed(events: list[_FullEvent], exact: bool) -> list[_FullEvent]:
+def _with_times(events: list[_FullEvent], exact: bool) -> list[_FullEvent]:
     """Events whose times are numbers."""
     durations = [0 if e.dur is None else e.dur for e in events]
     sound = nanoseconds([e.ts for e in events], exact)[1] & nanoseconds(durations, exact)[1]
@@ -133,7 +133,8 @@ def _collective(name: str) -> str:
     >>> _collective("_reduce_scatter_base"), _collective("send")
     ('reduce_scatter', 'send')
     """
-    return next((known for pattern, known in _COLLECTIVES if re.search(pattern, name, re.IGNORECASE)), name)
+    patterns = {collective.replace("_", ".?"): collective for collective in _COLLECTIVES}
+    return next((patterns[p] for p in patterns if re.search(p, name, re.IGNORECASE)), name)
 
 
 def _memory(events: list[_FullEvent], exact: bool, threads: Codes, rank: int) -> dict[str, Any]:

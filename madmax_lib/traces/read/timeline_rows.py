@@ -1,4 +1,4 @@
-"""What do the rows of a trace mean? Columns of one file in, its `Timeline` out.
+"""What do the rows of a trace mean? EventColumns of one file in, its `Timeline` out.
 
 Rows of the device are recognised by category, never by the presence of a stream. On traces without a device (CPU with
 gloo) communication is the c10d annotations and compute the top-level operators, so the same analyses apply. The rules
@@ -17,7 +17,7 @@ import pandas as pd
 
 from madmax_lib.kinds import collective_names, kernel_kinds, load_kinds
 from madmax_lib.timeline import KINDS, Meta, Timeline
-from madmax_lib.traces.read.event_columns import Columns, read_columns
+from madmax_lib.traces.read.event_columns import EventColumns, read_columns
 from madmax_lib.traces.read.events import SOURCE_KEY, RawTrace
 from madmax_lib.traces.read.files import rank_in_name
 from madmax_lib.traces.read.kernel_names import original_name
@@ -32,7 +32,7 @@ _EPOCH_NS = 10**18  # a time beyond this is counted from 1970 even without baseT
 
 
 def read_file(path: Path, sha256: str, *, hta: bool, user_kinds: str | Path | None) -> Timeline:
-    """Timeline of one file without its details; warnings are kept in `meta.provenance["warnings"]` instead of shown."""
+    """Timeline of one file without side tables; warnings are kept in `meta.provenance["warnings"]` instead of shown."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         spans, meta = _read(path, hta, user_kinds)
@@ -67,7 +67,7 @@ def _read(path: Path, hta: bool, user_kinds: str | Path | None) -> tuple[pd.Data
     return spans, meta
 
 
-def _rank(columns: Columns, trace: RawTrace) -> int:
+def _rank(columns: EventColumns, trace: RawTrace) -> int:
     """Rank from distributedInfo, else from a collective's metadata, else from the file name, else 0 with a warning."""
     info = trace.envelope.get("distributedInfo")
     told = info.get("rank") if isinstance(info, dict) else None
@@ -82,7 +82,7 @@ def _is_rank(value) -> bool:
     return isinstance(value, int) and 0 <= value < 2**31
 
 
-def _spans(columns: Columns, trace: RawTrace, rank: int, hta: bool, table: pd.DataFrame) -> pd.DataFrame:
+def _spans(columns: EventColumns, trace: RawTrace, rank: int, hta: bool, table: pd.DataFrame) -> pd.DataFrame:
     """Spans of one file, steps not yet known; the times of `columns` are changed in place."""
     if trace.events == 0:
         trace.warn("the trace holds no events")
@@ -110,7 +110,7 @@ def _spans(columns: Columns, trace: RawTrace, rank: int, hta: bool, table: pd.Da
     )
 
 
-def _user_collectives(columns: Columns, table: pd.DataFrame) -> dict[str, str]:
+def _user_collectives(columns: EventColumns, table: pd.DataFrame) -> dict[str, str]:
     """Collectives that a user's table names, for `exposed_by_collective`."""
     found = dict(zip(columns.names, collective_names(columns.names, table=table), strict=True))
     return {name: collective for name, collective in found.items() if collective}
@@ -121,7 +121,7 @@ def _device_name(properties) -> str:
     return str(first.get("name", "")) if isinstance(first, dict) else ""
 
 
-def _exact_kinds(columns: Columns, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+def _exact_kinds(columns: EventColumns, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """Kind codes (n,) and streams (n,) by category; without any device row, from annotations and operators."""
     category = np.array(columns.categories, dtype=object)
     of_category = np.full(len(category), KINDS.index("cpu"), dtype=np.int8)
@@ -141,7 +141,7 @@ def _exact_kinds(columns: Columns, table: pd.DataFrame) -> tuple[np.ndarray, np.
     return kind, stream
 
 
-def _classify_cpu(columns: Columns, kind: np.ndarray, category: np.ndarray, table: pd.DataFrame) -> None:
+def _classify_cpu(columns: EventColumns, kind: np.ndarray, category: np.ndarray, table: pd.DataFrame) -> None:
     """On a trace without device: annotations of a backend are comm, top-level operators outside of them compute."""
     annotation = kind == KINDS.index("annotation")
     comm = annotation.copy()
@@ -161,7 +161,7 @@ def _classify_cpu(columns: Columns, kind: np.ndarray, category: np.ndarray, tabl
         kind[top[~comm[top]]] = KINDS.index("compute")
 
 
-def _hta_kinds(columns: Columns, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+def _hta_kinds(columns: EventColumns, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """Kind codes and streams as HTA 0.5.0 sees them: whatever carries a stream runs on the device."""
     device = columns.stream >= 0
     annotation = np.isin(np.array(columns.categories, dtype=object), _ANNOTATION)[columns.category]
@@ -171,7 +171,7 @@ def _hta_kinds(columns: Columns, table: pd.DataFrame) -> tuple[np.ndarray, np.nd
     return kind, np.where(device, columns.stream, -1 - columns.thread)
 
 
-def _kind_of_name(columns: Columns, rows: np.ndarray, rules: str, table: pd.DataFrame) -> np.ndarray:
+def _kind_of_name(columns: EventColumns, rows: np.ndarray, rules: str, table: pd.DataFrame) -> np.ndarray:
     names, used = columns.name[rows], np.zeros(len(columns.names), dtype=bool)
     used[names] = True
     told = [columns.names[code] for code in np.flatnonzero(used)]
@@ -181,7 +181,7 @@ def _kind_of_name(columns: Columns, rows: np.ndarray, rules: str, table: pd.Data
     return of_name[names]
 
 
-def _hta_times(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
+def _hta_times(columns: EventColumns) -> tuple[np.ndarray, np.ndarray]:
     """Start rounded up and end rounded down to whole microseconds, in float64, once any start has decimals."""
     if columns.whole_us.all():
         return columns.start_ns, columns.dur_ns
@@ -190,7 +190,7 @@ def _hta_times(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
     return start_us * 1000, (end_us - start_us) * 1000
 
 
-def _stream_of_thread(columns: Columns) -> np.ndarray:
+def _stream_of_thread(columns: EventColumns) -> np.ndarray:
     """Stream of device rows whose args have none: Kineto shows a stream as thread, as a number or as `stream 7`."""
     digits = [re.search(r"(?<![-\d])\d+$", str(tid)) for _, tid in columns.threads]
     streams = np.array([int(d[0]) if d and len(d[0]) < 10 else 0 for d in digits], dtype=np.int32)

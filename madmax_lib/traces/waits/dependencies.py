@@ -1,10 +1,10 @@
-"""What had to happen before a piece of a step's work could start, or end? The graph of a step, measured or simulated.
+"""What had to happen before a slice of a step's work could start, or end? The graph of a step, measured or simulated.
 
-The work of a step is cut into pieces: a device span is one; host threads, whose spans nest, are cut where the innermost
-span changes, so that every instant of a thread belongs to one piece. Each piece is two events, start and end. An edge
+The work of a step is cut into slices: a device span is one; host threads, whose spans nest, are cut where the innermost
+span changes, so that every instant of a thread belongs to one slice. Each slice is two events, start and end. An edge
 says that an event came after another one:
 
-    order       start of a host piece after the end of the piece before it in its thread
+    order       start of a host slice after the end of the slice before it in its thread
     stream      start of a kernel after the end of the one before it in its stream
     launch      start of a kernel (or of a gloo transfer) after the start of the call that launches it
     event       start of a kernel after the end of the one that its stream was told to wait for
@@ -28,9 +28,9 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.timeline import Timeline
-from madmax_lib.traces.waits.slices import pieces_of, whole_spans
+from madmax_lib.traces.waits.slices import cut_into_slices, one_slice_per_span
 
-__all__ = ["Graph", "graph"]
+__all__ = ["Graph", "dependency_graph"]
 
 _WHY = ("work", "order", "stream", "data", "event", "launch", "backward", "sync", "collective")  # ties: first wins
 _BLOCKS = r"^(?:cuda|hip|cu)(?:Device|Stream|Event|Ctx)Synchronize"
@@ -45,16 +45,19 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Graph:
-    """Pieces (p), events and edges of a step. Event 2i is the start of piece i, 2i+1 its end; further events have no
-    piece: at one of them the last rank arrived at a collective.
+    """Slices, events and edges of a step. Event 2i is the start of slice i, 2i+1 its end; further events have no slice:
+    at one of them the last rank arrived at a collective.
 
-    pieces: row (of the timeline's spans), rank, stream, kind, name, start_ns, end_ns; host work has the kind host.
-    time_ns: (e,) of the events, from the start of the step. source, target: (m,) events, sorted so that all edges into
-    an event come before any edge out of it. why: (m,) text. binding: (m,) true for the one edge into each event whose
-    source was last: it decided when the event happened.
+    slices: one row each: row (of the timeline's spans), rank, stream, kind, name, start_ns, end_ns; host work has the
+        kind host.
+    time_ns: (events,) int64, from the start of the step.
+    source: (edges,) event that came first. Edges are sorted: all into an event come before any out of it.
+    target: (edges,) event that came after it.
+    why: (edges,) text, the kind of the edge as listed above.
+    binding: (edges,) true for the one edge into each event whose source was last: it decided when the event happened.
     """
 
-    pieces: pd.DataFrame
+    slices: pd.DataFrame
     time_ns: np.ndarray
     source: np.ndarray
     target: np.ndarray
@@ -62,54 +65,54 @@ class Graph:
     binding: np.ndarray
 
 
-def graph(timeline: Timeline, keep: np.ndarray | None = None) -> Graph:
+def dependency_graph(timeline: Timeline, keep: np.ndarray | None = None) -> Graph:
     """The graph of the spans that a mask (n,) keeps, all if none is given."""
     spans = timeline.spans if keep is None else timeline.spans[keep]
     spans = spans.astype({"rank": "int64", "stream": "int64"})
     given = timeline.edges[timeline.edges["source"].isin(spans.index) & timeline.edges["target"].isin(spans.index)]
     simulated = len(timeline.edges) > 0
-    pieces = whole_spans(spans) if simulated else pieces_of(spans)
-    place = np.full((2, len(timeline)), -1)  # first and last piece of each row
-    place[0, pieces["row"].to_numpy()[::-1]] = np.arange(len(pieces))[::-1]
-    place[1, pieces["row"].to_numpy()] = np.arange(len(pieces))
-    zero_ns = pieces["start_ns"].min() if len(pieces) else 0
-    time_ns = pieces[["start_ns", "end_ns"]].to_numpy().reshape(-1) - zero_ns
-    start = 2 * np.arange(len(pieces))
-    edges = [("work", start, start + 1), ("stream", *_streams(pieces))]
+    slices = one_slice_per_span(spans) if simulated else cut_into_slices(spans)
+    slice_of_row = np.full((2, len(timeline)), -1)  # first and last slice of each row
+    slice_of_row[0, slices["row"].to_numpy()[::-1]] = np.arange(len(slices))[::-1]
+    slice_of_row[1, slices["row"].to_numpy()] = np.arange(len(slices))
+    zero_ns = slices["start_ns"].min() if len(slices) else 0
+    time_ns = slices[["start_ns", "end_ns"]].to_numpy().reshape(-1) - zero_ns
+    start = 2 * np.arange(len(slices))
+    edges = [("work", start, start + 1), ("stream", *_streams(slices))]
     if simulated:
-        edges.append(("data", 2 * place[0, given["source"]] + 1, 2 * place[0, given["target"]]))
-    elif len(pieces):
-        edges += _measured(timeline, spans, pieces, place)
-        edges.append(("event", *_unrecorded(pieces, time_ns, edges)))
-        arrive, leave, meetings_ns = _collectives(spans, place, zero_ns, len(time_ns))
+        edges.append(("data", 2 * slice_of_row[0, given["source"]] + 1, 2 * slice_of_row[0, given["target"]]))
+    elif len(slices):
+        edges += _measured(timeline, spans, slices, slice_of_row)
+        edges.append(("event", *_unrecorded(slices, time_ns, edges)))
+        arrive, leave, meetings_ns = _collectives(spans, slice_of_row, zero_ns, len(time_ns))
         edges += [("collective", *arrive), ("collective", *leave)]
         time_ns = np.concatenate([time_ns, meetings_ns])
-    return _sorted(pieces, time_ns, edges)
+    return _sorted(slices, time_ns, edges)
 
 
-def _streams(pieces: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Each device piece after those of its stream that started, and that ended, last before it."""
+def _streams(slices: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Each device slice after those of its stream that started, and that ended, last before it."""
     sources, targets = [_NONE], [_NONE]
-    device = pieces[pieces["stream"] >= 0].sort_values(["start_ns", "end_ns"], kind="stable")
+    device = slices[slices["stream"] >= 0].sort_values(["start_ns", "end_ns"], kind="stable")
     for _, lane in device.groupby(["rank", "stream"]):
         start, end = lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy()
         by_end, number = np.argsort(end, kind="stable"), np.arange(len(lane))
         latest = np.r_[by_end, -1][np.searchsorted(end[by_end], start, side="right") - 1]
         for before in (latest, number - 1):  # not the same where branches of a CUDA graph run side by side
-            found = (before >= 0) & (before < number) & (end[before] <= start)
-            sources.append(2 * lane.index.to_numpy()[before[found]] + 1)
-            targets.append(2 * lane.index.to_numpy()[found])
+            ended = (before >= 0) & (before < number) & (end[before] <= start)
+            sources.append(2 * lane.index.to_numpy()[before[ended]] + 1)
+            targets.append(2 * lane.index.to_numpy()[ended])
     return np.concatenate(sources), np.concatenate(targets)
 
 
-def _unrecorded(pieces: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
-    """End of a device piece -> start of one in another stream right then, if all that is known is longer ago."""
+def _unrecorded(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
+    """End of a device slice -> start of one in another stream right then, if all that is known is longer ago."""
     known_ns = np.full(len(time_ns), -_LATE_NS)
     for _, source, target in edges:
         forward = time_ns[source] <= time_ns[target]
         np.maximum.at(known_ns, target[forward], time_ns[source][forward])
     sources, targets = [_NONE], [_NONE]
-    for _, device in pieces[pieces["stream"] >= 0].groupby("rank"):
+    for _, device in slices[slices["stream"] >= 0].groupby("rank"):
         starts, ends = 2 * device.index.to_numpy(), 2 * device.index.to_numpy() + 1
         ends = ends[np.argsort(time_ns[ends], kind="stable")]
         late = starts[time_ns[starts] - known_ns[starts] > _LATE_NS]
@@ -120,33 +123,34 @@ def _unrecorded(pieces: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]) -
     return np.concatenate(sources), np.concatenate(targets)
 
 
-def _measured(timeline: Timeline, spans: pd.DataFrame, pieces: pd.DataFrame, place: np.ndarray) -> Iterator[tuple]:
-    thread = pieces.loc[pieces["stream"] < 0, ["rank", "stream"]].to_numpy()  # host pieces come first, in their order
+def _measured(
+    timeline: Timeline, spans: pd.DataFrame, slices: pd.DataFrame, slice_of_row: np.ndarray
+) -> Iterator[tuple]:
+    thread = slices.loc[slices["stream"] < 0, ["rank", "stream"]].to_numpy()  # host slices come first, in their order
     order = np.flatnonzero((thread[1:] == thread[:-1]).all(axis=1))
     yield "order", 2 * order + 1, 2 * order + 2
-    calls = spans[(spans["stream"] < 0) & (spans["kind"] == "cpu") & (place[0, spans.index] >= 0)]
-    calls = calls.assign(first=place[0, calls.index], last=place[1, calls.index], thread=calls["stream"],
-                         start_ns=calls["start_ns"] - pieces["start_ns"].min())  # fmt: skip
+    calls = spans[(spans["stream"] < 0) & (spans["kind"] == "cpu") & (slice_of_row[0, spans.index] >= 0)]
+    first, last = slice_of_row[:, calls.index]
+    start_ns = calls["start_ns"] - slices["start_ns"].min()
+    calls = calls.assign(first=first, last=last, thread=calls["stream"], start_ns=start_ns)
     for column, pattern in (("copies", _COPIES), ("blocks", _BLOCKS), ("tells", _WAIT_EVENT)):
         calls[column] = calls["name"].str.contains(pattern)
     calls = calls.drop(columns=["stream", "name", "kind", "group"])
     launches = calls[calls["correlation"] >= 0].drop_duplicates(["rank", "correlation"])
-    device = pieces.loc[pieces["stream"] >= 0, ["row", "rank", "stream", "start_ns"]].reset_index(names="piece")
-    device["start_ns"] -= pieces["start_ns"].min()  # so that ns survive where a missing launch makes them floats
+    device = slices.loc[slices["stream"] >= 0, ["row", "rank", "stream", "start_ns"]].reset_index(names="slice")
+    device["start_ns"] -= slices["start_ns"].min()  # so that ns survive where a missing launch makes them floats
     device["correlation"] = spans.loc[device["row"], "correlation"].to_numpy()
     device = device.merge(launches, "left", on=["rank", "correlation"], suffixes=("", "_launch"))
     device["launch_ns"] = device["start_ns_launch"].fillna(device["start_ns"]).astype("int64")
-    known = ["thread", "first", "last", "copies"]
-    device[known] = (
-        device[known].astype(float).fillna({"thread": 0, "first": -1, "last": -1, "copies": 0}).astype("int64")
-    )
-    device = device.sort_values("launch_ns")
+    without_launch = {"thread": 0, "first": -1, "last": -1, "copies": 0}
+    of_call = device[list(without_launch)].astype(float).fillna(without_launch)
+    device = device.assign(**of_call.astype("int64")).sort_values("launch_ns")
     launched, copied = device[device["first"] >= 0], device[device["copies"] > 0]
-    yield "launch", 2 * launched["first"].to_numpy(), 2 * launched["piece"].to_numpy()
-    yield "sync", 2 * copied["piece"].to_numpy() + 1, 2 * copied["last"].to_numpy() + 1
+    yield "launch", 2 * launched["first"].to_numpy(), 2 * launched["slice"].to_numpy()
+    yield "sync", 2 * copied["slice"].to_numpy() + 1, 2 * copied["last"].to_numpy() + 1
     yield from _waits(calls, launches, _syncs(timeline, spans), device)
-    yield from _transfers(spans, pieces, place)
-    yield from _backward(timeline, spans, pieces)
+    yield from _transfers(spans, slices, slice_of_row)
+    yield from _backward(timeline, spans, slices)
 
 
 def _syncs(timeline: Timeline, spans: pd.DataFrame) -> pd.DataFrame:
@@ -154,7 +158,7 @@ def _syncs(timeline: Timeline, spans: pd.DataFrame) -> pd.DataFrame:
     columns = ["rank", "correlation", "on", "of", "record"]
     if not (spans["kind"] == "idle").any():
         return pd.DataFrame(columns=columns, dtype="int64")
-    syncs = timeline.details["syncs"].rename(columns={"correlation": "record", "stream": "of", "name": "sync"})
+    syncs = timeline.side_tables["syncs"].rename(columns={"correlation": "record", "stream": "of", "name": "sync"})
     syncs = syncs.join(spans[["rank", "stream", "correlation"]], on="row", how="inner").rename(columns={"stream": "on"})
     syncs["of"] = syncs["of"].mask(syncs["sync"] == "Stream Sync", syncs["on"])
     return syncs.loc[syncs["correlation"] >= 0, columns].drop_duplicates(["rank", "correlation"])
@@ -167,28 +171,28 @@ def _waits(calls: pd.DataFrame, launches: pd.DataFrame, syncs: pd.DataFrame, dev
     records = launches[["rank", "correlation", "start_ns"]].rename(columns={"correlation": "record"})
     waits = waits.merge(records, "left", on=["rank", "record"], suffixes=("", "_record")).sort_values("start_ns")
     waits["before_ns"] = waits["start_ns_record"].fillna(waits["start_ns"]).astype("int64")
-    told = waits["tells"]
-    yield "sync", *_last_launched(waits[~told].assign(target=2 * waits.loc[~told, "last"] + 1), device)
+    tells = waits["tells"]
+    yield "sync", *_last_launched(waits[~tells].assign(target=2 * waits.loc[~tells, "last"] + 1), device)
     waits, device = waits.rename(columns={"thread": "caller"}), device.rename(columns={"stream": "own"})
     for known, lane, by in ((waits["on"] >= 0, "on", "own"), (waits["on"] < 0, "caller", "thread")):
-        after = device.rename(columns={by: lane})[["rank", lane, "launch_ns", "piece"]]
-        found = pd.merge_asof(waits[told & known], after, left_on="start_ns", right_on="launch_ns", by=["rank", lane],
-                              direction="forward").dropna(subset="piece")  # fmt: skip
-        found["target"] = 2 * found["piece"].astype("int64")
-        yield "event", *_last_launched(found, device.rename(columns={"own": "stream"}))
+        after = device.rename(columns={by: lane})[["rank", lane, "launch_ns", "slice"]]
+        keys = {"left_on": "start_ns", "right_on": "launch_ns", "by": ["rank", lane]}
+        held = pd.merge_asof(waits[tells & known], after, direction="forward", **keys).dropna(subset="slice")
+        held["target"] = 2 * held["slice"].astype("int64")
+        yield "event", *_last_launched(held, device.rename(columns={"own": "stream"}))
 
 
 def _last_launched(waits: pd.DataFrame, device: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """End of the last piece that was launched before a wait -> the wait's target, on each stream it is about."""
+    """End of the last slice that was launched before a wait -> the wait's target, on each stream it is about."""
     waits = waits[["rank", "target", "before_ns", "of"]].merge(device[["rank", "stream"]].drop_duplicates(), on="rank")
     waits = waits[(waits["of"] < 0) | (waits["of"] == waits["stream"])].sort_values("before_ns")
-    device = device[["rank", "stream", "launch_ns", "piece"]]
-    found = pd.merge_asof(waits, device, left_on="before_ns", right_on="launch_ns", by=["rank", "stream"])
-    found = found.dropna(subset="piece").astype({"piece": "int64"})
-    return 2 * found["piece"].to_numpy() + 1, found["target"].to_numpy()
+    device = device[["rank", "stream", "launch_ns", "slice"]]
+    last = pd.merge_asof(waits, device, left_on="before_ns", right_on="launch_ns", by=["rank", "stream"])
+    last = last.dropna(subset="slice").astype({"slice": "int64"})
+    return 2 * last["slice"].to_numpy() + 1, last["target"].to_numpy()
 
 
-def _transfers(spans: pd.DataFrame, pieces: pd.DataFrame, place: np.ndarray) -> Iterator[tuple]:
+def _transfers(spans: pd.DataFrame, slices: pd.DataFrame, slice_of_row: np.ndarray) -> Iterator[tuple]:
     """gloo's transfers on threads of their own: started by a c10d operator, whose thread may wait for them."""
     c10d = spans[(spans["stream"] < 0) & spans["name"].str.startswith("c10d::")]
     gloo = spans[(spans["stream"] < 0) & (spans["kind"] == "comm")]
@@ -199,18 +203,18 @@ def _transfers(spans: pd.DataFrame, pieces: pd.DataFrame, place: np.ndarray) -> 
         if len(done) != len(asked):
             turn = np.searchsorted(asked["start_ns"], done["start_ns"], side="right") - 1
         done, call = done[turn >= 0], asked.iloc[turn[turn >= 0]]
-        yield "launch", 2 * place[0, call.index], 2 * place[0, done.index]
-        ended, end_ns = 2 * place[1, done.index] + 1, (done["start_ns"] + done["dur_ns"]).to_numpy()
+        yield "launch", 2 * slice_of_row[0, call.index], 2 * slice_of_row[0, done.index]
+        ended, end_ns = 2 * slice_of_row[1, done.index] + 1, (done["start_ns"] + done["dur_ns"]).to_numpy()
         for thread in asked["stream"].unique():
             mine = (call["stream"] == thread).to_numpy()
-            lane = pieces[(pieces["rank"] == rank) & (pieces["stream"] == thread)]
+            lane = slices[(slices["rank"] == rank) & (slices["stream"] == thread)]
             _, after = _pauses(lane, spans, end_ns[mine], end_ns[mine])
             yield "sync", ended[mine][after >= 0], after[after >= 0]
 
 
-def _backward(timeline: Timeline, spans: pd.DataFrame, pieces: pd.DataFrame) -> Iterator[tuple]:
+def _backward(timeline: Timeline, spans: pd.DataFrame, slices: pd.DataFrame) -> Iterator[tuple]:
     """The thread of the forward pass to autograd's thread and back, wherever the first rests while the second works."""
-    operators = timeline.details["operators"]
+    operators = timeline.side_tables["operators"]
     operators = operators[(operators["sequence"] >= 0) & operators["row"].isin(spans.index)]
     operators = operators.join(spans[["rank", "stream"]], on="row")
     later = operators["forward_thread"] > 0
@@ -218,7 +222,7 @@ def _backward(timeline: Timeline, spans: pd.DataFrame, pieces: pd.DataFrame) -> 
     pairs = operators[later].merge(first, on=["rank", "sequence"], suffixes=("", "_forward"))
     pairs = pairs[pairs["stream"] != pairs["stream_forward"]].value_counts(["rank", "stream", "stream_forward"])
     for rank, backward, forward in pairs.index[~pairs.index.droplevel(2).duplicated()]:  # the most frequent pair
-        lane, other = (pieces[(pieces["rank"] == rank) & (pieces["stream"] == s)] for s in (forward, backward))
+        lane, other = (slices[(slices["rank"] == rank) & (slices["stream"] == s)] for s in (forward, backward))
         at = np.searchsorted(lane["start_ns"], other["start_ns"], side="right")
         change = np.flatnonzero(np.diff(at, prepend=-1, append=-1))
         begin, end = other.iloc[change[:-1]], other.iloc[change[1:] - 1]
@@ -230,24 +234,26 @@ def _backward(timeline: Timeline, spans: pd.DataFrame, pieces: pd.DataFrame) -> 
 def _pauses(lane: pd.DataFrame, spans: pd.DataFrame, from_ns: np.ndarray, until_ns: np.ndarray) -> np.ndarray:
     """(2, n) events before and after the pause of a thread around each stretch of time, -1 if it does not pause.
 
-    A thread pauses between two pieces, and in an annotation or a call that waits.
+    A thread pauses between two slices, and in an annotation or a call that waits.
     """
     if not len(lane):
         return np.full((2, len(from_ns)), -1)
     waits = lane["name"].str.contains(_PAUSES).to_numpy() | (spans.loc[lane["row"], "kind"] == "annotation").to_numpy()
-    start, end, piece = lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy(), lane.index
+    start, end = lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy()
     at = np.searchsorted(start, from_ns, side="right") - 1
     inside = end[at] >= until_ns
-    before = np.where(at < 0, -1, 2 * piece.to_numpy()[at] + np.where(inside, 0, 1))
+    before = np.where(at < 0, -1, 2 * lane.index.to_numpy()[at] + np.where(inside, 0, 1))
     after = np.where(inside, before + 1, np.where(at + 1 < len(lane), before + 1, -1))
     running = (at >= 0) & (end[at] > from_ns) & ~(inside & waits[at])
     return np.where(running | (at < 0), -1, np.stack([before, after]))
 
 
-def _collectives(spans: pd.DataFrame, place: np.ndarray, zero_ns: int, events: int) -> tuple[tuple, tuple, np.ndarray]:
+def _collectives(
+    spans: pd.DataFrame, slice_of_row: np.ndarray, zero_ns: int, events: int
+) -> tuple[tuple, tuple, np.ndarray]:
     """Edges into and out of the meetings of ranks, and their times; a call is the k-th of its name, group and step."""
     keys = ["group", "name", "step"]
-    comm = spans[(spans["kind"] == "comm") & (place[0, spans.index] >= 0)].sort_values("start_ns", kind="stable")
+    comm = spans[(spans["kind"] == "comm") & (slice_of_row[0, spans.index] >= 0)].sort_values("start_ns", kind="stable")
     comm = comm.assign(group=comm["group"].cat.codes, name=comm["name"].cat.codes, row=comm.index)
     comm["turn"] = comm.groupby([*keys, "rank"]).cumcount()
     comm["end_ns"] = comm["start_ns"] + comm["dur_ns"]
@@ -260,10 +266,10 @@ def _collectives(spans: pd.DataFrame, place: np.ndarray, zero_ns: int, events: i
     meeting = comm.groupby([*keys, "turn"]).ngroup().to_numpy()
     row = comm["row"].to_numpy(dtype=np.int64)
     times_ns = comm["start_ns"].groupby(meeting).max().to_numpy(dtype=np.int64) - zero_ns
-    return (2 * place[0, row], events + meeting), (events + meeting, 2 * place[1, row] + 1), times_ns
+    return (2 * slice_of_row[0, row], events + meeting), (events + meeting, 2 * slice_of_row[1, row] + 1), times_ns
 
 
-def _sorted(pieces: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]) -> Graph:
+def _sorted(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]) -> Graph:
     """The graph without edges that go back in time, or in a circle at one instant."""
     source, target = (np.concatenate([np.asarray(e[i], dtype=np.int64) for e in edges]) for i in (1, 2))
     why = np.concatenate([np.full(len(e[1]), _WHY.index(e[0])) for e in edges])
@@ -278,15 +284,15 @@ def _sorted(pieces: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]) -> Gr
         np.maximum.at(level, after[late], level[before[late]] + 1)
     keep = ~at_once | (level[source] < level[target])
     source, target, why = source[keep], target[keep], why[keep]
-    place = np.empty(len(time_ns), dtype=np.int64)
-    place[np.lexsort((level, time_ns))] = np.arange(len(time_ns))
+    turn = np.empty(len(time_ns), dtype=np.int64)
+    turn[np.lexsort((level, time_ns))] = np.arange(len(time_ns))
     known_ns = time_ns[source].astype(float)
-    order = np.lexsort((why, -known_ns, place[target]))
+    order = np.lexsort((why, -known_ns, turn[target]))
     last = order[np.diff(target[order], prepend=-1) != 0]
     alone = last[why[last] == _WHY.index("launch")]
     if len(alone):  # a launch decides, too, when something else ended while it was on its way
         usual_ns = np.quantile(time_ns[target[alone]] - time_ns[source[alone]], 0.1)
         known_ns[why == _WHY.index("launch")] += min(usual_ns, _LAUNCH_NS)
-        order = np.lexsort((why, -known_ns, place[target]))
+        order = np.lexsort((why, -known_ns, turn[target]))
     source, target, why = source[order], target[order], why[order]
-    return Graph(pieces, time_ns, source, target, np.array(_WHY, dtype=object)[why], np.diff(target, prepend=-1) != 0)
+    return Graph(slices, time_ns, source, target, np.array(_WHY, dtype=object)[why], np.diff(target, prepend=-1) != 0)

@@ -1,7 +1,8 @@
-"""Why is a stream idle? Host wait, kernel wait or something else, as Holistic Trace Analysis 0.5.0 defines them.
+"""Why is the device idle? Causes of the gaps of each stream, and what the host's launches cost the device as a whole.
 
-The gap before a kernel is host_wait when its launch started after the work before it had ended, kernel_wait when it is
-shorter than a usual delay between consecutive kernels, and other (an event, another stream, a collective) else.
+The causes are those of Holistic Trace Analysis 0.5.0. The gap before a kernel is host_wait when its launch started
+after the work before it had ended, kernel_wait when it is shorter than a usual delay between consecutive kernels, and
+other (an event, another stream, a collective) else.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from madmax_lib.intervals import covered_before, pack, union
 from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["CAUSES", "idle"]
+__all__ = ["CAUSES", "idle", "launch_bound"]
 
 CAUSES = ("host_wait", "kernel_wait", "other")
 
@@ -44,3 +46,61 @@ def idle(timeline: Timeline, consecutive_kernel_delay_s: float = 30e-6) -> pd.Da
     whole_s = table.groupby(["rank", "stream"])["idle_s"].transform("sum")
     table["share"] = table["idle_s"] / whole_s.where(whole_s > 0)
     return with_origin(table, timeline)
+
+
+def launch_bound(timeline: Timeline) -> pd.DataFrame:
+    """Device time that would be gained if launches, or all host work, were free; one row per rank and step.
+
+    rank, step, total_s, idle_s (no stream of the rank works), launch_bound_s: idle stretches whose next kernel the host
+    launched only after the device had run dry; launching_s: the part of them inside a launch call or between the launch
+    of that next kernel and its start; share = launch_bound_s / total_s; launching_share.
+    Free launches gain up to launching_s, a host that is always ahead (a graph of the whole step) up to launch_bound_s.
+    A step lasts on the device from the end of the work before its first launched kernel to the same of the next step,
+    so total_s and idle_s sum to those of `accounting.breakdown`; step -1 is what precedes the first.
+    Upper bounds: a host that first waits for the device (a sync, .item()) or for data counts too, and a profiler makes
+    launches slower than they are. A gap on one stream under work on another costs nothing here; `idle` counts it.
+    """
+    rows = []
+    for rank, work in device_work(timeline).groupby("rank"):
+        work = work.sort_values(["start_ns", "launch_ns"], kind="stable")
+        gaps = _gaps(work)
+        launching = timeline.spans.iloc[work.loc[work["launch_row"] >= 0, "launch_row"].unique()]
+        calls = union(pack(launching["start_ns"], launching["dur_ns"]))
+        edges, steps = _device_steps(work, gaps)
+        place = np.maximum(np.searchsorted(edges, gaps["start"], side="right") - 1, 0)  # HTA's times may run backwards
+        bound = gaps["launch_ns"] > gaps["start"]
+        whole = gaps["end"] - gaps["start"]
+        late = np.clip(gaps["launch_ns"], gaps["start"], gaps["end"])  # from here on the next kernel is under way
+        calling = covered_before(calls, late) - covered_before(calls, gaps["start"]) + gaps["end"] - late
+        lost_ns = {"idle_s": whole, "launch_bound_s": whole * bound, "launching_s": calling * bound}
+        sums = {key: np.bincount(place, ns, minlength=len(steps)) / NS_PER_S for key, ns in lost_ns.items()}
+        total_s = np.diff(edges, append=(work["start_ns"] + work["dur_ns"]).max()) / NS_PER_S
+        rows.append(pd.DataFrame({"rank": rank, "step": steps, "total_s": total_s, **sums}))
+    columns = ["rank", "step", "total_s", "idle_s", "launch_bound_s", "launching_s"]
+    table = pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns)
+    total_s = table["total_s"].where(table["total_s"] > 0)
+    table = table.assign(share=table["launch_bound_s"] / total_s, launching_share=table["launching_s"] / total_s)
+    return with_origin(table, timeline)
+
+
+def _gaps(work: pd.DataFrame) -> dict[str, np.ndarray]:
+    """Stretches without work between the first and the last span of a rank, with the launch time of the next one."""
+    start = work["start_ns"].to_numpy()
+    reach = np.maximum.accumulate(start + work["dur_ns"].to_numpy())
+    first = np.flatnonzero(start[1:] > reach[:-1]) + 1
+    return {"start": reach[first - 1], "end": start[first], "launch_ns": work["launch_ns"].to_numpy()[first]}
+
+
+def _device_steps(work: pd.DataFrame, gaps: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Where each step begins on the device, (k,) ns in order, and its number; a gap before a step belongs to it."""
+    inside = work[work["step"] >= 0]
+    launched = inside[inside["launch_row"] >= 0]  # the step of others is that of their time, which may be a later one
+    begins = (launched if len(launched) else inside).groupby("step")["start_ns"].min().sort_values(kind="stable")
+    edges, steps = begins.to_numpy(), begins.index.to_numpy()
+    if len(gaps["end"]) and len(edges):
+        place = np.minimum(np.searchsorted(gaps["end"], edges), len(gaps["end"]) - 1)
+        edges = np.where(gaps["end"][place] == edges, gaps["start"][place], edges)
+    first = work["start_ns"].min()
+    if not len(edges) or edges[0] > first:
+        edges, steps = np.r_[first, edges], np.r_[-1, steps]
+    return edges, steps.astype(np.int64)

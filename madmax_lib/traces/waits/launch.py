@@ -1,4 +1,4 @@
-"""Does the host keep the device fed? Launches beside their kernels, the queue between them, launch-bound time.
+"""Does the host keep the device fed? Launches beside their kernels, and the queue between them.
 
 A launch is a host call (cudaLaunchKernel, hipMemcpyAsync, cudaGraphLaunch, ...) that shares its correlation with work
 on a device stream of its rank. One graph launch starts many kernels under one correlation: it counts once, and its
@@ -13,13 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from madmax_lib.intervals import covered_before, pack, union
 from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.units import NS_PER_S
 
 __all__ = [
     "device_work",
-    "launch_bound",
     "launch_floor",
     "launches",
     "queue_length",
@@ -78,9 +76,8 @@ def launches(timeline: Timeline) -> pd.DataFrame:
         graph=_graph_ids(timeline, table, call["name"]),
     )
     table = table.sort_values(["rank", "launch_ns", "launch_row"], ignore_index=True)
-    columns = ["rank", "step", "stream", "correlation", "name", "launch", "cpu_s", "gpu_s", "delay_s", "since_launch_s",
-               "kernels", "graph", "row", "launch_row"]  # fmt: skip
-    return with_origin(table[columns], timeline)
+    columns = ["rank", "step", "stream", "correlation", "name", "launch", "cpu_s", "gpu_s", "delay_s"]
+    return with_origin(table[[*columns, "since_launch_s", "kernels", "graph", "row", "launch_row"]], timeline)
 
 
 def short_kernels(timeline: Timeline) -> pd.DataFrame:
@@ -135,45 +132,9 @@ def queue_length(timeline: Timeline, capacity: int = 1022) -> pd.DataFrame:
         blocked_ns = beyond_ns[full & part["enters"]].clip(lower=0).sum()
         share = full_ns / max(begins_ns.max() - begins_ns.min(), 1)
         rows.append((rank, stream, *part["length"].describe(), full_ns / NS_PER_S, share, blocked_ns / NS_PER_S))
-    columns = ["rank", "stream", "count", "mean", "std", "min", "p25", "p50", "p75", "max", "full_s", "full_share",
-               "blocked_s"]  # fmt: skip
+    lengths = ["count", "mean", "std", "min", "p25", "p50", "p75", "max"]
+    columns = ["rank", "stream", *lengths, "full_s", "full_share", "blocked_s"]
     table = pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(("count", "min", "max"), "int64"))
-    return with_origin(table, timeline)
-
-
-def launch_bound(timeline: Timeline) -> pd.DataFrame:
-    """Device time that would be gained if launches, or all host work, were free; one row per rank and step.
-
-    rank, step, total_s, idle_s (no stream of the rank works), launch_bound_s: idle stretches whose next kernel the host
-    launched only after the device had run dry; launching_s: the part of them inside a launch call or between the launch
-    of that next kernel and its start; share = launch_bound_s / total_s; launching_share.
-    Free launches gain up to launching_s, a host that is always ahead (a graph of the whole step) up to launch_bound_s.
-    A step lasts on the device from the end of the work before its first launched kernel to the same of the next step,
-    so total_s and idle_s sum to those of `accounting.breakdown`; step -1 is what precedes the first.
-    Upper bounds: a host that first waits for the device (a sync, .item()) or for data counts too, and a profiler makes
-    launches slower than they are. A gap on one stream under work on another costs nothing here; `idle` counts it.
-    """
-    rows = []
-    for rank, work in device_work(timeline).groupby("rank"):
-        work = work.sort_values(["start_ns", "launch_ns"], kind="stable")
-        gaps = _gaps(work)
-        launching = timeline.spans.iloc[work.loc[work["launch_row"] >= 0, "launch_row"].unique()]
-        calls = union(pack(launching["start_ns"], launching["dur_ns"]))
-        edges, steps = _device_steps(work, gaps)
-        place = np.maximum(np.searchsorted(edges, gaps["start"], side="right") - 1, 0)  # HTA's times may run backwards
-        bound = gaps["launch_ns"] > gaps["start"]
-        whole = gaps["end"] - gaps["start"]
-        late = np.clip(gaps["launch_ns"], gaps["start"], gaps["end"])  # from here on the next kernel is under way
-        calling = covered_before(calls, late) - covered_before(calls, gaps["start"]) + gaps["end"] - late
-        sums = {key: np.bincount(place, weights=values, minlength=len(steps)) / NS_PER_S
-                for key, values in (("idle_s", whole), ("launch_bound_s", whole * bound),
-                                    ("launching_s", calling * bound))}  # fmt: skip
-        total_s = np.diff(edges, append=(work["start_ns"] + work["dur_ns"]).max()) / NS_PER_S
-        rows.append(pd.DataFrame({"rank": rank, "step": steps, "total_s": total_s, **sums}))
-    columns = ["rank", "step", "total_s", "idle_s", "launch_bound_s", "launching_s"]
-    table = pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns)
-    total_s = table["total_s"].where(table["total_s"] > 0)
-    table = table.assign(share=table["launch_bound_s"] / total_s, launching_share=table["launching_s"] / total_s)
     return with_origin(table, timeline)
 
 
@@ -195,18 +156,18 @@ def launch_floor(timeline: Timeline, launch_s: float, speedups: Sequence[float])
         short = np.searchsorted(dur_s, launch_s * factors)  # so many spans are under the floor
         floor_s = short * launch_s + (dur_s.sum() - np.r_[0.0, np.cumsum(dur_s)][short]) / factors
         free_s = dur_s.sum() / factors
-        rows.append(pd.DataFrame({"rank": rank, "speedup": factors, "step_s": floor_s / steps, "free_s": free_s / steps,
-                                  "share": 1 - free_s / np.where(floor_s > 0, floor_s, np.nan)}))  # fmt: skip
+        table = pd.DataFrame({"rank": rank, "speedup": factors, "step_s": floor_s / steps, "free_s": free_s / steps})
+        rows.append(table.assign(share=1 - free_s / np.where(floor_s > 0, floor_s, np.nan)))
     columns = ["rank", "speedup", "step_s", "free_s", "share"]
     return with_origin(pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns), timeline)
 
 
 def _graph_ids(timeline: Timeline, table: pd.DataFrame, calls: pd.Series) -> np.ndarray:
-    """Graph of each launch, -1 without; the details are read only where a launch looks like that of a graph."""
+    """Graph of each launch, -1 without; the side table is read only where a launch looks like that of a graph."""
     graph = np.full(len(table), -1, dtype=np.int64)
     if len(table) and ((table["kernels"] > 1) | calls.str.contains("GraphLaunch", regex=False)).any():
-        known = timeline.details["graphs"].drop_duplicates("row").set_index("row")["graph"]
-        graph = table["row"].map(known).fillna(-1).to_numpy(dtype=np.int64)
+        recorded = timeline.side_tables["graphs"].drop_duplicates("row").set_index("row")["graph"]
+        graph = table["row"].map(recorded).fillna(-1).to_numpy(dtype=np.int64)
     return graph
 
 
@@ -223,26 +184,3 @@ def _queue(timeline: Timeline) -> pd.DataFrame:
     queue = queue.assign(change=np.where(queue["enters"], 1, -1))
     queue = queue.sort_values(["rank", "stream", "time_ns", "change"], ascending=[True, True, True, False])
     return queue.assign(length=queue.groupby(["rank", "stream"])["change"].cumsum()).reset_index(drop=True)
-
-
-def _gaps(work: pd.DataFrame) -> dict[str, np.ndarray]:
-    """Stretches without work between the first and the last span of a rank, with the launch time of the next one."""
-    start = work["start_ns"].to_numpy()
-    reach = np.maximum.accumulate(start + work["dur_ns"].to_numpy())
-    first = np.flatnonzero(start[1:] > reach[:-1]) + 1
-    return {"start": reach[first - 1], "end": start[first], "launch_ns": work["launch_ns"].to_numpy()[first]}
-
-
-def _device_steps(work: pd.DataFrame, gaps: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Where each step begins on the device, (k,) ns in order, and its number; a gap before a step belongs to it."""
-    inside = work[work["step"] >= 0]
-    launched = inside[inside["launch_row"] >= 0]  # the step of others is that of their time, which may be a later one
-    begins = (launched if len(launched) else inside).groupby("step")["start_ns"].min().sort_values(kind="stable")
-    edges, steps = begins.to_numpy(), begins.index.to_numpy()
-    if len(gaps["end"]) and len(edges):
-        place = np.minimum(np.searchsorted(gaps["end"], edges), len(gaps["end"]) - 1)
-        edges = np.where(gaps["end"][place] == edges, gaps["start"][place], edges)
-    first = work["start_ns"].min()
-    if not len(edges) or edges[0] > first:
-        edges, steps = np.r_[first, edges], np.r_[-1, steps]
-    return edges, steps.astype(np.int64)

@@ -1,6 +1,6 @@
-"""Which piece of work does each instant of a thread belong to?
+"""Which slice of work does each instant of a thread belong to?
 
-Host spans nest; here they are cut where the innermost one changes. A device span is one piece.
+Host spans nest; here they are cut where the innermost one changes. A device span is one slice.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import pandas as pd
 from madmax_lib.intervals import pack, union
 from madmax_lib.timeline import BUSY_KINDS
 
-__all__ = ["pieces_of", "whole_spans"]
+__all__ = ["cut_into_slices", "one_slice_per_span"]
 
 
-def whole_spans(spans: pd.DataFrame) -> pd.DataFrame:
-    """Simulated spans as pieces, one each."""
-    pieces = spans[["rank", "stream", "kind", "name", "start_ns"]].assign(
+def one_slice_per_span(spans: pd.DataFrame) -> pd.DataFrame:
+    """Simulated spans as slices, one each; what a host does has the kind host."""
+    slices = spans[["rank", "stream", "kind", "name", "start_ns"]].assign(
         row=spans.index, end_ns=spans["start_ns"] + spans["dur_ns"], kind=spans["kind"].astype(object)
     )
-    return pieces.replace({"kind": {"cpu": "host", "idle": "host"}}).reset_index(drop=True)
+    return slices.replace({"kind": {"cpu": "host", "idle": "host"}}).reset_index(drop=True)
 
 
-def pieces_of(spans: pd.DataFrame) -> pd.DataFrame:
-    """Pieces of measured spans, host threads first, in their order; annotations count where nothing is inside them."""
+def cut_into_slices(spans: pd.DataFrame) -> pd.DataFrame:
+    """Slices of measured spans, host threads first, in their order; annotations count where nothing is inside them."""
     spans = spans[(spans["stream"] >= 0) | _working(spans)]
     end_ns = spans["start_ns"] + spans["dur_ns"].clip(lower=0)
     work = spans["kind"].isin(BUSY_KINDS) | ((spans["kind"] == "cpu") & (spans["stream"] < 0))
@@ -47,8 +47,8 @@ def _working(spans: pd.DataFrame) -> pd.Series:
 
 
 def _cut(thread: pd.DataFrame) -> pd.DataFrame:
-    """A host thread cut where its innermost span changes; each span keeps a piece at its start, even an empty one."""
-    thread = thread[(thread["kind"] == "comm") | ~_inside(thread, thread, "comm")]  # a transfer is one piece
+    """A host thread cut where its innermost span changes; each span keeps a slice at its start, even an empty one."""
+    thread = thread[(thread["kind"] == "comm") | ~_inside(thread, thread, "comm")]  # a transfer is one slice
     thread = thread.sort_values(["start_ns", "end_ns"], ascending=[True, False], kind="stable")
     start, end, number = thread["start_ns"].to_numpy(), thread["end_ns"].to_numpy(), np.arange(len(thread))
     # at one instant what is running ends first, inner before outer; then spans start, and empty ones end at once

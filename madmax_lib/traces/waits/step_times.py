@@ -17,20 +17,19 @@ from madmax_lib.traces.read.steps import step_spans
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["QUANTITIES", "step_summary", "steps"]
+__all__ = ["step_periods", "step_summary", "steps"]
 
-QUANTITIES = ("wall_s", "period_s", "total_s", "compute_s", "comm_s", "memory_s", "non_compute_s", "exposed_comm_s",
-              "idle_s", "overlap")  # fmt: skip
+_PARTS = ("total_s", "compute_s", "comm_s", "memory_s", "non_compute_s", "exposed_comm_s", "idle_s", "overlap")
+_QUANTITIES = ("wall_s", "period_s", *_PARTS)
 _DEVIATIONS, _SLOWER = 5.0, 0.1
 
 
 def steps(timeline: Timeline) -> pd.DataFrame:
-    """Every step of every rank: rank, step, the QUANTITIES, annotated, cut, warmup.
+    """Every step of every rank: rank, step, wall_s, period_s, the columns of `breakdown`, annotated, cut, warmup.
 
     wall_s: the step's annotation on the host, or its first to its last span where it has none (annotated is false).
-    period_s: from its first work to the first work of the rank's next step, NaN for the last: the pace of the device,
-    which a host that runs ahead does not show. The others are `accounting.breakdown` of the work that belongs to the
-    step, so total_s = compute_s + non_compute_s + idle_s; steps may overlap on a device.
+    period_s: as in `step_periods`; a host that runs ahead does not show it. The others are `breakdown` of the work that
+    belongs to the step, so total_s = compute_s + non_compute_s + idle_s; steps may overlap on a device.
     cut: a step without work or annotation where others of its rank have some, or the first or last of at least three
     with less than half as many spans as the median of the others.
     """
@@ -45,56 +44,62 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     table["wall_s"] = wall_ns.astype("float64") / NS_PER_S
     busy = timeline.where(spans["kind"].isin(BUSY_KINDS).to_numpy())
     parts = [breakdown(busy.select(steps=[step])).assign(step=step) for step in order] or [breakdown(timeline)[:0]]
-    known = pd.concat(parts, ignore_index=True).reindex(columns=["rank", "step", *QUANTITIES[2:]])
-    table = table.merge(known.astype({"rank": "int32", "step": "int32"}), on=["rank", "step"])
-    table = table.merge(_periods(timeline), on=["rank", "step"], how="left")
+    quantities = pd.concat(parts, ignore_index=True).reindex(columns=["rank", "step", *_PARTS])
+    table = table.merge(quantities.astype({"rank": "int32", "step": "int32"}), on=["rank", "step"])
+    periods = step_periods(timeline)[["rank", "step", "period_s"]]
+    table = table.merge(periods, on=["rank", "step"], how="left")
     table = table.assign(cut=_cut(table))
     table["warmup"] = table["step"].isin(_warmup(table[~table["cut"]]))
-    table = table[["rank", "step", *QUANTITIES, "annotated", "cut", "warmup"]]
+    table = table[["rank", "step", *_QUANTITIES, "annotated", "cut", "warmup"]]
     return with_origin(table, timeline)
+
+
+def step_periods(timeline: Timeline) -> pd.DataFrame:
+    """Pace of the device: rank, step, begin_ns, end_ns, period_s; one row for each step of a rank with work.
+
+    period_s: from the begin of a step to that of the rank's next step, NaN for the last. begin_ns: start of the first
+    work that the step has launched, else of its first work. end_ns: end of its last work.
+    """
+    spans, work = timeline.spans, device_work(timeline)
+    busy = spans[spans["kind"].isin(BUSY_KINDS) & (spans["step"] >= 0)]
+    of_step = busy.assign(end_ns=busy["start_ns"] + busy["dur_ns"]).groupby(["rank", "step"])
+    table = of_step.agg(begin_ns=("start_ns", "min"), end_ns=("end_ns", "max"))
+    launched = work[(work["launch_row"] >= 0) & (work["step"] >= 0)].groupby(["rank", "step"])["start_ns"].min()
+    table.loc[launched.index, "begin_ns"] = launched.to_numpy()
+    table = table.sort_values("begin_ns", kind="stable").reset_index()
+    since_first_ns = table["begin_ns"] - table["begin_ns"].min()  # so that ns survive where NaN makes them floats
+    period_ns = since_first_ns.groupby(table["rank"]).shift(-1) - since_first_ns
+    return table.assign(period_s=period_ns / NS_PER_S)
 
 
 def step_summary(table: pd.DataFrame) -> pd.DataFrame:
     """Spread of `steps` over the steps of each rank, without warm-up and cut ones.
 
-    rank, quantity (one of QUANTITIES), steps (that count), mean, median, std (n - 1; NaN for one step), p10, p90; the
+    rank, quantity (wall_s to overlap), steps (that count), mean, median, std (n - 1; NaN for one step), p10, p90; the
     unit is that of the quantity.
     """
     counted = table[~(table["warmup"] | table["cut"]).astype(bool)]
-    long = counted.melt(id_vars="rank", value_vars=list(QUANTITIES), var_name="quantity").astype({"value": "float64"})
-    long["quantity"] = pd.Categorical(long["quantity"], QUANTITIES)
+    long = counted.melt(id_vars="rank", value_vars=list(_QUANTITIES), var_name="quantity").astype({"value": "float64"})
+    long["quantity"] = pd.Categorical(long["quantity"], _QUANTITIES)
     values = long.groupby(["rank", "quantity"], observed=True)["value"]
     summary = values.agg(["size", "mean", "median", "std"])
     summary = summary.assign(p10=values.quantile(0.1), p90=values.quantile(0.9)).reset_index()
-    summary = summary.rename(columns={"size": "steps"}).astype({"quantity": object})
-    summary.attrs.update(table.attrs)
-    return summary
+    return with_origin(summary.rename(columns={"size": "steps"}).astype({"quantity": object}), table)
 
 
 def _annotated(timeline: Timeline) -> pd.DataFrame:
     """rank, step, annotated_ns: duration of the annotation that marks a step, from the first if there are several."""
-    found = []
+    tables = []
     annotations = timeline.spans[timeline.spans["kind"] == "annotation"]
     for rank, spans in annotations.groupby("rank"):
         marks = step_spans(spans)
         if marks is not None:
-            found.append(pd.DataFrame(marks, columns=["start", "end", "step"]).assign(rank=rank))
-    if not found:
+            tables.append(pd.DataFrame(marks, columns=["start", "end", "step"]).assign(rank=rank))
+    if not tables:
         return pd.DataFrame({"rank": [], "step": [], "annotated_ns": []}).astype({"rank": "int32", "step": "int32"})
-    marks = pd.concat(found).groupby(["rank", "step"]).agg(start=("start", "min"), end=("end", "max")).reset_index()
+    marks = pd.concat(tables).groupby(["rank", "step"]).agg(start=("start", "min"), end=("end", "max")).reset_index()
     marks["annotated_ns"] = marks["end"] - marks["start"]
     return marks[["rank", "step", "annotated_ns"]].astype({"rank": "int32", "step": "int32"})
-
-
-def _periods(timeline: Timeline) -> pd.DataFrame:
-    """rank, step, period_s, by the work that the step has launched, else by all of its work."""
-    spans, work = timeline.spans, device_work(timeline)
-    busy = spans[spans["kind"].isin(BUSY_KINDS)]
-    first = [part[part["step"] >= 0].groupby(["rank", "step"])["start_ns"].min()
-             for part in (work[work["launch_row"] >= 0], busy)]  # fmt: skip
-    begins = pd.concat([first[0], first[1].drop(first[0].index)]).sort_values(kind="stable").reset_index()
-    next_ns = begins.groupby("rank")["start_ns"].shift(-1)
-    return begins.assign(period_s=(next_ns - begins["start_ns"]) / NS_PER_S)[["rank", "step", "period_s"]]
 
 
 def _cut(table: pd.DataFrame) -> np.ndarray:
@@ -105,8 +110,8 @@ def _cut(table: pd.DataFrame) -> np.ndarray:
         for edge in {order[0], order[-1]} if len(part) > 2 else ():
             others = np.delete(part["spans"].to_numpy(), edge)
             cut[rows[edge]] = part["spans"].iloc[edge] < np.median(others) / 2
-        for known in (part["annotated"], part["total_s"] > 0):
-            cut[rows] |= ~known.to_numpy() & known.any()
+        for present in (part["annotated"], part["total_s"] > 0):
+            cut[rows] |= ~present.to_numpy() & present.any()
     return cut
 
 
