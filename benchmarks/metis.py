@@ -3,7 +3,7 @@
     python benchmarks/metis.py [ROW ...]
 
 The original is not installed here: its figures are those recorded for the unmodified fork on a 2-core machine
-(`madmax_lib/data/metis_published.csv`); for row 4 there is only its authors' "about 30 minutes". Files are made by our
+(`papers/metis/data/published.csv`); for row 4 there is only its authors' "about 30 minutes". Files are made by our
 own generator and read again; reading is inside our time. Steps must equal the published ones, else this fails.
 """
 

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from madmax_lib.runs.spec import RunSpec as RunSpec
     from madmax_lib.simulator.estimate import estimate as estimate
     from madmax_lib.simulator.memory.memory import memory as memory
-    from madmax_lib.simulator.offload.fits import fits as fits
-    from madmax_lib.simulator.offload.largest import largest_model as largest_model
+    from madmax_lib.simulator.offload.fits import fits as fits, largest_model as largest_model
     from madmax_lib.simulator.simulate import simulate as simulate
     from madmax_lib.timeline import Timeline as Timeline
     from madmax_lib.traces.diff import compare as compare

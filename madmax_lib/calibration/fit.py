@@ -23,9 +23,10 @@ from madmax_lib.simulator.rates.parameters import Parameters, bounds, start
 from madmax_lib.simulator.step.inputs import CLASSES
 from madmax_lib.simulator.step.step_time import step_time
 
-__all__ = ["fingerprint", "fit", "free_constants", "known_rows", "usable"]
+__all__ = ["SCALE", "fingerprint", "fit", "known_rows", "posterior", "usable"]
 
-_VTRAIN = "vtrain/ground_truth_multi.shared.csv"  # columns and source: see `rows`
+_VTRAIN = "vtrain/ground_truth_multi.shared.csv"  # columns and source: see `published_rows`
+_STOP = {"xtol": 1e-4, "ftol": 1e-4, "max_nfev": 60}
 SCALE = 0.03  # log residual at which soft-L1 turns from square to absolute; repeated runs differ by 3 to 10 %
 GROUP_DAMPING = 0.15  # a row of a (source, model) with n rows weighs n to this power less
 
@@ -57,7 +58,7 @@ def fit(
     used = rows[usable(rows)]
     if used.empty:
         raise ValueError("rows: none is supported, consistent and measured")
-    problem = _Problem(used, begin or start(), only)
+    problem = _LeastSquares(used, begin or start(), only)
     best = problem.solve(problem.begin)
     random = np.random.default_rng(seed)
     for _ in range(starts - 1):
@@ -66,7 +67,7 @@ def fit(
     return problem.parameters(best, used, bootstrap=bootstrap, random=random)
 
 
-def free_constants(rows: pd.DataFrame) -> list[str]:
+def _free_constants(rows: pd.DataFrame) -> list[str]:
     """Constants that these rows can say anything about: those of classes that occur, unless fixed by their prior."""
     table = bounds()
     work = to_work(rows)
@@ -76,14 +77,14 @@ def free_constants(rows: pd.DataFrame) -> list[str]:
     return [name for name in table.index if (name in groups or name in plain) and table.at[name, "scale"] != "fixed"]
 
 
-class _Problem:
+class _LeastSquares:
     """Least squares over the free constants: `point` is in the fitting scale (log or linear)."""
 
     def __init__(self, rows: pd.DataFrame, begin: Parameters, only: Sequence[str] | None = None):
         table = bounds()
         if unknown := set(only or ()) - set(table.index):
             raise ValueError(f"constant {sorted(unknown)[0]!r} is not in data/parameter_bounds.csv")
-        self.names = list(only) if only else free_constants(rows)
+        self.names = list(only) if only else _free_constants(rows)
         table = table.loc[self.names]
         self.logarithmic = (table["scale"] == "log").to_numpy()
         table = table.assign(begin=[begin.constants[name] for name in self.names])
@@ -119,25 +120,25 @@ class _Problem:
 
     def solve(self, point: np.ndarray):
         inside = np.clip(point, self.low + 1e-6, self.high - 1e-6)
-        return least_squares(self.residuals, inside, self.jacobian, bounds=(self.low, self.high), loss="soft_l1",
-                             x_scale=self.sigma, xtol=1e-4, ftol=1e-4, max_nfev=60)  # fmt: skip
+        edges = self.low, self.high
+        return least_squares(
+            self.residuals, inside, self.jacobian, bounds=edges, loss="soft_l1", x_scale=self.sigma, **_STOP
+        )
 
     def scatter(self, random: np.random.Generator) -> np.ndarray:
         return self.prior + self.sigma * random.standard_normal(len(self.prior))
 
     def parameters(self, result, rows: pd.DataFrame, *, bootstrap: int, random: np.random.Generator) -> Parameters:
         """The solution with covariance (Gauss-Newton), intervals and provenance."""
-        covariance = np.linalg.inv(result.jac.T @ result.jac)
-        spread = 1.645 * np.sqrt(np.diag(covariance))
-        low, high = result.x - spread, result.x + spread
+        covariance, low, high = posterior(result)
         if bootstrap:
             points = [self._resampled(rows, random, result.x) for _ in range(bootstrap)]
             low, high = np.quantile(points, [0.05, 0.95], axis=0)
-        low, high = np.maximum(low, self.low), np.minimum(high, self.high)
-        low, high = self.values(low), self.values(high)
+        low, high = self.values(np.maximum(low, self.low)), self.values(np.minimum(high, self.high))
+        ends = zip(low.tolist(), high.tolist(), strict=True)
         return Parameters(
             constants=self.constants(result.x),
-            intervals=dict(zip(self.names, zip(low.tolist(), high.tolist(), strict=True), strict=True)),
+            intervals=dict(zip(self.names, ends, strict=True)),
             fitted=tuple(self.names),
             covariance=tuple(map(tuple, covariance.tolist())),
             provenance={"rows": len(rows), "sha256": fingerprint(rows), "cost": float(result.cost)},
@@ -147,8 +148,15 @@ class _Problem:
         groups = rows["group"].unique()
         drawn = random.choice(groups, len(groups))
         part = pd.concat([rows[rows["group"] == name].assign(group=f"{i} {name}") for i, name in enumerate(drawn)])
-        other = _Problem(part, Parameters(constants=self.constants(point)), self.names)
+        other = _LeastSquares(part, Parameters(constants=self.constants(point)), self.names)
         return other.solve(other.begin).x
+
+
+def posterior(result) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Covariance of a least-squares solution (Gauss-Newton), and low and high end of its 90 % interval."""
+    covariance = np.linalg.inv(result.jac.T @ result.jac)
+    half_width = 1.645 * np.sqrt(np.diag(covariance))
+    return covariance, result.x - half_width, result.x + half_width
 
 
 def fingerprint(rows: pd.DataFrame) -> str:

@@ -15,6 +15,7 @@ import pandas as pd
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 from madmax_lib.simulator.step.inputs import Work
 from madmax_lib.simulator.step.step_time import step_time
+from madmax_lib.timeline import with_origin
 
 __all__ = ["STATES", "constants_of", "correlations", "leverage", "scaled", "strongest_pairs"]
 
@@ -34,7 +35,6 @@ def constants_of(parameters: Parameters) -> pd.DataFrame:
     if not parameters.fitted:
         raise ValueError("parameters: nothing was fitted, there is no covariance")
     table = bounds().loc[list(parameters.fitted), ["start", "low", "high", "sigma", "scale", "note"]].copy()
-    table[["start", "low", "high", "sigma"]] = table[["start", "low", "high", "sigma"]].astype(float)
     table["fitted"] = [parameters.constants[name] for name in table.index]
     intervals = [parameters.intervals[name] for name in table.index]
     table["interval_low"], table["interval_high"] = np.transpose(intervals)
@@ -47,10 +47,7 @@ def constants_of(parameters: Parameters) -> pd.DataFrame:
     little, far = learned < _LITTLE, table["moved"].abs().to_numpy() > _FAR
     cases = [edge, learned >= _MOST, little & far, little]
     table["state"] = np.select(cases, ["at a bound", "fixed by rows", "pulled off its prior", "prior alone"], STATES[1])
-    table = table[["start", "low", "high", "scale", "fitted", "interval_low", "interval_high", "moved", "learned",
-                   "state", "note"]]  # fmt: skip
-    table.attrs["provenance"] = _origin(parameters)
-    return table
+    return with_origin(table.drop(columns=["sigma", "note"]).assign(note=table["note"]), _origin(parameters))
 
 
 def scaled(table: pd.DataFrame, column: str) -> np.ndarray:
@@ -65,8 +62,7 @@ def correlations(parameters: Parameters) -> pd.DataFrame:
     width = np.sqrt(np.diag(covariance))
     names = list(parameters.fitted)
     table = pd.DataFrame(covariance / np.outer(width, width), index=names, columns=names)
-    table.attrs["provenance"] = _origin(parameters)
-    return table
+    return with_origin(table, _origin(parameters))
 
 
 def _origin(parameters: Parameters) -> dict:
@@ -77,8 +73,8 @@ def strongest_pairs(parameters: Parameters, count: int = 10) -> pd.DataFrame:
     """The most correlated pairs (first, second, correlation): their product or ratio is known better than each."""
     matrix = correlations(parameters)
     first, second = np.triu_indices(len(matrix), 1)
-    pairs = pd.DataFrame({"first": matrix.index[first], "second": matrix.index[second],
-                          "correlation": matrix.to_numpy()[first, second]})  # fmt: skip
+    pairs = pd.DataFrame({"first": matrix.index[first], "second": matrix.index[second]})
+    pairs["correlation"] = matrix.to_numpy()[first, second]
     order = pairs["correlation"].abs().sort_values(ascending=False, kind="stable").index
     return pairs.loc[order[:count]].reset_index(drop=True)
 
@@ -90,8 +86,8 @@ def leverage(parameters: Parameters, work: Work) -> pd.DataFrame:
     """
     rows = {}
     for name in parameters.fitted:
-        ends = [step_time(work, replace(parameters, constants={**parameters.constants, name: value}))["step_s"]
-                for value in parameters.intervals[name]]  # fmt: skip
-        change = np.abs(np.log(ends[1] / ends[0]))
+        ends = [parameters.constants | {name: value} for value in parameters.intervals[name]]
+        low_s, high_s = (step_time(work, replace(parameters, constants=end))["step_s"] for end in ends)
+        change = np.abs(np.log(high_s / low_s))
         rows[name] = (float(np.median(change)), float(change.max()))
     return pd.DataFrame.from_dict(rows, orient="index", columns=["median", "largest"])

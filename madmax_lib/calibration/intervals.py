@@ -85,8 +85,9 @@ def comparison_quantiles(table: pd.DataFrame) -> dict[str, list[float]]:
 
 def quantiles_of(rows: pd.DataFrame, residuals: Mapping[str, list[float]]) -> np.ndarray:
     """(n, 2) log quantiles of rows by kind, else class; wider where the family is not calibrated."""
-    width = [known_width(residuals, family, kind.removeprefix(f"{family} "))
-             for family, kind in zip(rows["family"].astype(str), kind_of(rows), strict=True)]  # fmt: skip
+    families = rows["family"].astype(str)
+    splits = [kind.removeprefix(f"{family} ") for family, kind in zip(families, kind_of(rows), strict=True)]
+    width = [known_width(residuals, family, split) for family, split in zip(families, splits, strict=True)]
     return np.outer(width, [-1.0, 1.0])
 
 

@@ -16,14 +16,16 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.calibration.consistency import measured_s, violation_of
-from madmax_lib.calibration.software import device_of, machine_of, number_of, software_of, text_of
+from madmax_lib.calibration.software import device_of, machine_of, number_of, positive_of, software_of, text_of
 from madmax_lib.simulator.estimate import model_fields
 from madmax_lib.simulator.rates.parameters import start
 from madmax_lib.simulator.step.inputs import CLASSES, FIELDS, Work
 from madmax_lib.simulator.step.step_time import step_time
 from madmax_lib.specs import DLRM, Transformer
 
-__all__ = ["read_rows", "to_work"]
+__all__ = ["FIELD_DEFAULTS", "read_rows", "to_work"]
+
+FIELD_DEFAULTS = {name: value for name, value in FIELDS.items() if value == value}
 
 _VTRAIN_SOURCE = "VIA-Research/vTrain data/ground_truth_multi.csv"
 _VTRAIN = {
@@ -39,8 +41,6 @@ _VTRAIN = {
     "data parallelism": "dp",
     "pipeline parallelism": "pp",
 }
-_FACTS = ("experts", "active_experts", "shared_experts", "expert_ffn", "dense_layers", "head_dim", "q_lora_rank",
-          "kv_lora_rank", "rope_head_dim", "v_head_dim", "window", "full_every")  # fmt: skip
 _MICRO_BATCHES = (1, 2, 4)
 _COLUMNS = [
     "source", "model", "group", "task", "supported", "reason", "consistent", "violation", "measured_s", "gpu", "shape",
@@ -63,29 +63,20 @@ def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
     rows = [_read(record) for record in table.to_dict("records")]
     result = pd.DataFrame(rows, index=table.index, columns=_COLUMNS)
     _choose_schedule(result)
-    result["measured_s"] = [
-        measured_s(row, *published) if row["supported"] else np.nan
-        for row, published in zip(result.to_dict("records"), _published(table), strict=True)
-    ]
+    records = zip(result.to_dict("records"), table.to_dict("records"), strict=True)
+    result["measured_s"] = [_measured_s(row, raw) if row["supported"] else np.nan for row, raw in records]
     return result
 
 
 def to_work(rows: pd.DataFrame) -> Work:
     """Supported normalised rows as steps to be timed."""
-    return Work({name: rows[name].to_numpy(float) for name in FIELDS},
-                {name: rows[name].to_numpy(str) for name in CLASSES})  # fmt: skip
+    fields = {name: rows[name].to_numpy(float) for name in FIELDS}
+    return Work(fields, {name: rows[name].to_numpy(str) for name in CLASSES})
 
 
-def _published(table: pd.DataFrame) -> list[tuple[float, float, float]]:
-    """Seconds, tokens per second and FLOP/s of each row as its source gives them."""
-    return [
-        (
-            number_of(raw, "iteration_time_s"),
-            number_of(raw, "tokens_per_s_per_gpu"),
-            1e12 * number_of(raw, "tflops_per_gpu"),
-        )
-        for raw in table.to_dict("records")
-    ]
+def _measured_s(row: dict, raw: dict) -> float:
+    rates = number_of(raw, "tokens_per_s_per_gpu"), 1e12 * number_of(raw, "tflops_per_gpu")
+    return measured_s(row, number_of(raw, "iteration_time_s"), *rates)
 
 
 def _renamed(table: pd.DataFrame) -> pd.DataFrame:
@@ -94,9 +85,9 @@ def _renamed(table: pd.DataFrame) -> pd.DataFrame:
         return table
     table = table.rename(columns=_VTRAIN)
     table["iteration_time_s"] = pd.to_numeric(table.get("iteration time (ms)"), errors="coerce") / 1e3
-    size = table["params_b"].map(lambda v: f"GPT {v}B")
-    return table.assign(vocab=50257, precision="fp16",
-                        gpu="A100-80GB", source=_VTRAIN_SOURCE, model=size, recompute="full")  # fmt: skip
+    table["model"] = table["params_b"].map(lambda billion: f"GPT {billion}B")
+    facts = {"vocab": 50257, "precision": "fp16", "gpu": "A100-80GB", "recompute": "full"}
+    return table.assign(source=_VTRAIN_SOURCE, **facts)
 
 
 def _read(raw: dict) -> dict:
@@ -113,9 +104,8 @@ def _read(raw: dict) -> dict:
         row |= software_of(raw, row, device)
     except (ValueError, OverflowError, ZeroDivisionError) as error:
         return row | {"reason": str(error)}
-    row["violation"] = violation_of(row)
-    return {name: value for name, value in FIELDS.items() if value == value} | row | {
-        "supported": True, "consistent": not row["violation"]}  # fmt: skip
+    violation = violation_of(row)
+    return FIELD_DEFAULTS | row | {"supported": True, "consistent": not violation, "violation": violation}
 
 
 def _model(raw: dict) -> Transformer:
@@ -124,15 +114,12 @@ def _model(raw: dict) -> Transformer:
     known, facts = _catalog_model(name), _facts_of(name)
     row = {}
     for field, own in (("layers", "layers"), ("hidden", "hidden"), ("heads", "heads"), ("seq_len", "sequence")):
-        value = number_of(raw, field)
-        value = value if value > 0 else float(getattr(known, own, 0) or 0)
-        if not value > 0:
+        row[own] = int(positive_of(raw, field, getattr(known, own, 0) or 0))
+        if not row[own] > 0:
             raise ValueError(f"{field} is not stated")
-        row[own] = int(value)
     fallback = {"ffn": 4 * row["hidden"], "vocab": 50257, "kv_heads": row["heads"]}  # classic GPT where not stated
     for field, value in fallback.items():
-        given = number_of(raw, field)
-        row[field] = int(given if given > 0 else getattr(known, field, 0) or value)
+        row[field] = int(positive_of(raw, field, getattr(known, field, 0) or value))
     if not facts.get("experts") and (re.search(r"\d+x\d+b|[-_ ]a\d+b|moe", name, re.I) or number_of(raw, "ep") > 1):
         raise ValueError(f"experts of {name!r} are not stated and not in data/row_models.csv")
     # a gated feed-forward part is the rule where it is not four times the width, and in mixtures
@@ -146,27 +133,21 @@ def _model(raw: dict) -> Transformer:
 
 def _plan(raw: dict) -> dict:
     """Degrees; a missing one follows from the others, else it is 1. Batch and micro-batch; schedule is chosen later."""
-    degrees = {name: number_of(raw, name) for name in ("tp", "pp", "cp", "dp", "ep")}
-    devices = number_of(raw, "n_gpus")
-    if not devices > 0 and not degrees["dp"] > 0:
+    degrees = {name: positive_of(raw, name, 1.0) for name in ("tp", "pp", "cp", "dp", "ep")}
+    devices, dp = number_of(raw, "n_gpus"), positive_of(raw, "dp")
+    if not devices > 0 and not dp > 0:
         raise ValueError("neither n_gpus nor dp is stated")
-    for name in ("tp", "pp", "cp", "ep"):
-        degrees[name] = degrees[name] if degrees[name] > 0 else 1.0
-    if not degrees["dp"] > 0:
-        degrees["dp"] = devices / (degrees["tp"] * degrees["pp"] * degrees["cp"])
+    degrees["dp"] = dp if dp > 0 else devices / (degrees["tp"] * degrees["pp"] * degrees["cp"])
     if any(value != int(value) or value < 1 for value in degrees.values()):
         raise ValueError(f"degrees of parallelism are not whole: {degrees}")
-    batch, micro = number_of(raw, "global_batch"), number_of(raw, "micro_batch")
-    if not batch > 0 and not micro > 0:
-        raise ValueError("neither global batch nor micro-batch is stated")
+    micro, interleave = positive_of(raw, "micro_batch"), positive_of(raw, "vpp")
+    batch = positive_of(raw, "global_batch", degrees["dp"] * micro)  # one micro-batch
     if not batch > 0:
-        batch = degrees["dp"] * micro  # one micro-batch
-    interleave = number_of(raw, "vpp")
-    return degrees | {
-        "n_gpus": devices, "global_batch": batch, "given_micro_batch": micro if micro > 0 else np.nan,
-        "given_interleave": interleave if interleave > 0 else np.nan, "micro_batch": micro if micro > 0 else 1.0,
-        "interleave": interleave if interleave > 0 and degrees["pp"] > 1 else 1.0, "micro_batches": 1.0,
-    }  # fmt: skip
+        raise ValueError("neither global batch nor micro-batch is stated")
+    plan = degrees | {"micro_batch": positive_of(raw, "micro_batch", 1.0), "micro_batches": 1.0}
+    plan["interleave"] = positive_of(raw, "vpp", 1.0) if degrees["pp"] > 1 else 1.0
+    stated = {"n_gpus": devices, "given_micro_batch": micro, "given_interleave": interleave}
+    return plan | stated | {"global_batch": batch}
 
 
 def _choose_schedule(rows: pd.DataFrame) -> None:
@@ -176,23 +157,23 @@ def _choose_schedule(rows: pd.DataFrame) -> None:
     layers of a stage where the software can, micro-batches a multiple of pp then. FSDP and data-parallel rows without a
     micro-batch take the whole batch of a device.
     """
-    free = rows["supported"] & (rows["given_micro_batch"].isna() | (rows["given_interleave"].isna() & (rows["pp"] > 1)
-                                                                  & (rows["interleaves"] > 0)))  # fmt: skip
-    candidates, owner = [], []
+    interleaved = (rows["pp"] > 1) & (rows["interleaves"] > 0)
+    open_choice = rows["given_micro_batch"].isna() | (rows["given_interleave"].isna() & interleaved)
+    free = rows["supported"] & open_choice
+    candidates = []
     for index, row in zip(rows.index[free], rows[free].to_dict("records"), strict=True):
         for micro, interleave in _pairs(row):
-            candidates.append(row | {"micro_batch": micro, "interleave": interleave,
-                                     "micro_batches": np.ceil(row["global_batch"] / (row["dp"] * micro))})  # fmt: skip
-            owner.append(index)
+            count = np.ceil(row["global_batch"] / (row["dp"] * micro))
+            choice = {"micro_batch": micro, "interleave": interleave, "micro_batches": count}
+            candidates.append(row | choice | {"owner": index})
     if candidates:
         options = pd.DataFrame(candidates)
-        options["step_s"], options["owner"] = step_time(to_work(options), start())["step_s"], owner
+        options["step_s"] = step_time(to_work(options), start())["step_s"]
         best = options.loc[options.groupby("owner")["step_s"].idxmin()].set_index("owner")
         for name in ("micro_batch", "interleave"):
             rows.loc[best.index, name] = best[name]
-    rows["micro_batches"] = np.ceil(
-        rows["global_batch"].astype(float) / (rows["dp"] * rows["micro_batch"]).astype(float)
-    )
+    batch_per_pass = (rows["dp"] * rows["micro_batch"]).astype(float)
+    rows["micro_batches"] = np.ceil(rows["global_batch"].astype(float) / batch_per_pass)
 
 
 def _pairs(row: dict) -> list[tuple[float, float]]:
@@ -218,19 +199,18 @@ def _pairs(row: dict) -> list[tuple[float, float]]:
 @lru_cache(maxsize=256)
 def _facts_of(name: str) -> dict[str, int]:
     """Fields of `Transformer` that rows do not have, by the model's name."""
-    for row in catalog.table("row_models").to_dict("records"):
-        if re.search(row["pattern"], name, re.I):
-            if not row["model"]:
-                return {field: int(row[field]) for field in _FACTS if row[field]}
-            found = catalog.model(row["model"])
-            return {field: getattr(found, field) for field in _FACTS if getattr(found, field)}
+    for facts in catalog.table("row_models").drop(columns="source").to_dict("records"):
+        pattern, model = facts.pop("pattern"), facts.pop("model")
+        if re.search(pattern, name, re.I):
+            values = {field: getattr(catalog.model(model), field) for field in facts} if model else facts
+            return {field: int(value) for field, value in values.items() if value}
     return {}
 
 
 @lru_cache(maxsize=256)
-def _catalog_model(name: str):
+def _catalog_model(name: str) -> Transformer | None:
     try:
-        found = catalog.model(name) if name else None
+        model = catalog.model(name) if name else None
     except (ValueError, OSError):
         return None
-    return None if isinstance(found, DLRM) else found
+    return None if isinstance(model, DLRM) else model

@@ -1,6 +1,7 @@
 """What do machine and software of a source do? Rates, network, precision, recompute, sharding, overlap of a row.
 
-Facts per source stand in `data/row_clusters.csv` with their citation; what a row does not state follows one rule here.
+Facts per source stand in `data/row_clusters.csv` with their citation. Its last rows are for any other source and name
+the cluster in which a device is assumed to be. What a row does not state follows one rule here.
 """
 
 from __future__ import annotations
@@ -12,33 +13,32 @@ from functools import lru_cache
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.simulator.estimate import family, machine_fields, matrix_fields
+from madmax_lib.plan import Plan
+from madmax_lib.simulator.estimate import family, machine_fields, matrix_fields, model_fields, plan_fields
 from madmax_lib.simulator.memory.memory import usable_bytes
-from madmax_lib.specs import Cluster, Device
+from madmax_lib.specs import Cluster, Device, Transformer
 
-__all__ = ["device_of", "machine_of", "number_of", "software_of", "text_of"]
+__all__ = ["device_of", "machine_of", "number_of", "positive_of", "run_fields", "software_of", "text_of"]
 
-_DEFAULT_CLUSTER = {
-    "v100": "dgx-2",
-    "a100-40": "dgx-a100-40",
-    "a100": "dgx-a100",
-    "h100": "dgx-h100",
-    "h800": "hgx-h800",
-    "h200": "dgx-h200",
-    "b200": "dgx-b200",
-    "b300": "dgx-b300",
-    "gb200": "gb200-nvl72",
-    "gb300": "gb300-nvl72",
-    "mi300x": "mi300x-8",
-    "mi250x": "frontier-node",
-    "gaudi2": "gaudi2-8",
-    "t4": "kaggle-2xt4",
-    "rtx-3090": "rtx-3090-2",
-    "rtx-2080": "rtx-2080-ti-4",
-    "p100": "kaggle-p100",
-}
 _OLD = ("legacy", "deepspeed", "deepspeed-plain")  # Megatron of 2021-22: unfused attention, full recompute
+_WIRE_BYTES = {"legacy": 4.0, "deepspeed-plain": 4.0}  # per gradient, reduced and gathered; 6 for other software
 _SELECTIVE_GEMM = 0.35  # share of the matrix products that per-operator selective checkpointing repeats (torchtitan)
+
+
+def run_fields(
+    model: Transformer,
+    cluster: Cluster,
+    plan: Plan,
+    global_batch: int,
+    *,
+    sequence: int | None = None,
+    dtype: str = "bf16",
+    kernels: str = "eager",
+) -> tuple[dict, dict]:
+    """Fields and classes of a step whose model, cluster and plan are known; kernels: as in `machine_fields`."""
+    fields, classes = machine_fields(cluster, dtype, stack=kernels)
+    fields |= model_fields(model, sequence) | matrix_fields(cluster.device, dtype) | plan_fields(plan, global_batch)
+    return fields, classes | {"mixture": "graph" if model.experts else "none"}
 
 
 def device_of(raw: dict) -> Device:
@@ -46,60 +46,56 @@ def device_of(raw: dict) -> Device:
     text = text_of(raw, "gpu")
     if not text:
         raise ValueError("gpu is not stated")
-    return _named_device(text)
+    return _device(text)
 
 
 def machine_of(raw: dict, row: dict, device: Device) -> dict:
-    """Rates of the data sheet; network and software of the source, else one default per device.
+    """Rates of the data sheet; network and software of the source, or those assumed for the device.
 
     A column `cluster` (a name of the catalog) replaces the network.
     """
-    facts = next((f for f in _cluster_facts() if re.search(f["pattern"], row["source"]) and _is(device, f["gpu"])), {})
-    wanted = text_of(raw, "cluster")
-    name = wanted or next((c for n, c in _DEFAULT_CLUSTER.items() if device.name.startswith(n)), "")
+    sources = [f for f in _source_facts() if re.search(f["pattern"], row["source"]) and _is(device, f["gpu"])]
+    facts, stated = sources[0], text_of(raw, "cluster")
+    name = stated or next((f["cluster"] for f in sources if f["cluster"]), "")
     if not name:
         raise ValueError(f"no default cluster of {device.name}, name one in a column cluster")
     cluster = replace(_cluster(name), device=device)
-    software = facts.get("stack") or _default_stack(raw, family(device))
-    stack = "compiled" if software == "eager" and re.search(r"\bcompile\b", _remarks(raw)) else software
-    stack = stack.removesuffix("-plain")
+    software = facts["software"] or _default_software(raw, family(device))
+    compiled = software == "eager" and re.search(r"\bcompile\b", _remarks(raw))
     dtype = _dtype(text_of(raw, "precision").lower(), device)
-    fields, classes = machine_fields(cluster, dtype, stack=stack)
-    if facts and not wanted:
-        fields |= {"domain": facts["domain"], "nic": facts["nic_gb_per_s"] * 1e9}
-        fields |= {"link": facts["link_gb_per_s"] * 1e9} if facts["link_gb_per_s"] else {}
+    fields, classes = machine_fields(cluster, dtype, stack="compiled" if compiled else software.removesuffix("-plain"))
+    if not stated:
+        network = {"domain": facts["domain"], "link": 1e9 * facts["link_gb_per_s"], "nic": 1e9 * facts["nic_gb_per_s"]}
+        fields |= {name: value for name, value in network.items() if value}
         classes["network"] = classes["family"] if facts["network"] == "ib" else facts["network"]
     if classes["attention"] == "hopper-recent" and row["source"] and "Megatron-Bridge" not in row["source"]:
         classes["attention"] = "hopper-nvidia"  # NeMo and Megatron-Core rows of 2024
-    return fields | classes | {
-        "gpu": device.name, "dtype": dtype, "memory_bytes": _room(device.name), "software": software,
-        "calibrated": classes["family"] != "other", "fused_loss": facts.get("fused_loss", 1.0),
-        "legacy": facts.get("legacy", 0.0), "overlap_tp": facts.get("overlap_tp", 1.0),
-        "interleaves": facts.get("interleaves", 1.0),
-    }  # fmt: skip
+    habits = {name: facts[name] for name in ("fused_loss", "legacy", "overlap_tp", "interleaves")}
+    fields |= classes | habits | {"gpu": device.name, "dtype": dtype, "software": software}
+    return fields | {"memory_bytes": _usable_bytes(device.name), "calibrated": classes["family"] != "other"}
 
 
 def software_of(raw: dict, row: dict, device: Device) -> dict:
     """What the software of the source does: precision, recompute, sharding, overlap, fused kernels."""
     software, notes, precision = row["software"], _remarks(raw), text_of(raw, "precision").lower()
-    recompute = _recompute(text_of(raw, "recompute").lower(), software)
-    zero, shard = _sharding(raw, row, device, software, notes)
-    task = next((t for t in ("lora", "sft") if re.search(rf"\b{t}\b", notes, re.I)), "pretrain")
     old, bridge = software in _OLD, "Megatron-Bridge" in row["source"]
-    wire = {"legacy": 4.0, "deepspeed-plain": 4.0, "deepspeed": 10.0 if "fp32 grad" in precision else 6.0}
-    sequence_parallel = row["tp"] > 1 and (not old or "sequence" in recompute["said"])
+    recompute = _recompute(text_of(raw, "recompute").lower(), software)
+    zero, shard = _sharding(raw, row, device, notes)
+    task = next((t for t in ("lora", "sft") if re.search(rf"\b{t}\b", notes, re.I)), "pretrain")
     scaled_8bit = "float8" in precision and "rowwise" not in precision  # torchao gathers 8 bits with one scale
-    return matrix_fields(device, row["dtype"]) | recompute | {
-        "rowwise": float("rowwise" in precision), "zero": zero, "shard": shard, "task": task,
-        "trained": 0.0 if task == "lora" else 1.0, "mixture": _mixture_era(row, notes),
-        "sequence_parallel": float(sequence_parallel), "send_once": float(bridge),
-        "overlap_tp": float(row["overlap_tp"] > 0 or "async tp" in notes.lower()), "overlap_dp": float(not old),
-        "unfused": float(old), "legacy": row["legacy"], "gradient_wire_bytes": wire.get(software, 6.0),
-        "ends_as_layers": float(software.startswith("deepspeed")), "gather_bytes": 1.0 if scaled_8bit else 2.0,
-        "tensorwise": float(old),  # DeepSpeed of 2021 gathers tensor by tensor
-        "counts_recompute": text_of(raw, "flops_kind").startswith(("hardware", "as published")),
-        "out_of_memory": bool(re.search(r"(^|;)\s*OOM\b", notes)),
-    }  # fmt: skip
+    wide_gradients = software == "deepspeed" and "fp32 grad" in precision
+    counted = text_of(raw, "flops_kind").startswith(("hardware", "as published"))
+    fields = matrix_fields(device, row["dtype"]) | recompute
+    fields.update(
+        zero=zero, shard=shard, gradient_wire_bytes=10.0 if wide_gradients else _WIRE_BYTES.get(software, 6.0)
+    )
+    fields.update(rowwise=float("rowwise" in precision), gather_bytes=1.0 if scaled_8bit else 2.0)
+    fields.update(task=task, trained=float(task != "lora"), mixture=_mixture_era(row, notes))
+    fields.update(sequence_parallel=float(row["tp"] > 1 and (not old or "sequence" in recompute["said"])))
+    fields.update(overlap_tp=float(row["overlap_tp"] > 0 or "async tp" in notes.lower()), overlap_dp=float(not old))
+    fields.update(unfused=float(old), tensorwise=float(old))  # DeepSpeed of 2021 gathers tensor by tensor
+    fields.update(send_once=float(bridge), ends_as_layers=float(software.startswith("deepspeed")))
+    return fields | {"counts_recompute": counted, "out_of_memory": bool(re.search(r"(^|;)\s*OOM\b", notes))}
 
 
 def _dtype(text: str, device: Device) -> str:
@@ -115,7 +111,6 @@ def _dtype(text: str, device: Device) -> str:
 
 def _recompute(text: str, software: str) -> dict:
     """Share of the forward pass that is repeated; not stated means full for Megatron of 2021-22, none for others."""
-    stated = bool(text)
     said = text or ("full" if software in _OLD else "none")
     if "2nd" in said:
         gemm = attention = tp = 0.5
@@ -125,16 +120,11 @@ def _recompute(text: str, software: str) -> dict:
         gemm, attention, tp = _SELECTIVE_GEMM, 0.0, 0.0
     else:
         gemm, attention, tp = 0.0, float("selective" in said), 0.0
-    return {
-        "said": said,
-        "recompute_stated": stated,
-        "recompute_gemm": gemm,
-        "recompute_attention": attention,
-        "recompute_tp": tp,
-    }
+    shares = {"recompute_gemm": gemm, "recompute_attention": attention, "recompute_tp": tp}
+    return {"said": said, "recompute_stated": bool(text), **shares}
 
 
-def _sharding(raw: dict, row: dict, device: Device, software: str, notes: str) -> tuple[float, float]:
+def _sharding(raw: dict, row: dict, device: Device, notes: str) -> tuple[float, float]:
     """ZeRO stage and devices that share the weights.
 
     Not stated: FSDP if 6 bytes per weight of a stage exceed the memory, else the distributed optimizer of Megatron-Core
@@ -145,7 +135,7 @@ def _sharding(raw: dict, row: dict, device: Device, software: str, notes: str) -
     weights = row["layers"] * (row["attention_weights"] + (2 + row["gated"]) * row["hidden"] * width)
     if not zero >= 0:
         too_big = row["pp"] == 1 and 6 * weights / row["tp"] > device.memory_bytes
-        zero = 3.0 if too_big else 0.0 if software in _OLD else 1.0
+        zero = 3.0 if too_big else 0.0 if row["software"] in _OLD else 1.0
     data = row["dp"] * row["cp"]
     shard = data if zero >= 2 else 1.0
     return zero, min(shard, row["domain"]) if "HSDP" in notes else shard
@@ -161,41 +151,36 @@ def _mixture_era(row: dict, notes: str) -> str:
     return "graph" if release and int(release[1]) * 100 + int(release[2]) >= 2606 else "early"
 
 
-def _default_stack(raw: dict, family: str) -> str:
-    """Software of an unknown source: fp16 on A100 is Megatron of 2021, FSDP is PyTorch, the rest Megatron-Core."""
-    if family == "ampere" and "fp16" in text_of(raw, "precision") and not number_of(raw, "zero_stage") >= 2:
-        return "legacy"
-    return "eager" if number_of(raw, "zero_stage") >= 2 else "fused"
+def _default_software(raw: dict, family: str) -> str:
+    """Of an unknown source: fp16 on A100 is Megatron of 2021, FSDP is PyTorch, the rest Megatron-Core."""
+    if number_of(raw, "zero_stage") >= 2:
+        return "eager"
+    return "legacy" if family == "ampere" and "fp16" in text_of(raw, "precision") else "fused"
 
 
 def _is(device: Device, gpu: str) -> bool:
     return not gpu or bool(re.match(rf"{gpu}(-|$)", device.name))
 
 
-@lru_cache(maxsize=1)
-def _cluster_facts() -> list[dict]:
-    numbers = ("domain", "link_gb_per_s", "nic_gb_per_s", "overlap_tp", "interleaves", "fused_loss", "legacy")
-    return [row | {name: float(row[name] or 0) for name in numbers}
-            for row in catalog.table("row_clusters").to_dict("records")]  # fmt: skip
-
-
 def _remarks(raw: dict) -> str:
     return f"{text_of(raw, 'table_row')}; {text_of(raw, 'model')}; {text_of(raw, 'notes')}"
 
 
-@lru_cache(maxsize=64)
-def _cluster(name: str) -> Cluster:
-    return catalog.cluster(name)
+@lru_cache(maxsize=1)
+def _source_facts() -> list[dict]:
+    table = catalog.table("row_clusters")
+    numbers = ["domain", "link_gb_per_s", "nic_gb_per_s", "overlap_tp", "interleaves", "fused_loss", "legacy"]
+    table[numbers] = table[numbers].replace("", "0").astype(float)
+    return table.to_dict("records")
+
+
+_cluster = lru_cache(maxsize=64)(catalog.cluster)
+_device = lru_cache(maxsize=64)(catalog.device)
 
 
 @lru_cache(maxsize=64)
-def _room(name: str) -> float:
-    return usable_bytes(_named_device(name))
-
-
-@lru_cache(maxsize=64)
-def _named_device(name: str) -> Device:
-    return catalog.device(name)
+def _usable_bytes(device: str) -> float:
+    return usable_bytes(_device(device))
 
 
 def text_of(raw: dict, name: str) -> str:
@@ -210,3 +195,9 @@ def number_of(raw: dict, name: str) -> float:
         return float(raw.get(name, np.nan))
     except (TypeError, ValueError):
         return np.nan
+
+
+def positive_of(raw: dict, name: str, default: float = np.nan) -> float:
+    """A field as a number above 0, else the default."""
+    value = number_of(raw, name)
+    return value if value > 0 else default

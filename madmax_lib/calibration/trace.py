@@ -15,27 +15,32 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from madmax_lib import catalog
+from madmax_lib.calibration.fit import SCALE, posterior
+from madmax_lib.calibration.software import run_fields
 from madmax_lib.kinds import collective_names
 from madmax_lib.plan import Plan
-from madmax_lib.simulator.estimate import machine_fields, matrix_fields, model_fields, plan_fields
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
 from madmax_lib.simulator.step.inputs import Work
 from madmax_lib.simulator.step.step_time import step_time
 from madmax_lib.specs import Cluster, Transformer
 from madmax_lib.timeline import Meta, Timeline
 
-__all__ = ["CAUSES", "fit_timeline", "kernel_seconds", "kernel_timeline"]
+__all__ = ["fit_timeline", "kernel_seconds", "kernel_timeline"]
 
-CAUSES = {"optimizer_s": "optimizer", "attention_s": "attention", "gemm_s": "gemm"}  # classes of data/op_classes.csv
+_CAUSES = {"optimizer_s": "optimizer", "attention_s": "attention", "gemm_s": "gemm"}  # classes of data/op_classes.csv
 _NEWER = {"gemm_s": "nvjet"}  # names of cuBLAS on Hopper and Blackwell
-_SCALE = 0.03  # of a log residual, as in `fit`
 _LARGE_BYTES = 1e6  # smaller messages show latency, not bandwidth
-_KERNELS = {"gemm_s": "sm90_xmma_gemm_bf16", "attention_s": "flash_fwd_kernel",
-            "pointwise_s": "vectorized_elementwise_kernel", "optimizer_s": "multi_tensor_apply_kernel"}  # fmt: skip
+_KERNELS = {
+    "gemm_s": "sm90_xmma_gemm_bf16",
+    "attention_s": "flash_fwd_kernel",
+    "pointwise_s": "vectorized_elementwise_kernel",
+    "optimizer_s": "multi_tensor_apply_kernel",
+}
 
 
 def kernel_seconds(timeline: Timeline) -> dict[str, float]:
-    """Seconds per step of compute kernels by cause (`CAUSES`, pointwise_s) and of the step itself (step_s).
+    """Seconds per step of compute kernels by cause (gemm_s, attention_s, optimizer_s, pointwise_s) and of the
+    step itself (step_s).
 
     Medians over ranks and steps; a step lasts from its first span on a device to its last. Spans outside of steps
     (step -1) count if there are no others. Raises ValueError if there is no compute span.
@@ -50,7 +55,7 @@ def kernel_seconds(timeline: Timeline) -> dict[str, float]:
     known = {name: _cause(name) for name in names.unique()}
     seconds = compute["dur_ns"].astype(float) / 1e9
     sums = seconds.groupby([compute["rank"], compute["step"], names.map(known)]).sum().unstack(fill_value=0.0)
-    result = {cause: float(sums[cause].median()) if cause in sums else 0.0 for cause in (*CAUSES, "pointwise_s")}
+    result = {cause: float(sums[cause].median()) if cause in sums else 0.0 for cause in (*_CAUSES, "pointwise_s")}
     ends = spans.assign(end_ns=spans["start_ns"] + spans["dur_ns"]).groupby(["rank", "step"])
     result["step_s"] = float(((ends["end_ns"].max() - ends["start_ns"].min()) / 1e9).median())
     return result
@@ -65,20 +70,24 @@ def fit_timeline(
     global_batch: int,
     sequence: int | None = None,
     dtype: str = "bf16",
-    stack: str = "eager",
+    kernels: str = "eager",
     begin: Parameters | None = None,
 ) -> Parameters:
     """Constants that make the model meet a measured run of this model, cluster and plan.
 
-    stack: software of the run (eager, compiled, fused). begin: where the rest comes from, the shipped constants if
+    kernels: of the run's software (eager, compiled, fused). begin: where the rest comes from, the shipped constants if
     None. Bounds and priors are those of `data/parameter_bounds.csv`, the priors around `begin`. Raises ValueError for a
     pipeline (profile one stage instead) and a Timeline without compute.
     """
+    _check_one_stage(plan)
     begin, measured = begin or shipped(), kernel_seconds(timeline)
-    work, classes = _work(model, cluster, plan, global_batch, sequence, dtype, stack)
+    run = {"sequence": sequence, "dtype": dtype, "kernels": kernels}
+    fields, classes = run_fields(model, cluster, plan, global_batch, **run)
+    work = Work(fields | {"overlap_tp": 0}, classes)
     start = dict(begin.constants) | _link_share(timeline, cluster, plan, classes["family"])
-    names = [f"gemm_efficiency:{classes['gemm']}", f"attention_efficiency:{classes['attention']}",
-             f"pointwise_factor:{stack}", "step_s"]  # fmt: skip
+    of_class = {"gemm_efficiency": classes["gemm"], "attention_efficiency": classes["attention"]}
+    names = [*(f"{name}:{group}" for name, group in of_class.items()), f"pointwise_factor:{kernels}", "step_s"]
+    causes = [cause for cause in ("gemm_s", "attention_s", "pointwise_s", "step_s") if measured[cause] > 0]
     table = bounds().loc[names]
     low, high, sigma = (table[column].to_numpy(float) for column in ("low", "high", "sigma"))
     prior = np.log(np.clip([start[name] for name in names], low, high))
@@ -88,18 +97,15 @@ def fit_timeline(
         parts = step_time(work, Parameters(constants=constants))
         seconds = {name: float(value[0]) for name, value in parts.items()}
         seconds["gemm_s"] += seconds["head_s"]
-        rows = [np.log(seconds[name] / measured[name]) / _SCALE
-                for name in ("gemm_s", "attention_s", "pointwise_s", "step_s") if measured[name] > 0]  # fmt: skip
-        return np.array([*rows, *((point - prior) / sigma)])
+        of_causes = [np.log(seconds[cause] / measured[cause]) / SCALE for cause in causes]
+        return np.array([*of_causes, *((point - prior) / sigma)])
 
     edges = np.log(low), np.log(high)
     solved = least_squares(residuals, np.clip(prior, edges[0] + 1e-6, edges[1] - 1e-6), bounds=edges)
-    found = dict(zip(names, np.exp(solved.x).tolist(), strict=True))
-    covariance = np.linalg.inv(solved.jac.T @ solved.jac)
-    spread = 1.645 * np.sqrt(np.diag(covariance))
-    ends = np.exp(np.clip([solved.x - spread, solved.x + spread], *edges)).T.tolist()
+    covariance, *ends = posterior(solved)
+    ends = np.exp(np.clip(ends, *edges)).T.tolist()
     return Parameters(
-        constants=start | found,
+        constants=start | dict(zip(names, np.exp(solved.x).tolist(), strict=True)),
         intervals=dict(zip(names, map(tuple, ends), strict=True)),
         fitted=tuple(names),
         covariance=tuple(map(tuple, covariance.tolist())),
@@ -117,7 +123,7 @@ def kernel_timeline(
     parameters: Parameters,
     sequence: int | None = None,
     dtype: str = "bf16",
-    stack: str = "eager",
+    kernels: str = "eager",
     steps: int = 5,
     noise: float = 0.0,
     seed: int = 0,
@@ -127,7 +133,10 @@ def kernel_timeline(
     noise: standard deviation of the logarithm of a kernel's time. It shows what `fit_timeline` can find: the constants
     that made it are known. Raises ValueError for a pipeline.
     """
-    work, _ = _work(model, cluster, plan, global_batch, sequence, dtype, stack)
+    _check_one_stage(plan)
+    run = {"sequence": sequence, "dtype": dtype, "kernels": kernels}
+    fields, classes = run_fields(model, cluster, plan, global_batch, **run)
+    work = Work(fields | {"overlap_tp": 0}, classes)
     parts = {name: float(value[0]) for name, value in step_time(work, parameters).items()}
     parts["gemm_s"] += parts["head_s"]
     random, rows, now = np.random.default_rng(seed), [], 0
@@ -141,19 +150,14 @@ def kernel_timeline(
         rows.append((8, "memcpy", "Memcpy DtoH", now - 1, 1, step))  # the loss is read: the step ends
     spans = pd.DataFrame(rows, columns=["stream", "kind", "name", "start_ns", "dur_ns", "step"])
     spans = spans.assign(rank=0, correlation=-1, op=-1, group=None, size_bytes=np.nan)
-    origin = {"model": model.name, "cluster": cluster.name, "nodes": cluster.nodes, "plan": str(plan),
-              "global_batch": global_batch}  # fmt: skip
+    origin = {"model": model.name, "cluster": cluster.name, "nodes": cluster.nodes}
+    origin |= {"plan": str(plan), "global_batch": global_batch}
     return Timeline(spans, Meta(source="simulated", device=cluster.device.name, provenance=origin))
 
 
-def _work(model: Transformer, cluster: Cluster, plan: Plan, global_batch: int, sequence: int | None, dtype: str,
-          stack: str) -> tuple[Work, dict[str, str]]:  # fmt: skip
-    """The run as a step to be timed, and the classes that choose its constants. Raises ValueError for a pipeline."""
+def _check_one_stage(plan: Plan) -> None:
     if plan.pp > 1:
         raise ValueError(f"pp={plan.pp}: a pipeline's kernels belong to different stages; profile with pp=1")
-    fields, classes = machine_fields(cluster, dtype, stack=stack)
-    fields |= model_fields(model, sequence) | matrix_fields(cluster.device, dtype) | plan_fields(plan, global_batch)
-    return Work(fields | {"overlap_tp": 0}, classes | {"mixture": "graph" if model.experts else "none"}), classes
 
 
 def _cause(name: str) -> str:
@@ -164,7 +168,7 @@ def _cause(name: str) -> str:
 @lru_cache(maxsize=1)
 def _patterns() -> list[tuple[str, re.Pattern]]:
     table = catalog.table("op_classes").set_index("class")["pattern"]
-    texts = {cause: "|".join(filter(None, [table[kind], _NEWER.get(cause)])) for cause, kind in CAUSES.items()}
+    texts = {cause: "|".join(filter(None, [table[kind], _NEWER.get(cause)])) for cause, kind in _CAUSES.items()}
     return [(cause, re.compile(text, re.IGNORECASE)) for cause, text in texts.items()]
 
 

@@ -1,4 +1,4 @@
-"""How far are predictions from measured rows? Predictions with intervals (`spread`), folds, errors, ranks, baseline."""
+"""How far are predictions from measured rows? Predictions with their intervals, folds, errors, ranks, baseline."""
 
 from __future__ import annotations
 
@@ -35,25 +35,19 @@ def predict(rows: pd.DataFrame, parameters: Parameters | None = None) -> pd.Data
     """
     parameters = parameters or shipped()
     read = read_rows(rows)
-    result = rows.copy()
-    columns = ["predicted_s", "low_s", "high_s", "predicted_memory_bytes"]
-    for name in columns:
-        result[name] = np.nan
-    known = read["supported"].to_numpy(bool)
-    if known.any():
-        part = read[known]
+    supported = read["supported"].to_numpy(bool)
+    result = rows.assign(predicted_s=np.nan, low_s=np.nan, high_s=np.nan, predicted_memory_bytes=np.nan)
+    if supported.any():
+        part = read[supported]
         predicted = step_time(to_work(part), parameters)["step_s"]
-        quantiles = quantiles_of(part, parameters.residuals or shipped().residuals)
-        result.loc[known, "predicted_s"] = predicted
-        result.loc[known, "low_s"] = predicted * np.exp(quantiles[:, 0])
-        result.loc[known, "high_s"] = predicted * np.exp(quantiles[:, 1])
-        result.loc[known, "predicted_memory_bytes"] = [_memory_bytes(row) for row in part.to_dict("records")]
-    room = read["memory_bytes"].to_numpy(float)
-    needed = result["predicted_memory_bytes"].to_numpy(float)
-    result["fits"] = np.where(known & ~(needed > room), True, False)
-    result["supported"] = known
-    result["reason"] = np.where(known, read["violation"], read["reason"])
-    return result
+        low, high = np.exp(quantiles_of(part, parameters.residuals or shipped().residuals)).T
+        result.loc[supported, "predicted_s"] = predicted
+        result.loc[supported, "low_s"] = predicted * low
+        result.loc[supported, "high_s"] = predicted * high
+        result.loc[supported, "predicted_memory_bytes"] = [_memory_bytes(row) for row in part.to_dict("records")]
+    too_large = result["predicted_memory_bytes"].to_numpy(float) > read["memory_bytes"].to_numpy(float)
+    reason = np.where(supported, read["violation"], read["reason"])
+    return result.assign(fits=supported & ~too_large, supported=supported, reason=reason)
 
 
 def folds(rows: pd.DataFrame, *, by: str = "group") -> pd.DataFrame:
@@ -93,8 +87,8 @@ def baseline(rows: pd.DataFrame, fold: np.ndarray | None = None) -> np.ndarray:
         out = np.ones(len(rows), bool) if fold is None else fold == number
         seen = out if fold is None else ~out
         medians = pd.Series(share[seen]).groupby(keys[seen].to_numpy()).median()
-        found = keys[out].map(medians).fillna(np.median(share[seen])).to_numpy()
-        result[out] = flops[out] / (found * rows["peak_gemm"].to_numpy(float)[out] * devices[out])
+        shares = keys[out].map(medians).fillna(np.median(share[seen])).to_numpy()
+        result[out] = flops[out] / (shares * rows["peak_gemm"].to_numpy(float)[out] * devices[out])
     return result
 
 
@@ -102,20 +96,16 @@ def errors(table: pd.DataFrame, by: str | list[str]) -> pd.DataFrame:
     """Rows, bias (median log error), MAPE and median absolute error (ratios) of `folds` by source, gpu, model, ..."""
     absolute = np.abs(np.expm1(-table["log_error"].astype(float)))
     groups = table.assign(absolute=absolute).groupby(by)
-    result = groups.agg(
-        rows=("absolute", "size"),
-        bias=("log_error", "median"),
-        mape=("absolute", "mean"),
-        median=("absolute", "median"),
-    )
+    result = groups["absolute"].agg(rows="size", mape="mean", median="median")
+    result.insert(1, "bias", groups["log_error"].median())
     result.attrs.update(table.attrs)
     return result
 
 
 def score(table: pd.DataFrame) -> dict[str, float]:
     """MAPE and median of dense and of mixture rows (ratios)."""
-    found = errors(table.assign(kind=class_of(table)), "kind")
-    return {f"{kind} {name}": float(found.at[kind, name]) for kind in found.index for name in ("mape", "median")}
+    by_kind = errors(table.assign(kind=class_of(table)), "kind")
+    return {f"{kind} {name}": float(by_kind.at[kind, name]) for kind in by_kind.index for name in ("mape", "median")}
 
 
 def layout_ranks(table: pd.DataFrame) -> pd.DataFrame:
@@ -131,8 +121,8 @@ def layout_ranks(table: pd.DataFrame) -> pd.DataFrame:
         means = runs.groupby(layout)[["measured_s", "predicted_s"]].mean()
         ranks = [spearmanr(part["measured_s"], part["predicted_s"]).statistic for part in (runs, means)]
         rows[model] = (len(runs), ranks[0], len(means), ranks[1])
-    found = pd.DataFrame.from_dict(rows, orient="index", columns=["rows", "ranks", "layouts", "layout_ranks"])
-    return found[found["layouts"] >= 4]
+    result = pd.DataFrame.from_dict(rows, orient="index", columns=["rows", "ranks", "layouts", "layout_ranks"])
+    return result[result["layouts"] >= 4]
 
 
 def _fold_of(rows: pd.DataFrame, by: str) -> np.ndarray:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 
+from madmax_lib.case import Case
 from madmax_lib.plan import DEFAULTS, Plan
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy, normalised
@@ -119,11 +120,10 @@ def _offloaded(plan: Plan, model: Transformer, cluster: Cluster, parameters: Par
     """A row of one plan with offload."""
     plan.check(model, cluster, global_batch, sequence or 0)
     _check_covered(plan)
-    plan = normalised(plan, model, dtype)
-    work = work_of(model, cluster, plan, global_batch, sequence, dtype)
+    case = normalised(Case(model, cluster, plan, global_batch, sequence or 0, dtype))
+    work = work_of(model, cluster, case.plan, global_batch, sequence, dtype)
     parts = {name: float(part[0]) for name, part in step_time(work, parameters).items()}
-    _, times = best_offload(model, cluster, plan, work, parameters, global_batch=global_batch, sequence=sequence,
-                            dtype=dtype, policy=policy)  # fmt: skip
+    _, times = best_offload(case, work, parameters, policy)
     parts["optimizer_s"], width = float(times.update_s[0]), float(log_width(work, parameters)[0])
     parts["offload_s"] = float(times.total_s[0]) - parts["optimizer_s"]
     parts["step_s"] = sum(parts[name] for name in (*PARTS, "offload_s"))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import work_of
 from madmax_lib.simulator.layers.ops import storage_bytes
@@ -87,10 +88,10 @@ def lay_out(model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, se
     plan.check(model, cluster, global_batch, sequence or 0)
     offloaded = None
     if plan.offload is not None:
-        plan = normalised(plan, model, dtype)
+        case = normalised(Case(model, cluster, plan, global_batch, sequence or 0, dtype))
+        plan = case.plan
         work = work_of(model, cluster, plan, global_batch, sequence, dtype)
-        offloaded, _ = best_offload(model, cluster, plan, work, parameters or shipped(), global_batch=global_batch,
-                                    sequence=sequence, dtype=dtype, policy=policy)  # fmt: skip
+        offloaded, _ = best_offload(case, work, parameters or shipped(), policy)
     micro_batches, short = plan.micro_batches(global_batch), plan.last_micro_batch(global_batch)
     shapes = [replace(plan, micro_batch=samples) for samples in dict.fromkeys((plan.micro_batch, short))]
     batches = [

@@ -14,7 +14,6 @@ from support import local_or_skip
 from madmax_lib.papers.metis.balance import Balancer, shift_capacity
 from madmax_lib.papers.metis.generate import generate_profiles
 from madmax_lib.papers.metis.space import blocks, cool_lex, device_groups, merged
-from madmax_lib.papers.metis.uniform import uniform_plans
 from madmax_lib.papers.metis.walk import search
 from madmax_lib.planner.hetero.nodes import Node
 
@@ -215,20 +214,6 @@ def test_capacity_moves_to_stages_with_memory_to_spare():
     shifted = shift_capacity([0.5, 0.5], [10.0, 40.0], [20.0, 20.0])
     assert shifted[0] == 0.9 * 0.25 and sum(shifted) == pytest.approx(1.0)
     assert shift_capacity([0.5, 0.5], [10.0, 21.0], [20.0, 20.0]) is None
-
-
-def test_uniform_plans_are_plans_of_the_search(profiles):
-    """The homogeneous special case: Metis' search finds the same one-stage plans at the same cost."""
-    nodes, options = cluster((A100, 2)), {k: v for k, v in PINNED.items() if k != "max_permute_len"}
-    uniform = uniform_plans(profiles[10], nodes, layers=10, global_batch=64, **options)
-    found = search(profiles[10], nodes, layers=10, global_batch=64, node_order=["A100"], **PINNED)
-    assert uniform["cost_ms"].is_monotonic_increasing
-    assert (uniform["dp"] * uniform["tp"] * uniform["pp"] == 8).all()
-    single = uniform[uniform["pp"] == 1].set_index(["dp", "tp", "batches"])["cost_ms"]
-    for plan in found.plans[found.plans["device_groups"].map(len) == 1].itertuples():
-        assert single[*plan.strategies[0], plan.batches] == plan.cost
-    with pytest.raises(ValueError, match="for one GPU type, the cluster has A100, V100"):
-        uniform_plans(profiles[10], cluster((A100, 1), (V100, 1)), layers=10, global_batch=64, **options)
 
 
 @pytest.mark.parametrize(

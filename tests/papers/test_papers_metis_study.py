@@ -3,7 +3,8 @@
 import pandas as pd
 import pytest
 
-from madmax_lib.papers.metis import plots as plot, studies as study
+from madmax_lib.papers.metis import DEFECTS, defect_table, generate_profiles, plots, studies as study
+from madmax_lib.planner import hetero
 from madmax_lib.view.drawing import figure_data
 
 
@@ -37,34 +38,65 @@ def test_published_tables():
 @pytest.mark.parametrize("order, low, high", [(0, 1793.55, 1804.62), (1, 1898.09, 2080.09)])
 def test_the_first_file_moves_the_best_cost(order, low, high):
     costs = study.model_profiles(10, 32, study.NODE_ORDERS[order])["cost_ms"]
-    assert (
-        len(costs) == 18
-        and costs.min() == pytest.approx(low, abs=0.01)
-        and costs.max() == pytest.approx(high, abs=0.01)
-    )
+    assert len(costs) == 18
+    assert (costs.min(), costs.max()) == (pytest.approx(low, abs=0.01), pytest.approx(high, abs=0.01))
 
 
-def test_defects(runs):
+def test_defects():
     result = study.run_row(10, 32, study.NODE_ORDERS[1], "base")
     shares = study.defect_shares(result, 10)
     assert shares["plans"].tolist()[1:] == [23, 121]
     assert shares["share"].iloc[0] == pytest.approx(shares["plans"].iloc[0] / 206)
-    choices = plot.defect_choices(result.plans, 10, 32).set_index("defect")
+    choices = study.defect_choices(result.plans, 10, 32).set_index("defect")
     assert choices.loc["E1", "believed_ms"] < choices.loc["E1", "best_correct_ms"] < choices.loc["E1", "correct_ms"]
     assert choices.loc["E6", "correct_ms"] == float("inf") and (choices["best_correct_ms"] < 2700).all()
 
 
-def test_uniform():
-    table = study.uniform(10, 8)
-    assert (table["dp"] * table["tp"] * table["pp"] == 8).all() and 0 < table["fits"].sum() < len(table)
+def test_each_defect_changes_the_cost_it_is_about():
+    profiles = generate_profiles(10)
+    given = hetero.problem(profiles=profiles, cluster=study.nodes_of(32), global_batch=128)
+    one_stage = {
+        "node_sequence": ("A100", "V100"),
+        "device_groups": (32,),
+        "strategies": ((1, 32),),
+        "batches": 1,
+        "layer_partition": (0, 10),
+    }
+    halves = {"device_groups": (16, 16), "strategies": ((16, 1), (16, 1)), "num_stage_used_for_cost": 1}
+    one, two, lost, hollow = (
+        defect_table(one_stage | change, given, profiles).set_index("defect")
+        for change in (
+            {},
+            halves | {"layer_partition": (0, 7, 10)},
+            halves | {"layer_partition": (0, 7, 9)},
+            halves | {"layer_partition": (0, 10, 10)},
+        )
+    )
+    assert list(one.index) == ["none", *DEFECTS]
+    assert one["cost_ms"]["E4"] < one["cost_ms"]["none"] / 2  # V100s at the speed of A100s
+    assert two["cost_ms"]["E1"] < two["cost_ms"]["none"]
+    assert two["cost_ms"]["E5"] < two["cost_ms"]["none"] < float("inf")
+    assert one["cost_ms"]["E7"] < one["highest_ms"]["E7"]
+    assert one["cost_ms"]["E2"] == one["cost_ms"]["E3"] == one["cost_ms"]["none"]
+    assert lost["cost_ms"]["E2"] < lost["cost_ms"]["none"] == pytest.approx(two["cost_ms"]["none"])
+    assert hollow["cost_ms"]["E3"] != hollow["cost_ms"]["none"]
+    assert not one["fits"]["none"] and one["fits"]["E6"]
 
 
 def test_pictures_keep_their_tables(runs):
     choice = pd.DataFrame({"node_order": ["A100 first"], "optimizer_ms": [1.0], "cost_ms": [2.0]})
     shares = pd.DataFrame({"case": ["a", "b"], "defect": ["E1", "E1"], "share": [0.1, 0.2]})
     logs = pd.DataFrame({"run": ["DP", "DP"], "elapsed_s": [1.0, 2.0], "loss": [3.0, 2.0]})
-    times, training = plot.plot_search_time(study.search_times()), plot.plot_training(study.data_and_tensor())
-    for ax in (plot.plot_orders(runs), plot.plot_profile_choice(choice), plot.plot_defects(shares), times, training):
-        assert len(figure_data(ax)) and figure_data(ax).attrs["provenance"]["files"]
-    assert "our_search_ms" not in figure_data(plot.plot_orders(runs))
-    assert len(figure_data(plot.plot_training(study.data_and_tensor(), logs))) == 2
+    drawn = [
+        figure_data(ax)
+        for ax in (
+            plots.plot_orders(runs),
+            plots.plot_profile_choice(choice),
+            plots.plot_defects(shares),
+            plots.plot_search_time(study.search_times()),
+            plots.plot_training(study.data_and_tensor()),
+        )
+    ]
+    assert all(len(table) and table.attrs["provenance"]["files"] for table in drawn)
+    assert "our_search_ms" not in drawn[0]
+    assert figure_data(plots.plot_training(study.data_and_tensor(), logs)).equals(logs)

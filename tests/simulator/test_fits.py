@@ -10,11 +10,12 @@ from support import local_or_skip
 
 import madmax_lib as mm
 from madmax_lib import catalog
+from madmax_lib.case import Case
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.offload.chunks import best_chunks, packed, tensor_sizes
-from madmax_lib.simulator.offload.fits import fits, host_of
-from madmax_lib.simulator.offload.largest import SIZE_METHODS, gpt_shape, largest_model
-from madmax_lib.simulator.offload.placement import METHODS, Policy, normalised, place, split_of
+from madmax_lib.simulator.offload.fits import fits, gpt_shape, largest_model
+from madmax_lib.simulator.offload.hosts import host_of
+from madmax_lib.simulator.offload.placement import METHODS, Policy, bytes_by_place, split_of
 from madmax_lib.specs import Cluster, Host, Link, Transformer
 
 V100 = replace(mm.cluster("dgx-2"), devices_per_node=1)
@@ -76,9 +77,8 @@ def test_host_memory_of_deepspeeds_estimator():
 def test_no_state_is_lost(offload, share):
     """What leaves the device arrives, times the method's buffer; the tails of chunks are extra."""
     method = METHODS[offload]
-    plan = normalised(mm.Plan(dp=4, zero=2 if offload == "optimizer" else 3, offload=offload, recompute="full"),
-                      FOUR_LAYERS)  # fmt: skip
-    sizes = place(FOUR_LAYERS, plan, share, global_batch=4)
+    plan = mm.Plan(dp=4, zero=2 if offload == "optimizer" else 3, offload=offload, recompute="full")
+    sizes = bytes_by_place(Case(FOUR_LAYERS, FOUR, plan, global_batch=4), share, Policy())
     for name, per_parameter in zip(STATES, (method.weights, method.gradients, method.optimizer), strict=True):
         sharded = 1 if offload == "optimizer" and name == "weights" else 4
         kept, left = sizes[name, "device"].sum(), sizes[name, method.to].sum() / method.buffer
@@ -90,7 +90,7 @@ FOUR_LAYERS = gpt_shape(512, 4)
 
 @pytest.mark.parametrize("offload", METHODS)
 def test_more_off_the_device_is_less_on_it(offload):
-    plan = normalised(mm.Plan(offload=offload, zero=3, recompute="full"), FOUR_LAYERS)
+    plan = mm.Plan(offload=offload, zero=3, recompute="full")
     results = [fits(FOUR_LAYERS, V100, plan, global_batch=1, policy=Policy(share=share)) for share in (0, 0.3, 0.7, 1)]
     margins = np.array([result.margins_bytes["device"] for result in results])
     assert (np.diff(margins) > 0).all()
@@ -247,10 +247,9 @@ def test_methods_in_order(less, more):
 
 
 def test_the_next_layer_does_not_fit():
-    found = largest_model(FOUR, "zero-offload")
-    assert found.result.fits and set(SIZE_METHODS) >= {"zero-offload"}
-    deeper = gpt_shape(found.model.hidden, found.model.layers + 1)
-    assert not fits(deeper, FOUR, found.plan, global_batch=4, dtype="fp16").fits
+    largest = largest_model(FOUR, "zero-offload")
+    deeper = gpt_shape(largest.model.hidden, largest.model.layers + 1)
+    assert largest.result.fits and not fits(deeper, FOUR, largest.plan, global_batch=4, dtype="fp16").fits
 
 
 def test_data_are_those_of_the_shared_files():

@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.simulator.offload.fits import shares_that_fit
+from madmax_lib.case import Case
+from madmax_lib.simulator.offload.fits import gpt_shape, room_bytes, shares_that_fit
 from madmax_lib.simulator.offload.hosts import ADAM_BYTES, rates
-from madmax_lib.simulator.offload.largest import gpt_shape
 from madmax_lib.simulator.offload.placement import Policy, normalised
 from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.traces.critical_path import critical_path
@@ -169,10 +169,10 @@ def test_no_other_share_is_faster(model, cluster, plan, batch):
 
 def test_the_best_share_fits_and_one_byte_less_does_not():
     model, plan = gpt_shape(4096, 40), mm.Plan.parse("dp4.z2.full.mb4.offload-optimizer")
-    shares = shares_that_fit(model, FOUR, plan, Policy(), global_batch=64)
+    case, room = Case(model, FOUR, plan, global_batch=64), room_bytes(FOUR, plan)
+    shares = shares_that_fit(case, Policy(), room)
     assert mm.estimate(model, FOUR, plan, global_batch=64)["offload_share"].item() in shares
-    under = Policy(share=float(shares[0]) - 1e-6)
-    assert not len(shares_that_fit(model, FOUR, plan, under, global_batch=64))
+    assert not len(shares_that_fit(case, Policy(share=float(shares[0]) - 1e-6), room))
 
 
 def test_hybrid_adam_balances_device_and_host():
@@ -247,5 +247,5 @@ def test_what_cannot_be_simulated(plan, message):
 
 
 def test_chunks_are_sharded_by_themselves():
-    plan = mm.Plan(dp=4, offload="chunks")
-    assert normalised(plan, GPT).zero == 3 and normalised(replace(plan, zero=3), GPT) == replace(plan, zero=3)
+    case, sharded = (Case(GPT, FOUR, mm.Plan(dp=4, zero=zero, offload="chunks")) for zero in (0, 3))
+    assert normalised(case) == normalised(sharded) == sharded

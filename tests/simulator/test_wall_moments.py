@@ -3,8 +3,7 @@
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.simulator.offload.fits import fits
-from madmax_lib.simulator.offload.largest import gpt_shape
+from madmax_lib.simulator.offload.fits import fits, gpt_shape
 from madmax_lib.simulator.offload.over_step import moments
 from madmax_lib.simulator.offload.placement import Policy
 

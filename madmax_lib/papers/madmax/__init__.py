@@ -7,13 +7,7 @@ from madmax_lib.doors import open_room
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from madmax_lib.papers.madmax.model import (
-        CloudCost as CloudCost,
-        cloud_cost as cloud_cost,
-        evaluate as evaluate,
-        memory_gb as memory_gb,
-        timeline as timeline,
-    )
+    from madmax_lib.papers.madmax.model import evaluate as evaluate, timeline as timeline
     from madmax_lib.papers.madmax.plots import (
         plot_best as plot_best,
         plot_classes as plot_classes,
@@ -23,7 +17,7 @@ if TYPE_CHECKING:
         plot_scaling as plot_scaling,
         plot_strategies as plot_strategies,
     )
-    from madmax_lib.papers.madmax.rules import CORRECTED as CORRECTED, RELEASED as RELEASED, Rules as Rules
+    from madmax_lib.papers.madmax.rules import CORRECTED as CORRECTED, RELEASED as RELEASED, MadmaxRules as MadmaxRules
     from madmax_lib.papers.madmax.step_plots import (
         plot_forward as plot_forward,
         plot_prefetch as plot_prefetch,
@@ -31,7 +25,6 @@ if TYPE_CHECKING:
         plot_vit as plot_vit,
     )
     from madmax_lib.papers.madmax.studies import (
-        RELEASED_STRATEGIES as RELEASED_STRATEGIES,
         claims as claims,
         cloud_comparison as cloud_comparison,
         context_scaling as context_scaling,
@@ -47,11 +40,8 @@ if TYPE_CHECKING:
         vit_mfu as vit_mfu,
     )
     from madmax_lib.papers.madmax.suite import (
-        best as best,
-        cases as cases,
         class_strategies as class_strategies,
         published as published,
-        steps as steps,
         suite as suite,
         systems as systems,
     )

@@ -1,7 +1,7 @@
 """How much does each layer compute and move in the MAD-Max model, and how long does each piece take?
 
 The layers of MAD-Max [Hsia et al., ISCA 2024, arXiv 2310.02784] as its public release counts them (behaviour
-recorded), under the strategies and at the rates of `papers.madmax.rules`.
+recorded), under the strategies of `madmax.rules` and at the rates of `madmax.rates`.
 """
 
 from __future__ import annotations
@@ -10,25 +10,74 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from madmax_lib.papers.madmax.rules import (
-    GLOBAL,
-    TASKS,
-    TYPES,
-    Element,
-    Embedding,
-    Layer,
-    Rates,
-    Rules,
-    Work,
-    check_fields,
-    parse_classes,
-    rates_of,
+from madmax_lib.papers.madmax.rates import Collective, GpuRates, check_fields, rates_of
+from madmax_lib.papers.madmax.rules import GLOBAL, Element, MadmaxRules, parse_classes
+
+__all__ = ["DenseLayer", "DeviceStep", "Embedding", "workload"]
+
+TASKS = ("pretrain", "inference", "finetune")
+_MLP_FIELDS = (
+    "num_bot_mlp_layers",
+    "num_top_mlp_layers",
+    "mlp_dim",
+    "num_tables",
+    "entries_per_table",
+    "emb_dim",
+    "pooling_size",
 )
+_BLOCK_FIELDS = ("num_transformer_layers", "attention_dim", "transformer_fc_dim")
+_MOE_FIELDS = ("num_experts", "num_active_experts")
+TYPES = {  # the fields that a model of each type must have
+    "DLRM": _MLP_FIELDS,
+    "DLRM_Transformer": (*_MLP_FIELDS, *_BLOCK_FIELDS, "transformer_seq_len"),
+    "DLRM_MoE": (*_MLP_FIELDS, *_MOE_FIELDS),
+    "LLM": (*_BLOCK_FIELDS, "transformer_seq_len", "entries_per_table"),
+    "LLM_MoE": (*_BLOCK_FIELDS, "transformer_seq_len", "entries_per_table", *_MOE_FIELDS),
+    "ViT": (*_BLOCK_FIELDS, "image_size", "patch_dim"),
+}
 
-__all__ = ["workload"]
+
+class DenseLayer(NamedTuple):
+    """A dense layer of one GPU; backward_s is 0 when it has no backward pass."""
+
+    name: str
+    part: str
+    weight_bytes: float  # of the whole layer, before sharding
+    forward_s: float
+    backward_s: float
+    gather: Collective | None  # fsdp: before each forward and each backward
+    exchange: Collective | None  # experts: before and after each GEMM
+    forward: tuple[Collective, ...]  # issued after the forward GEMM
+    backward: tuple[Collective, ...]  # issued after the backward GEMM
+    after_embedding: bool
 
 
-def workload(model: Mapping, system: Mapping, strategy: str, task: str, global_batch: float, rules: Rules) -> Work:
+class Embedding(NamedTuple):
+    """The embedding of one GPU: a lookup of the same length forward and, if trained, backward."""
+
+    weight_bytes: float  # on one GPU
+    lookup_s: float
+    forward: Collective | None
+    backward: Collective
+    trained: bool
+
+
+class DeviceStep(NamedTuple):
+    """What one GPU does in a step, in forward order."""
+
+    embedding: Embedding
+    layers: list[DenseLayer]
+    first_gather: Collective | None  # starts the optimised backward pass
+    gathers_ahead: bool  # the optimised backward pass
+    is_dlrm: bool
+    devices: int
+    local_batch: float  # of the last class of layers
+    weight_bytes: float  # on one GPU
+
+
+def workload(
+    model: Mapping, system: Mapping, strategy: str, task: str, global_batch: float, rules: MadmaxRules
+) -> DeviceStep:
     """All layers of a model on one GPU of a system, with amounts and durations.
 
     Raises ValueError for fields that are missing or out of range, naming field, value and rule.
@@ -42,16 +91,14 @@ def workload(model: Mapping, system: Mapping, strategy: str, task: str, global_b
     embed = _sharded_embedding if is_dlrm else _replicated_embedding
     embedding = embed(model, rates, global_batch / devices, devices)
     shards = {name: _degree(elements, "tp") * _degree(elements, "fsdp") for name, elements in split.items()}
-    held = {"embedding": embedding.weight_bytes}
-    for layer in layers:
-        held[layer.part] = held.get(layer.part, 0.0) + layer.weight_bytes / shards[_class(layer)]
+    weight_bytes = embedding.weight_bytes + sum(layer.weight_bytes / shards[_class(layer)] for layer in layers)
     if task == "finetune":
         layers = _frozen(layers, rules.frozen)
         embedding = embedding._replace(trained="embedding" not in rules.frozen)
     gathers_ahead = rules.schedule == "optimised" or (rules.schedule == "released" and model["type"] == "ViT")
     last = _class(layers[-1])
     first = _first_gather(layers[-1], rates, split[last], shards[last], rules)
-    return Work(embedding, layers, first, gathers_ahead, is_dlrm, devices, batches[last], held)
+    return DeviceStep(embedding, layers, first, gathers_ahead, is_dlrm, devices, batches[last], weight_bytes)
 
 
 def _classes(model: Mapping) -> tuple[str, ...]:
@@ -60,7 +107,7 @@ def _classes(model: Mapping) -> tuple[str, ...]:
     return (*mlp, *(("attention", "fc") if "num_transformer_layers" in TYPES[model["type"]] else ()))
 
 
-def _class(layer: Layer) -> str:
+def _class(layer: DenseLayer) -> str:
     return layer.name.partition(" ")[0]
 
 
@@ -102,8 +149,12 @@ def _sequence(model: Mapping) -> float:
 
 
 def _layers(
-    model: Mapping, rates: Rates, split: dict[str, tuple[Element, ...]], batches: dict[str, float], rules: Rules
-) -> list[Layer]:
+    model: Mapping,
+    rates: GpuRates,
+    split: dict[str, tuple[Element, ...]],
+    batches: dict[str, float],
+    rules: MadmaxRules,
+) -> list[DenseLayer]:
     """The dense layers in forward order: bottom MLP, transformer blocks, top MLP, as the model type has them.
 
     With tp, an MLP sums its activations after every second layer (Megatron's column-row pairs), attention and FC
@@ -123,7 +174,7 @@ def _layers(
     return layers + _mlp(blank["top"], model["num_top_mlp_layers"], "head", True) if is_dlrm else layers
 
 
-def _mlp(blank: Layer, count: float, part: str, after_embedding: bool) -> list[Layer]:
+def _mlp(blank: DenseLayer, count: float, part: str, after_embedding: bool) -> list[DenseLayer]:
     """A stack of MLP layers: activations are summed after odd layers forward, after even layers backward."""
     blank = blank._replace(part=part, after_embedding=after_embedding)
     inner = tuple(c for c in blank.backward if c.what != "activations")
@@ -135,7 +186,7 @@ def _mlp(blank: Layer, count: float, part: str, after_embedding: bool) -> list[L
     ]
 
 
-def _layer(name: str, shape: _Shape, rates: Rates, elements: tuple[Element, ...], rules: Rules) -> Layer:
+def _layer(name: str, shape: _Shape, rates: GpuRates, elements: tuple[Element, ...], rules: MadmaxRules) -> DenseLayer:
     """One layer under a strategy; each element acts on the layer as split by the elements after it.
 
     An element of degree 1 communicates nothing: ours, no recorded output has two elements in a single node. Ours too
@@ -160,10 +211,10 @@ def _layer(name: str, shape: _Shape, rates: Rates, elements: tuple[Element, ...]
                 size_bytes /= _degree(elements[:k], "tp") * _degree(elements[:k], "fsdp")
             backward = (*backward, rates.collective("all_reduce", size_bytes, level, "gradients"))
     forward_s = shape.flops / _degree(elements, "tp") / rates.flops_per_s
-    return Layer(name, "", shape.weight_bytes, forward_s, 2 * forward_s, gather, exchange, forward, backward, True)
+    return DenseLayer(name, "", shape.weight_bytes, forward_s, 2 * forward_s, gather, exchange, forward, backward, True)
 
 
-def _sharded_embedding(model: Mapping, rates: Rates, samples: float, devices: int) -> Embedding:
+def _sharded_embedding(model: Mapping, rates: GpuRates, samples: float, devices: int) -> Embedding:
     """DLRM: tables are spread over all devices; an All2All hands out what was looked up, another the gradients."""
     row_bytes = model["emb_dim"] * model["bytes_per_emb_param"]
     lookup_bytes = model["num_tables"] * model["pooling_size"] * row_bytes * samples
@@ -174,7 +225,7 @@ def _sharded_embedding(model: Mapping, rates: Rates, samples: float, devices: in
     return Embedding(weight_bytes, lookup_bytes / rates.memory_bytes_per_s, exchange, backward, True)
 
 
-def _replicated_embedding(model: Mapping, rates: Rates, samples: float, devices: int) -> Embedding:
+def _replicated_embedding(model: Mapping, rates: GpuRates, samples: float, devices: int) -> Embedding:
     """LLM, ViT: token (patch) and position tables on every device; the AllReduce carries the rows looked up."""
     row_bytes, sequence = model["attention_dim"] * model["bytes_per_emb_param"], _sequence(model)
     lookup_bytes = 2 * samples * sequence * row_bytes
@@ -183,7 +234,7 @@ def _replicated_embedding(model: Mapping, rates: Rates, samples: float, devices:
     return Embedding((entries + sequence) * row_bytes, lookup_bytes / rates.memory_bytes_per_s, None, backward, True)
 
 
-def _first_gather(last: Layer, rates: Rates, elements: tuple[Element, ...], sharding: int, rules: Rules):
+def _first_gather(last: DenseLayer, rates: GpuRates, elements: tuple[Element, ...], sharding: int, rules: MadmaxRules):
     """The AllGather before the optimised backward pass; as released also without fsdp, sized by the first element."""
     _, degree, level = elements[0]
     if last.gather or degree == 1 or not rules.stray_gather:
@@ -191,7 +242,7 @@ def _first_gather(last: Layer, rates: Rates, elements: tuple[Element, ...], shar
     return rates.collective("all_gather", last.weight_bytes / sharding * degree, level, "stray")
 
 
-def _frozen(layers: list[Layer], frozen: tuple[str, ...]) -> list[Layer]:
+def _frozen(layers: list[DenseLayer], frozen: tuple[str, ...]) -> list[DenseLayer]:
     """Fine-tuning: a frozen layer only passes gradients on (1x forward), and not even that with nothing to train below.
 
     A trained layer costs 2x forward as in pre-training, also the lowest one.

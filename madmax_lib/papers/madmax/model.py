@@ -8,30 +8,23 @@ A collective is blocking when the next layer's compute waits for it. Backward st
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import zip_longest
 from typing import NamedTuple
 
 import pandas as pd
 
-from madmax_lib.papers.madmax.layers import workload
-from madmax_lib.papers.madmax.rules import CORRECTED, RELEASED, Collective, Layer, Rules, Work, parse_rules, row_of
+from madmax_lib.papers.madmax.layers import DenseLayer, DeviceStep, workload
+from madmax_lib.papers.madmax.rates import Collective
+from madmax_lib.papers.madmax.rules import MadmaxRules, parse_rules
 from madmax_lib.simulator.schedule.engine import Program, run, to_timeline
 from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.timeline import Meta, Timeline
 
-__all__ = [
-    "CORRECTED",
-    "RELEASED",
-    "CloudCost",
-    "Rules",
-    "cloud_cost",
-    "evaluate",
-    "memory_gb",
-    "timeline",
-]
+__all__ = ["CloudCost", "cloud_cost", "evaluate", "timeline"]
 
 _COMM = 1  # the one stream of all collectives
 _NEEDED = ("model", "type", "system", "task", "dense_strategy", "global_batch")
@@ -46,7 +39,7 @@ _PIECES = {  # first word of an op's name -> column
 
 
 def evaluate(
-    cases: pd.DataFrame, models: pd.DataFrame, systems: pd.DataFrame, *, rules: str | Rules = "released"
+    cases: pd.DataFrame, models: pd.DataFrame, systems: pd.DataFrame, *, rules: str | MadmaxRules = "released"
 ) -> pd.DataFrame:
     """Time of one step for each case: one row per case, same order and index.
 
@@ -62,51 +55,29 @@ def evaluate(
     models, systems = _by_name(models, "models"), _by_name(systems, "systems")
     columns = [c for c in (*_NEEDED, "local_dense_batch") if c in cases.columns]
     rows = [_row(case, models, systems, rules) for case in cases[columns].to_dict("records")]
-    names = [*_NEEDED, "local_dense_batch", "weights_gb_per_device", *_PIECES.values(), "exposed_comm_ms",
-             "overlapped_comm_ms", "iteration_ms", "throughput_samples_per_s"]  # fmt: skip
+    sizes, times = ["local_dense_batch", "weights_gb_per_device"], ["exposed_comm_ms", "overlapped_comm_ms"]
+    names = [*_NEEDED, *sizes, *_PIECES.values(), *times, "iteration_ms", "throughput_samples_per_s"]
     return pd.DataFrame(rows, columns=names, index=cases.index)
 
 
 def timeline(
-    case: Mapping | pd.Series,
-    models: pd.DataFrame,
-    systems: pd.DataFrame,
-    *,
-    rules: str | Rules = "released",
-    schedule: str | None = None,
+    case: Mapping | pd.Series, models: pd.DataFrame, systems: pd.DataFrame, *, rules: str | MadmaxRules = "released"
 ) -> Timeline:
-    """The step of one case as a Timeline: stream 0 computes, stream 1 communicates, rank 0 stands for all.
-
-    schedule: "released", "pre-optimised" or "optimised" instead of the one of `rules`.
-    """
-    rules = parse_rules(rules)
-    rules = rules if schedule is None else replace(rules, schedule=schedule)
-    case = dict(case)
+    """The step of one case as a Timeline: stream 0 computes, stream 1 communicates, rank 0 stands for all."""
+    rules, case = parse_rules(rules), dict(case)
     if missing := [field for field in _NEEDED if field not in case and field != "type"]:
         raise ValueError(f"the case lacks {', '.join(missing)}")
-    work = _work(case, _by_name(models, "models"), _by_name(systems, "systems"), rules)
-    told = {field: str(case[field]) for field in ("model", "system", "task", "dense_strategy")}
-    batches = {"global_batch": float(case["global_batch"]), "local_dense_batch": float(work.local_batch)}
-    provenance = {"source": "arXiv 2310.02784", **told, **batches, "rules": asdict(rules)}
-    represents = {0: list(range(work.devices))}
-    meta = Meta("simulated", work.devices, represents, told["system"], provenance=provenance)
-    return to_timeline(_program(work, case["task"]), meta)
-
-
-def memory_gb(case: Mapping | pd.Series, models: pd.DataFrame, systems: pd.DataFrame) -> pd.DataFrame:
-    """What a GPU holds in training, by component: part (embedding and parts of the dense model), weights_gb, hbm_gb.
-
-    hbm_gb is 3 x weights, the rule of the artifact's cloud sheet. attrs: hbm_gb of all, memory_gb of the GPU, fits.
-    """
-    systems_by_name = _by_name(systems, "systems")
-    work = _work(dict(case), _by_name(models, "models"), systems_by_name, RELEASED)
-    parts = work.held_bytes
-    table = pd.DataFrame({"part": list(parts), "weights_gb": [size / 1e9 for size in parts.values()]})
-    table["hbm_gb"] = 3 * table["weights_gb"]
-    capacity_gb = systems_by_name[case["system"]]["mem_cap"] / 1e9
-    needed_gb = float(table["hbm_gb"].sum())
-    table.attrs.update(hbm_gb=needed_gb, memory_gb=capacity_gb, fits=needed_gb <= capacity_gb)
-    return table
+    step = _device_step(case, _by_name(models, "models"), _by_name(systems, "systems"), rules)
+    provenance = {
+        "source": "arXiv 2310.02784",
+        **{field: str(case[field]) for field in ("model", "system", "task", "dense_strategy")},
+        "global_batch": float(case["global_batch"]),
+        "local_dense_batch": float(step.local_batch),
+        "rules": asdict(rules),
+    }
+    represents = {0: list(range(step.devices))}
+    meta = Meta("simulated", step.devices, represents, provenance["system"], provenance=provenance)
+    return to_timeline(_program(step, case["task"]), meta)
 
 
 class CloudCost(NamedTuple):
@@ -139,22 +110,29 @@ def _by_name(table: pd.DataFrame, what: str) -> dict[str, dict]:
     return {row["name"]: row for row in table.to_dict("records")}
 
 
-def _work(case: Mapping, models: dict, systems: dict, rules: Rules) -> Work:
-    """The work of a case, checked against its model, system and batch."""
-    model, system = row_of(models, case["model"], "model"), row_of(systems, case["system"], "system")
+def _row_of(table: Mapping[str, dict], name: str, what: str) -> dict:
+    if name in table:
+        return table[name]
+    near = difflib.get_close_matches(str(name), [str(other) for other in table], 3, 0.0)
+    raise ValueError(f"unknown {what} {name!r}; nearest: {', '.join(near)}")
+
+
+def _device_step(case: Mapping, models: dict, systems: dict, rules: MadmaxRules) -> DeviceStep:
+    """What a GPU does in a case, checked against its model, system and batch."""
+    model, system = _row_of(models, case["model"], "model"), _row_of(systems, case["system"], "system")
     if case.get("type", model["type"]) != model["type"]:
         raise ValueError(f"type={case['type']!r} is not the type {model['type']!r} of model {case['model']}")
-    work = workload(model, system, case["dense_strategy"], case["task"], case["global_batch"], rules)
+    step = workload(model, system, case["dense_strategy"], case["task"], case["global_batch"], rules)
     given = case.get("local_dense_batch", math.nan)
-    if not (math.isnan(given) or math.isclose(given, work.local_batch, rel_tol=1e-9)):
-        rule = f"global_batch x tp degree / devices = {work.local_batch:g}"
+    if not (math.isnan(given) or math.isclose(given, step.local_batch, rel_tol=1e-9)):
+        rule = f"global_batch x tp degree / devices = {step.local_batch:g}"
         raise ValueError(f"local_dense_batch={given} is not {rule} ({case['model']}, {case['dense_strategy']})")
-    return work
+    return step
 
 
-def _row(case: Mapping, models: dict, systems: dict, rules: Rules) -> tuple:
-    work = _work(case, models, systems, rules)
-    program = _program(work, case["task"])
+def _row(case: Mapping, models: dict, systems: dict, rules: MadmaxRules) -> tuple:
+    step = _device_step(case, models, systems, rules)
+    program = _program(step, case["task"])
     iteration_s = max(run(program)[1])
     pieces = dict.fromkeys(_PIECES, 0.0)
     for name, duration_s in zip(program.name, program.duration_s, strict=True):
@@ -164,55 +142,55 @@ def _row(case: Mapping, models: dict, systems: dict, rules: Rules) -> tuple:
     overlapped_s = sum(pieces.values()) - compute_s - exposed_s
     times_ms = [1e3 * time_s for time_s in (*pieces.values(), exposed_s, overlapped_s, iteration_s)]
     inputs = [case[field] for field in _NEEDED]
-    batch = int(work.local_batch) if work.local_batch == int(work.local_batch) else work.local_batch
-    return *inputs, batch, work.weight_bytes / 1e9, *times_ms, case["global_batch"] / iteration_s
+    batch = int(step.local_batch) if step.local_batch == int(step.local_batch) else step.local_batch
+    return *inputs, batch, step.weight_bytes / 1e9, *times_ms, case["global_batch"] / iteration_s
 
 
-def _program(work: Work, task: str) -> Program:
+def _program(step: DeviceStep, task: str) -> Program:
     """Forward, then backward unless the task is inference."""
     program = Program()
-    _forward(program, work)
+    _forward(program, step)
     if task != "inference":
-        (_backward_dlrm if work.is_dlrm else _backward_transformer)(program, work)
+        (_backward_dlrm if step.is_dlrm else _backward_transformer)(program, step)
     return program
 
 
-def _forward(program: Program, work: Work) -> None:
+def _forward(program: Program, step: DeviceStep) -> None:
     """A gather runs at most one layer ahead: it waits for the GEMM two layers before (an LLM counts the lookup)."""
-    looked_up = (_look_up(program, work, "forward", ()),)
-    embedded, ready, gemms = looked_up, (), [(), () if work.is_dlrm else looked_up]
-    if work.embedding.forward:
-        embedded = (_send(program, work.embedding.forward, "embedding forward", looked_up),)
-    for layer in work.layers:
+    looked_up = (_look_up(program, step, "forward", ()),)
+    embedded, ready, gemms = looked_up, (), [(), () if step.is_dlrm else looked_up]
+    if step.embedding.forward:
+        embedded = (_send(program, step.embedding.forward, "embedding forward", looked_up),)
+    for layer in step.layers:
         gathered = _gather(program, layer.gather, layer, "forward", gemms[-2])
         inputs = ready + embedded if layer.after_embedding else ready
         gemm, ready = _compute(program, layer, "forward", inputs, gathered)
         gemms.append(gemm)
 
 
-def _backward_dlrm(program: Program, work: Work) -> None:
+def _backward_dlrm(program: Program, step: DeviceStep) -> None:
     """Top and transformer, the embedding's gradient All2All, bottom beside it, at last the embedding."""
-    ready, embedding = _tails(program), work.embedding
-    ready = _just_in_time(program, [layer for layer in work.layers if layer.after_embedding], ready)
+    ready, embedding = _tails(program), step.embedding
+    ready = _just_in_time(program, [layer for layer in step.layers if layer.after_embedding], ready)
     if embedding.trained:
         embedded = _send(program, embedding.backward, "embedding backward", ready)
-    _just_in_time(program, [layer for layer in work.layers if not layer.after_embedding], ready)
+    _just_in_time(program, [layer for layer in step.layers if not layer.after_embedding], ready)
     if embedding.trained:
-        _look_up(program, work, "backward", (embedded,))
+        _look_up(program, step, "backward", (embedded,))
 
 
-def _backward_transformer(program: Program, work: Work) -> None:
+def _backward_transformer(program: Program, step: DeviceStep) -> None:
     """All layers, then the embedding and after it the AllReduce of its gradient, both after everything else."""
-    if work.gathers_ahead:
-        _one_ahead(program, work.layers, work.first_gather, _tails(program))
+    if step.gathers_ahead:
+        _one_ahead(program, step.layers, step.first_gather, _tails(program))
     else:
-        _just_in_time(program, work.layers, _tails(program))
-    if work.embedding.trained:
-        done = _look_up(program, work, "backward", _tails(program))
-        _send(program, work.embedding.backward, "embedding backward", (done,))
+        _just_in_time(program, step.layers, _tails(program))
+    if step.embedding.trained:
+        looked_up = _look_up(program, step, "backward", _tails(program))
+        _send(program, step.embedding.backward, "embedding backward", (looked_up,))
 
 
-def _just_in_time(program: Program, layers: list[Layer], ready: tuple[int, ...]) -> tuple[int, ...]:
+def _just_in_time(program: Program, layers: list[DenseLayer], ready: tuple[int, ...]) -> tuple[int, ...]:
     """Layers in reverse: a layer's gather queues behind the collectives of the layer before it."""
     for layer in filter(_has_backward, reversed(layers)):
         gathered = _gather(program, layer.gather, layer, "backward", ready)
@@ -220,7 +198,7 @@ def _just_in_time(program: Program, layers: list[Layer], ready: tuple[int, ...])
     return ready
 
 
-def _one_ahead(program: Program, layers: list[Layer], first: Collective | None, ready: tuple[int, ...]) -> None:
+def _one_ahead(program: Program, layers: list[DenseLayer], first: Collective | None, ready: tuple[int, ...]) -> None:
     """Layers in reverse: the next layer's gather is issued before this layer's GEMM and collectives."""
     layers = list(filter(_has_backward, reversed(layers)))
     before, gathered = ready, _gather(program, first, layers[0], "backward", ready) if layers else ()
@@ -230,40 +208,39 @@ def _one_ahead(program: Program, layers: list[Layer], first: Collective | None, 
         gathered = ahead
 
 
-def _has_backward(layer: Layer) -> bool:
+def _has_backward(layer: DenseLayer) -> bool:
     return layer.backward_s > 0
 
 
 def _compute(
-    program: Program, layer: Layer, phase: str, ready: tuple[int, ...], gathered: tuple[int, ...]
+    program: Program, layer: DenseLayer, phase: str, ready: tuple[int, ...], gathered: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Experts' dispatch, GEMM, experts' combine, then the layer's collectives.
 
     Returns the GEMM, and the op that the next layer waits for: the last blocking collective, else the GEMM.
     """
-    duration_s, collectives = (
-        (layer.forward_s, layer.forward) if phase == "forward" else (layer.backward_s, layer.backward)
-    )
+    forward = phase == "forward"
+    duration_s = layer.forward_s if forward else layer.backward_s
     where, inputs = f"{layer.name} {phase}", ready + gathered
     if layer.exchange:
         inputs = (*inputs, _send(program, layer.exchange, f"{where} dispatch", inputs))
     gemm = ready = (program.op(Stream.COMPUTE, "compute", f"gemm {where}", duration_s, inputs),)
     if layer.exchange:
         ready = (_send(program, layer.exchange, f"{where} combine", gemm),)
-    for collective in collectives:
+    for collective in layer.forward if forward else layer.backward:
         sent = (_send(program, collective, where, gemm),)
         ready = sent if collective.blocking else ready
     return gemm, ready
 
 
 def _gather(
-    program: Program, gather: Collective | None, layer: Layer, phase: str, after: tuple[int, ...]
+    program: Program, gather: Collective | None, layer: DenseLayer, phase: str, after: tuple[int, ...]
 ) -> tuple[int, ...]:
     return (_send(program, gather, f"{layer.name} {phase}", after),) if gather else ()
 
 
-def _look_up(program: Program, work: Work, phase: str, after: tuple[int, ...]) -> int:
-    return program.op(Stream.COMPUTE, "compute", f"embedding lookup {phase}", work.embedding.lookup_s, after)
+def _look_up(program: Program, step: DeviceStep, phase: str, after: tuple[int, ...]) -> int:
+    return program.op(Stream.COMPUTE, "compute", f"embedding lookup {phase}", step.embedding.lookup_s, after)
 
 
 def _send(program: Program, collective: Collective, where: str, after: tuple[int, ...]) -> int:

@@ -9,39 +9,55 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib.catalog import cluster
 from madmax_lib.papers.madmax.model import cloud_cost, timeline
-from madmax_lib.papers.madmax.rules import STRATEGIES, Rules
+from madmax_lib.papers.madmax.rules import STRATEGIES, MadmaxRules
 from madmax_lib.papers.madmax.suite import (
+    AS_RELEASED,
     COMMUNICATION,
+    FILES,
     PIECES,
     best,
     cases,
     catalog_systems,
     published,
+    published_values,
+    released,
     steps,
     suite,
     systems,
-    with_origin,
 )
-from madmax_lib.papers.origin import read_table
+from madmax_lib.papers.origin import provenance, read_table, with_origin
 from madmax_lib.specs import Cluster
 from madmax_lib.timeline import Timeline
 
 __all__ = [
-    "RELEASED_STRATEGIES", "claims", "cloud_comparison", "context_scaling", "hardware_study", "one_step",
-    "prefetch_overlap", "prefetch_timelines", "scaling_study", "strategies_over_fsdp", "task_dependence",
-    "tp_inside_fsdp_across", "validation_bars", "vit_mfu",
-]  # fmt: skip
+    "RELEASED_STRATEGIES",
+    "claims",
+    "cloud_comparison",
+    "context_scaling",
+    "hardware_study",
+    "one_step",
+    "prefetch_overlap",
+    "prefetch_timelines",
+    "scaling_study",
+    "strategies_over_fsdp",
+    "task_dependence",
+    "tp_inside_fsdp_across",
+    "validation_bars",
+    "vit_mfu",
+]
 
 RELEASED_STRATEGIES = STRATEGIES[:-1]  # the last one is ours
 _DLRMS = ["DLRM-A", "DLRM-A Transformer", "DLRM-A MoE", "DLRM-B", "DLRM-B Transformer", "DLRM-B MoE"]
 _LLMS = ["GPT-3", "LLaMA-65B", "LLaMA2-70B 4K", "LLM-MoE 1.8T"]
 _LLM_GPUS = 2048
+_LLM_SYSTEM = f"llm-a100-{_LLM_GPUS}"
 _SCHEDULES = ("pre-optimised", "optimised")
 
 
@@ -49,17 +65,13 @@ def _own_systems() -> pd.DataFrame:
     return systems([("zionex", 8), ("zionex", 128), ("llm-a100", _LLM_GPUS)])
 
 
-def _suite_steps(models: Sequence[str], strategies: Sequence[str], task: str, rules: str | Rules = "released"):
+def _suite_steps(models: Sequence[str], strategies: Sequence[str], task: str, rules: str | MadmaxRules = "released"):
     """Models on the system of their suite: DLRM on 128 A100-40, LLM on 2,048 A100-80."""
     dlrm = [model for model in models if model.startswith("DLRM")]
-    parts = [
-        cases(group, strategies, [name], task)
-        for group, name in ((dlrm, "zionex-128"), ([m for m in models if m not in dlrm], f"llm-a100-{_LLM_GPUS}"))
-        if group
-    ]
+    groups = {"zionex-128": dlrm, _LLM_SYSTEM: [model for model in models if model not in dlrm]}
+    parts = [cases(group, strategies, [name], task) for name, group in groups.items() if group]
     table = steps(pd.concat(parts, ignore_index=True), _own_systems(), rules=rules)
-    keys = [f"gain/{r.model}/{r.dense_strategy}/{task}" for r in table.itertuples()]
-    table["published_gain"] = [published(key) for key in keys]
+    table["published_gain"] = published_values("gain/" + table["model"] + "/" + table["dense_strategy"] + f"/{task}")
     return table
 
 
@@ -72,7 +84,7 @@ def task_dependence() -> pd.DataFrame:
     """Figure 14: every strategy over FSDP for pre-training, fine-tuning (the head only, ours) and inference."""
     models = ["DLRM-A", "DLRM-A Transformer", "DLRM-A MoE", "GPT-3"]
     parts = [_suite_steps(models, RELEASED_STRATEGIES, task) for task in ("pretrain", "finetune", "inference")]
-    return with_origin(pd.concat(parts, ignore_index=True))
+    return released(pd.concat(parts, ignore_index=True))
 
 
 def context_scaling() -> pd.DataFrame:
@@ -89,16 +101,15 @@ def validation_bars() -> pd.DataFrame:
     """
     rows = []
     for gpus in (128, 8):
-        row = _figure_7_step(gpus)
-        compute_ms = row["gemm_ms"] + row["emb_ms"]
-        rows += [(gpus, "ours", "serialized", name, row[name], published(f"fig7_{gpus}_{name}")) for name in PIECES[:4]]
-        theirs_ms = sum(published(f"fig7_{gpus}_{name}") for name in ("gemm_ms", "emb_ms"))
-        rows.append((gpus, "ours", "overlapped", "compute", compute_ms, theirs_ms))
-        exposed = row["exposed_comm_ms"], published(f"fig7_{gpus}_exposed_comm_ms")
-        rows.append((gpus, "ours", "overlapped", "exposed", *exposed))
+        ours = _figure_7_step(gpus)
+        theirs = {name: published(f"fig7_{gpus}_{name}") for name in (*PIECES[:4], "exposed_comm_ms")}
+        rows += [(gpus, "ours", "serialized", name, ours[name], theirs[name]) for name in PIECES[:4]]
+        compute = (side["gemm_ms"] + side["emb_ms"] for side in (ours, theirs))
+        rows.append((gpus, "ours", "overlapped", "compute", *compute))
+        rows.append((gpus, "ours", "overlapped", "exposed", ours["exposed_comm_ms"], theirs["exposed_comm_ms"]))
     rows.append((128, "measured", "serialized", "all", published("dlrm_a_serialized"), math.nan))
     rows.append((128, "paper", "serialized", "all", published("dlrm_a_serialized_paper"), math.nan))
-    return with_origin(pd.DataFrame(rows, columns=["gpus", "who", "bar", "piece", "value_ms", "published_ms"]))
+    return released(pd.DataFrame(rows, columns=["gpus", "who", "bar", "piece", "value_ms", "published_ms"]))
 
 
 def _figure_7_step(gpus: int) -> pd.Series:
@@ -116,14 +127,16 @@ def cloud_comparison(samples: float = 1e9) -> pd.DataFrame:
     there = systems((name, n) for name in types["name"][types["provider"] != "Internal"] for n in (64, 128, 256, 512))
     table = steps(cases(["DLRM-A"], ["fsdp", "ddp", "tp,ddp"], list(there["name"])), there)
     about = there.set_index("name").loc[table["system"]].reset_index(drop=True)
-    cost = cloud_cost(table["throughput_samples_per_s"], samples, about["num_devices"], about["usd_per_gpu_hour"],
-                      about["tdp_w_per_gpu"])  # fmt: skip
+    rate = table["throughput_samples_per_s"]
+    cost = cloud_cost(rate, samples, about["num_devices"], about["usd_per_gpu_hour"], about["tdp_w_per_gpu"])
     table = table.assign(**about[["instance", "provider", "gpu", "num_devices"]], **cost._asdict())
     table["a100_hours"] = table["gpu_hours"] * about["f16_flops"] / 312e12
-    table["mqps"] = table["throughput_samples_per_s"] / 1e6
-    keys = [f"cloud/{r.instance}/{r.num_devices}/{r.dense_strategy}" for r in table.itertuples()]
-    table["published_mqps"] = [published(key) for key in keys]
-    return with_origin(table)
+    table["mqps"] = rate / 1e6
+    sizes = table["num_devices"].astype(str)
+    table["published_mqps"] = published_values(
+        "cloud/" + table["instance"] + "/" + sizes + "/" + table["dense_strategy"]
+    )
+    return released(table)
 
 
 def vit_mfu() -> pd.DataFrame:
@@ -144,34 +157,37 @@ def vit_mfu() -> pd.DataFrame:
     result["fitted"] = [_fitted(result.drop(i), result.loc[i]) for i in result.index]
     for who in ("paper", "ours", "fitted"):
         result[f"{who}_error"] = result[who] / result["measured"] - 1
-    return with_origin(result, "madmax/models", "madmax/systems", "published_vision")
+    return with_origin(result, *FILES[:2], "published_vision", rules=AS_RELEASED)
 
 
 def _fitted(others: pd.DataFrame, run: pd.Series) -> float:
-    power, factor = np.polyfit(np.log(others["global_batch"] / others["gpus"]),
-                               np.log(others["measured"] / others["ours"]), 1)  # fmt: skip
+    batches, ratios = others["global_batch"] / others["gpus"], others["measured"] / others["ours"]
+    power, factor = np.polyfit(np.log(batches), np.log(ratios), 1)
     return run["ours"] * math.exp(factor) * (run["global_batch"] / run["gpus"]) ** power
 
 
 def prefetch_overlap(models: Sequence[str] = ("LLaMA-65B", "LLaMA2-70B 4K")) -> pd.DataFrame:
     """Figure 9: share of FSDP communication that is hidden, without and with prefetching of the backward pass."""
-    case, there = cases(models, ["fsdp"], [f"llm-a100-{_LLM_GPUS}"]), _own_systems()
-    parts = [steps(case, there, rules=Rules(schedule=name)).assign(schedule=name) for name in _SCHEDULES]
-    return with_origin(pd.concat(parts, ignore_index=True))
+    case, there = cases(models, ["fsdp"], [_LLM_SYSTEM]), _own_systems()
+    parts = [steps(case, there, rules=MadmaxRules(schedule=name)).assign(schedule=name) for name in _SCHEDULES]
+    return released(pd.concat(parts, ignore_index=True))
 
 
 def prefetch_timelines(model: str = "LLaMA-65B") -> dict[str, Timeline]:
     """The step of figure 9 as a Timeline for each schedule."""
-    return {name: one_step(model, "fsdp", f"llm-a100-{_LLM_GPUS}", schedule=name) for name in _SCHEDULES}
+    rules = {name: MadmaxRules(schedule=name) for name in _SCHEDULES}
+    return {name: one_step(model, "fsdp", _LLM_SYSTEM, rules=choice) for name, choice in rules.items()}
 
 
-def one_step(model: str, strategy: str, name: str, task: str = "pretrain", *, schedule: str | None = None) -> Timeline:
+def one_step(
+    model: str, strategy: str, name: str, task: str = "pretrain", *, rules: str | MadmaxRules = "released"
+) -> Timeline:
     """The step of one case on a system such as "zionex-128" as a Timeline (figures 6 and 9)."""
     kind, _, devices = name.rpartition("-")
     case = cases([model], [strategy], [name], task).iloc[0]
-    found = timeline(case, suite(), systems([(kind, int(devices))]), schedule=schedule)
-    origin = {**found.meta.provenance, **with_origin(pd.DataFrame()).attrs["provenance"]}
-    return replace(found, meta=replace(found.meta, provenance=origin))
+    step = timeline(case, suite(), systems([(kind, int(devices))]), rules=rules)
+    origin = step.meta.provenance | provenance(*FILES, rules=AS_RELEASED)
+    return replace(step, meta=replace(step.meta, provenance=origin))
 
 
 def scaling_study(factors: Sequence[float] = (1, 2, 4, 8)) -> pd.DataFrame:
@@ -179,12 +195,15 @@ def scaling_study(factors: Sequence[float] = (1, 2, 4, 8)) -> pd.DataFrame:
 
     speedup: throughput over that of factor 1. Memory means its bandwidth and size.
     """
-    parts = {"compute": ["f32_flops", "f16_flops"], "memory": ["mem_bw", "mem_cap"],
-             "interconnect": ["bw_per_nvlink", "ibroce_bw"]}  # fmt: skip
+    parts = {
+        "compute": ["f32_flops", "f16_flops"],
+        "memory": ["mem_bw", "mem_cap"],
+        "interconnect": ["bw_per_nvlink", "ibroce_bw"],
+    }
     parts["all three"] = [column for columns in parts.values() for column in columns]
     own, tables = _own_systems().set_index("name", drop=False), []
-    for model, name in (("DLRM-A", "zionex-128"), ("GPT-3", f"llm-a100-{_LLM_GPUS}")):
-        grid = pd.DataFrame([(part, factor) for part in parts for factor in factors], columns=["part", "factor"])
+    for model, name in (("DLRM-A", "zionex-128"), ("GPT-3", _LLM_SYSTEM)):
+        grid = pd.DataFrame(product(parts, factors), columns=["part", "factor"])
         scaled = own.loc[[name] * len(grid)].reset_index(drop=True)
         scaled["name"] = grid["part"] + " x" + grid["factor"].astype(str)
         for part, columns in parts.items():
@@ -195,7 +214,7 @@ def scaling_study(factors: Sequence[float] = (1, 2, 4, 8)) -> pd.DataFrame:
     table = pd.concat(tables, ignore_index=True).query("limit == 'memory'").reset_index(drop=True)
     first = table[table["factor"] == factors[0]].set_index(["model", "part"])["throughput_samples_per_s"]
     base = first.loc[pd.MultiIndex.from_frame(table[["model", "part"]])].to_numpy()
-    return with_origin(table.assign(speedup=table["throughput_samples_per_s"] / base))
+    return released(table.assign(speedup=table["throughput_samples_per_s"] / base))
 
 
 def hardware_study(names: Sequence[str], *, nvlink_all: Sequence[str] = ()) -> pd.DataFrame:
@@ -219,8 +238,8 @@ def hardware_study(names: Sequence[str], *, nvlink_all: Sequence[str] = ()) -> p
         both["devices"] = both["system"].map(there.set_index("name")["num_devices"])
         both["per_gpu"] = both["throughput_samples_per_s"] / both["devices"]
         parts.append(both.assign(per_gpu=both["per_gpu"] / both["per_gpu"].iloc[0]))
-    names = ("madmax/models", "madmax/systems", "devices", "links", "clusters")
-    return with_origin(pd.concat(parts, ignore_index=True), *names)
+    files = (*FILES[:2], "devices", "links", "clusters")
+    return with_origin(pd.concat(parts, ignore_index=True), *files, rules=AS_RELEASED)
 
 
 def _sized(name: str, devices: int) -> Cluster:
@@ -240,7 +259,7 @@ def tp_inside_fsdp_across() -> pd.DataFrame:
     AllReduce carries the shard only.
     """
     table = _suite_steps(["GPT-3", "GPT-1T", "DLRM-A"], STRATEGIES, "pretrain", rules="corrected")
-    return with_origin(table.drop(columns="published_gain"), rules="MAD-Max corrected")
+    return with_origin(table.drop(columns="published_gain"), *FILES, rules="MAD-Max corrected")
 
 
 def claims() -> pd.DataFrame:
@@ -249,11 +268,15 @@ def claims() -> pd.DataFrame:
     error is ours / theirs - 1; follows tells whether the number can follow from public material.
     """
     ours = {**_table_1(), **_figure_7(), **_gains()}
-    table = published().query("follows != 'measured' and key in @ours").rename(columns={"value": "theirs"})
+    table = (
+        read_table("madmax/published")
+        .query("follows != 'measured' and key in @ours")
+        .rename(columns={"value": "theirs"})
+    )
     table["ours"] = table["key"].map(ours)
     table["error"] = table["ours"] / table["theirs"] - 1
     columns = ["key", "figure", "claim", "unit", "theirs", "ours", "error", "follows", "note"]
-    return with_origin(table[columns].reset_index(drop=True))
+    return released(table[columns].reset_index(drop=True))
 
 
 def _table_1() -> dict[str, float]:

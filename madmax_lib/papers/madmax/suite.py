@@ -8,33 +8,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import product
 
+import numpy as np
 import pandas as pd
 
-from madmax_lib.papers import origin
 from madmax_lib.papers.madmax.model import evaluate
-from madmax_lib.papers.madmax.rules import Rules
-from madmax_lib.papers.origin import read_table
+from madmax_lib.papers.madmax.rules import MadmaxRules
+from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.specs import Cluster
 
 __all__ = [
-    "COMMUNICATION", "PIECES", "best", "cases", "catalog_systems", "class_strategies", "published", "steps", "suite",
-    "systems", "with_origin",
-]  # fmt: skip
+    "best",
+    "cases",
+    "catalog_systems",
+    "class_strategies",
+    "published",
+    "published_values",
+    "released",
+    "steps",
+    "suite",
+    "systems",
+]
 
+FILES, AS_RELEASED = ("madmax/models", "madmax/systems", "madmax/published"), "MAD-Max as released"
 COMMUNICATION = ["all2all_ms", "allreduce_ms", "allgather_ms", "reducescatter_ms"]
 PIECES = ["gemm_ms", "emb_ms", *COMMUNICATION]
-_FILES = ("madmax/models", "madmax/systems", "madmax/published")
 _BATCH = {"DLRM": 65_536, "LLM": 2_048, "ViT": 2_048}  # as the release configures them
 _SAME = ["model", "system", "task"]
 _WEIGHT_COPIES = {"inference": 1}  # else 3, the rule of the artifact's sheet for training
+_FIELDS = {  # column of `evaluate`: column of data/systems.csv, and what 1 is there; all others keep their names
+    "f64_flops": ("fp64_tflops", 1e12), "f32_flops": ("fp32_tflops", 1e12), "f16_flops": ("fp16_tflops", 1e12),
+    "i8_ops": ("int8_tops", 1e12), "mem_cap": ("memory_gb", 1e9), "mem_bw": ("memory_gb_per_s", 1e9),
+    "mem_bw_util": ("memory_util", 1), "num_nvlinks": ("nvlinks", 1), "bw_per_nvlink": ("nvlink_gb_per_s", 1e9),
+    "num_ibroce_ports": ("devices_per_node", 1), "ibroce_bw": ("nic_gb_per_s", 1e9), "ibroce_util": ("nic_util", 1),
+}  # fmt: skip
 
 
-def with_origin(table: pd.DataFrame, *names: str, rules: str = "MAD-Max as released") -> pd.DataFrame:
-    """As `origin.with_origin`; the files of the paper's suites if none are named."""
-    return origin.with_origin(table, *(names or _FILES), rules=rules)
+def released(table: pd.DataFrame) -> pd.DataFrame:
+    """The table itself, with the files of the paper and the released rules as its origin."""
+    return with_origin(table, *FILES, rules=AS_RELEASED)
 
 
 def suite() -> pd.DataFrame:
@@ -42,19 +55,14 @@ def suite() -> pd.DataFrame:
     return read_table("madmax/models").copy()
 
 
-def published(key: str | None = None) -> pd.DataFrame | float:
-    """Published numbers: key, figure, claim, value, unit, whether it follows from public material, source.
-
-    With a key its value, NaN if nothing is published.
-    """
-    if key is None:
-        return read_table("madmax/published").copy()
-    return _published_values().get(key, math.nan)
+def published(key: str) -> float:
+    """A published number, NaN if nothing is published."""
+    return float(published_values([key])[0])
 
 
-@lru_cache(maxsize=1)
-def _published_values() -> dict[str, float]:
-    return read_table("madmax/published").set_index("key")["value"].to_dict()
+def published_values(keys: Sequence[str]) -> np.ndarray:
+    """Published numbers (n,), NaN where nothing is published."""
+    return read_table("madmax/published").set_index("key")["value"].reindex(keys).to_numpy()
 
 
 def systems(sizes: Iterable[tuple[str, int]]) -> pd.DataFrame:
@@ -65,26 +73,16 @@ def systems(sizes: Iterable[tuple[str, int]]) -> pd.DataFrame:
     >>> systems([("zionex", 128), ("NC96ds_A100_v4", 64)])[["name", "num_nodes", "mem_cap"]].values.tolist()
     [['zionex-128', 16, 40000000000.0], ['NC96ds_A100_v4-64', 16, 80000000000.0]]
     """
-    known = read_table("madmax/systems").set_index("name")
-    rows = []
-    for name, devices in sizes:
-        if name not in known.index:
-            raise ValueError(f"unknown system type {name!r}; known: {', '.join(known.index)}")
-        row = known.loc[name]
-        nodes = max(devices // row["devices_per_node"], 1)
-        peaks = {"f64_flops": "fp64_tflops", "f32_flops": "fp32_tflops", "f16_flops": "fp16_tflops",
-                 "i8_ops": "int8_tops"}  # fmt: skip
-        rows.append({
-            "name": f"{name}-{devices}", "instance": name, "gpu": row["gpu"], "provider": row["provider"],
-            "num_devices": devices, "num_nodes": nodes, **{key: row[peak] * 1e12 for key, peak in peaks.items()},
-            "flops_util": row["flops_util"], "mem_cap": row["memory_gb"] * 1e9, "mem_bw": row["memory_gb_per_s"] * 1e9,
-            "mem_bw_util": row["memory_util"], "num_nvlinks": row["nvlinks"],
-            "bw_per_nvlink": row["nvlink_gb_per_s"] * 1e9, "nvlink_util": row["nvlink_util"],
-            "num_ibroce_ports": row["devices_per_node"], "ibroce_bw": row["nic_gb_per_s"] * 1e9,
-            "ibroce_util": row["nic_util"], "ar_perc_intra": 1.0 if nodes == 1 else row["ar_perc_intra"],
-            "usd_per_gpu_hour": row["usd_per_gpu_hour"], "tdp_w_per_gpu": row["tdp_w_per_gpu"],
-        })  # fmt: skip
-    return pd.DataFrame(rows)
+    types, sizes = read_table("madmax/systems").set_index("name", drop=False), list(sizes)
+    if unknown := [name for name, _ in sizes if name not in types.index]:
+        raise ValueError(f"unknown system type {unknown[0]!r}; known: {', '.join(types.index)}")
+    table = types.loc[[name for name, _ in sizes]].reset_index(drop=True).rename(columns={"name": "instance"})
+    table["name"] = [f"{name}-{devices}" for name, devices in sizes]
+    table["num_devices"] = [devices for _, devices in sizes]
+    table["num_nodes"] = np.maximum(table["num_devices"] // table["devices_per_node"], 1)
+    table["ar_perc_intra"] = table["ar_perc_intra"].where(table["num_nodes"] > 1, 1.0)
+    fields = {name: table[column] * unit for name, (column, unit) in _FIELDS.items()}
+    return table.assign(**fields).drop(columns=["source", *(column for column, _ in _FIELDS.values())])
 
 
 def catalog_systems(clusters: Iterable[Cluster]) -> pd.DataFrame:
@@ -92,37 +90,45 @@ def catalog_systems(clusters: Iterable[Cluster]) -> pd.DataFrame:
 
     A link counts in full for each direction, unlike the NICs of the release. FP32 means TF32 where a device has it.
     """
-    share = read_table("madmax/systems").set_index("name").loc["zionex"]
+    a100 = systems([("zionex", 128)])
+    shares = a100[["flops_util", "mem_bw_util", "nvlink_util", "ibroce_util", "ar_perc_intra"]].iloc[0].to_dict()
     rows = []
-    for one in clusters:
-        peaks = one.device.peak_flops
-        rows.append({
-            "name": one.name, "gpu": one.device.name, "num_devices": one.world_size, "num_nodes": one.nodes,
-            "f32_flops": peaks.get("tf32", peaks.get("fp32", math.nan)), "f16_flops": one.device.peak("bf16"),
-            "flops_util": share["flops_util"], "mem_cap": one.device.memory_bytes,
-            "mem_bw": one.device.memory_bandwidth_bytes_per_s, "mem_bw_util": share["memory_util"], "num_nvlinks": 1,
-            "bw_per_nvlink": 2 * one.intra.bandwidth_bytes_per_s, "nvlink_util": share["nvlink_util"],
-            "num_ibroce_ports": one.devices_per_node, "ibroce_bw": 2 * one.inter.bandwidth_bytes_per_s,
-            "ibroce_util": share["nic_util"], "ar_perc_intra": 1.0 if one.nodes == 1 else share["ar_perc_intra"],
-        })  # fmt: skip
+    for cluster in clusters:
+        device = cluster.device
+        row = shares | {
+            "name": cluster.name,
+            "gpu": device.name,
+            "num_devices": cluster.world_size,
+            "num_nodes": cluster.nodes,
+            "f32_flops": device.peak_flops.get("tf32", device.peak_flops.get("fp32", math.nan)),
+            "f16_flops": device.peak("bf16"),
+            "mem_cap": device.memory_bytes,
+            "mem_bw": device.memory_bandwidth_bytes_per_s,
+            "num_nvlinks": 1,
+            "bw_per_nvlink": 2 * cluster.intra.bandwidth_bytes_per_s,
+            "num_ibroce_ports": cluster.devices_per_node,
+            "ibroce_bw": 2 * cluster.inter.bandwidth_bytes_per_s,
+        }
+        rows.append(row | ({"ar_perc_intra": 1.0} if cluster.nodes == 1 else {}))
     return pd.DataFrame(rows)
 
 
 def cases(
-    models: Sequence[str], strategies: Sequence[str], names: Sequence[str], task: str = "pretrain",
+    models: Sequence[str],
+    strategies: Sequence[str],
+    names: Sequence[str],
+    task: str = "pretrain",
     global_batch: float | None = None,
-) -> pd.DataFrame:  # fmt: skip
+) -> pd.DataFrame:
     """Every model under every strategy on every system, with the batch of the release unless one is given."""
-    kinds = suite().set_index("name")["type"]
-    rows = [
-        {"model": model, "type": kinds[model], "system": name, "task": task, "dense_strategy": strategy,
-         "global_batch": global_batch or _BATCH[kinds[model].split("_")[0]]}
-        for model in models for name in names for strategy in strategies
-    ]  # fmt: skip
-    return pd.DataFrame(rows)
+    rows = product(models, names, strategies)
+    table = pd.DataFrame(rows, columns=["model", "system", "dense_strategy"]).assign(task=task)
+    table["type"] = table["model"].map(suite().set_index("name")["type"])
+    table["global_batch"] = global_batch or table["type"].str.partition("_")[0].map(_BATCH)
+    return table
 
 
-def steps(cases: pd.DataFrame, systems: pd.DataFrame, *, rules: str | Rules = "released") -> pd.DataFrame:
+def steps(cases: pd.DataFrame, systems: pd.DataFrame, *, rules: str | MadmaxRules = "released") -> pd.DataFrame:
     """`evaluate` of the suite's models, with the memory needed and there, whether it fits, and the gain over fsdp.
 
     Memory: 3 x weights in training (the artifact's rule), 1 x in inference (ours). gain: throughput over that of fsdp
@@ -139,7 +145,7 @@ def steps(cases: pd.DataFrame, systems: pd.DataFrame, *, rules: str | Rules = "r
     fsdp = table[table["dense_strategy"] == "fsdp"].set_index(_SAME)["throughput_samples_per_s"]
     base = fsdp.reindex(pd.MultiIndex.from_frame(table[_SAME])).to_numpy()
     table["gain"] = table["throughput_samples_per_s"] / base
-    return with_origin(table)
+    return released(table)
 
 
 def best(table: pd.DataFrame) -> pd.DataFrame:
@@ -148,7 +154,7 @@ def best(table: pd.DataFrame) -> pd.DataFrame:
     for limit, rows in (("memory", table[table["fits"]]), ("none", table)):
         fastest = rows.groupby(_SAME, sort=False)["throughput_samples_per_s"].idxmax()
         parts.append(table.loc[fastest].assign(limit=limit))
-    return with_origin(pd.concat(parts, ignore_index=True))
+    return released(pd.concat(parts, ignore_index=True))
 
 
 def class_strategies(model: str, name: str, devices: int) -> pd.DataFrame:

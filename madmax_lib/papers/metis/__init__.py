@@ -7,19 +7,19 @@ from madmax_lib.doors import open_room
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from madmax_lib.papers.metis.defects import DEFECTS as DEFECTS, defect_table as defect_table
     from madmax_lib.papers.metis.generate import generate_profiles as generate_profiles
     from madmax_lib.papers.metis.plots import (
-        defect_choices as defect_choices,
         plot_defects as plot_defects,
         plot_orders as plot_orders,
         plot_profile_choice as plot_profile_choice,
         plot_search_time as plot_search_time,
         plot_training as plot_training,
-        training_logs as training_logs,
     )
     from madmax_lib.papers.metis.studies import (
         NODE_ORDERS as NODE_ORDERS,
         data_and_tensor as data_and_tensor,
+        defect_choices as defect_choices,
         defect_shares as defect_shares,
         model_profiles as model_profiles,
         nodes_of as nodes_of,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         search_times as search_times,
         table1 as table1,
         table1_errors as table1_errors,
-        uniform as uniform,
+        training_logs as training_logs,
     )
     from madmax_lib.papers.metis.walk import SearchResult as SearchResult, search as search
 

@@ -1,17 +1,16 @@
 """What do profiles look like for more layers, larger batches, higher degrees and slower GPUs than were measured?
 
-Nine measured files of an A100 (`data/metis_profiles.csv`) scaled as the script of Metis' fork does
+Nine measured files of an A100 (`data/profiles.csv`) scaled as the script of Metis' fork does
 (github.com/livingshade/Metis, behaviour recorded): in its order of operations, so that the numbers are its own.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from importlib.resources import files
 
+from madmax_lib import catalog
 from madmax_lib.planner.hetero.profiles import TIMES, LayerProfile, Profiles, plain_sum
 
 __all__ = ["generate_profiles"]
@@ -34,27 +33,25 @@ def generate_profiles(
         raise ValueError(f"layers={layers}, most={most}: at least 3 layers and a batch of 1")
     if memory not in ("fork", "upstream"):
         raise ValueError(f"memory={memory!r} is not one of fork, upstream")
-    made = {(profile.tp, profile.batch): profile for profile in _measured(layers, memory)}
+    scaled = {(profile.tp, profile.batch): profile for profile in _measured(layers, memory)}
     for tp in (1, 2, 4):
         batch = 4
         while batch < most:
-            made[tp, 2 * batch] = _scaled(made[tp, batch], 2.0, batch=2 * batch)
+            scaled[tp, 2 * batch] = _scaled(scaled[tp, batch], 2.0, batch=2 * batch)
             batch *= 2
     for batch in (2**k for k in range(int(math.log2(most)) + 1)):
         tp = 4
         while tp < most:
-            made[2 * tp, batch] = _scaled(made[tp, batch], 0.5, tp=2 * tp)
+            scaled[2 * tp, batch] = _scaled(scaled[tp, batch], 0.5, tp=2 * tp)
             tp *= 2
     factors = {"A100": 1.0, "V100": 3.5} if slowdown is None else slowdown
-    every = [_slower(profile, device, factor) for device, factor in factors.items() for profile in made.values()]
+    every = [_slower(profile, device, factor) for device, factor in factors.items() for profile in scaled.values()]
     return Profiles({(p.device, p.tp, p.batch): p for p in sorted(every, key=lambda p: p.name)})
 
 
 def _measured(layers: int, memory: str) -> Iterable[LayerProfile]:
     """The nine measured files with their middle layer repeated."""
-    with (files("madmax_lib") / "data" / "metis_profiles.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
+    for row in catalog.table("papers/metis/profiles").to_dict("records"):
         key = {"device": row.pop("device"), "tp": int(row.pop("tp")), "batch": int(row.pop("batch"))}
         source_layers, _ = int(row.pop("layers")), row.pop("source")
         value = {name: float(text) for name, text in row.items()}
@@ -67,11 +64,15 @@ def _measured(layers: int, memory: str) -> Iterable[LayerProfile]:
             "embedding_ms": value["embedding_all_reduce_ms"],
             "optimizer_ms": value["optimizer_ms"] / source_layers * layers,
         }
-        memory_mb = _stretch(value, f"memory_{memory}_mb", layers)
-        parameters_bytes = _stretch(value, "parameters_bytes", layers)
-        total_ms = plain_sum(times.values())
-        yield LayerProfile(**key, layer_ms=layer_ms, memory_mb=memory_mb, parameters_bytes=parameters_bytes,
-                           total_ms=total_ms, between_ms=between_ms, **times)  # fmt: skip
+        yield LayerProfile(
+            **key,
+            **times,
+            layer_ms=layer_ms,
+            memory_mb=_stretch(value, f"memory_{memory}_mb", layers),
+            parameters_bytes=_stretch(value, "parameters_bytes", layers),
+            total_ms=plain_sum(times.values()),
+            between_ms=between_ms,
+        )
 
 
 def _stretch(value: Mapping[str, float], name: str, layers: int) -> tuple[float, ...]:

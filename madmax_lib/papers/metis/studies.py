@@ -1,7 +1,7 @@
 """What of the Metis fork's paper follows from its public code and data?
 
-Table 1 and figure 1 of the report in github.com/livingshade/Metis (Shong, Liu, Yu), typed in `data/metis_*.csv`, beside
-our own runs of the search. Base is Metis, strategy is the fork's order of moves.
+Table 1 and figure 1 of the report in github.com/livingshade/Metis (Shong, Liu, Yu), typed in `data/`, beside our
+own runs of the search. Base is Metis, strategy is the fork's order of moves.
 """
 
 from __future__ import annotations
@@ -12,17 +12,29 @@ from itertools import pairwise
 
 import pandas as pd
 
+from madmax_lib.datasets import local_data
+from madmax_lib.papers.metis.defects import DEFECTS, first_listed
 from madmax_lib.papers.metis.generate import generate_profiles
-from madmax_lib.papers.metis.uniform import uniform_plans
 from madmax_lib.papers.metis.walk import SearchResult, search
-from madmax_lib.papers.origin import provenance, read_table
+from madmax_lib.papers.origin import read_table
+from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.profiles import Profiles
 
 __all__ = [
-    "NODE_ORDERS", "data_and_tensor", "defect_shares", "model_profiles", "nodes_of", "origin", "run_row", "run_rows",
-    "search_times", "table1", "table1_errors", "uniform",
-]  # fmt: skip
+    "NODE_ORDERS",
+    "data_and_tensor",
+    "defect_choices",
+    "defect_shares",
+    "model_profiles",
+    "nodes_of",
+    "run_row",
+    "run_rows",
+    "search_times",
+    "table1",
+    "table1_errors",
+    "training_logs",
+]
 
 NODE_ORDERS = (("A100", "V100"), ("V100", "A100"))
 _BATCH, _MODEL_PROFILE = 128, "A100_tp4_bs4"
@@ -30,17 +42,17 @@ _BATCH, _MODEL_PROFILE = 128, "A100_tp4_bs4"
 
 def table1() -> pd.DataFrame:
     """Table 1: row, layers, gpus, mode, steps, search_ms, cost_ms; original_cpu_s of the unmodified fork; source."""
-    return read_table("metis_published.csv").copy()
+    return read_table("metis/published").copy()
 
 
 def search_times() -> pd.DataFrame:
     """Figure 1 as published: layers, gpus, search_s."""
-    return read_table("metis_search_time.csv").copy()
+    return read_table("metis/search_time").copy()
 
 
 def data_and_tensor() -> pd.DataFrame:
     """Two training runs on two P100, summarised: median_ms of an iteration, losses and learning-rate schedules."""
-    return read_table("metis_dp_tp.csv").copy()
+    return read_table("metis/dp_tp").copy()
 
 
 def nodes_of(gpus: int) -> list[Node]:
@@ -53,28 +65,44 @@ def run_row(
     layers: int, gpus: int, node_order: tuple[str, ...], mode: str, model_profile: str = _MODEL_PROFILE
 ) -> SearchResult:
     """One search of the table. mode: "base" or "strategy"."""
-    return search(_profiles(layers), nodes_of(gpus), layers=layers, global_batch=_BATCH, node_order=node_order,
-                  model_profile=model_profile, strategy=mode == "strategy", max_permute_len=128, max_tp=128,
-                  max_bs=128)  # fmt: skip
+    return search(
+        _profiles(layers),
+        nodes_of(gpus),
+        layers=layers,
+        global_batch=_BATCH,
+        node_order=node_order,
+        model_profile=model_profile,
+        strategy=mode == "strategy",
+        max_permute_len=128,
+        max_tp=128,
+        max_bs=128,
+    )
 
 
 def run_rows(rows: Iterable[int]) -> pd.DataFrame:
     """Each row of table 1 in both orders of the GPU types: the published columns, node_order and ours.
 
-    Ours: our_steps, our_cost_ms, our_plans, best (text of the best plan), counted (stages in its cost), our_search_ms.
+    Ours: our_steps, our_cost_ms, our_plans, best (text of the best plan), stages, counted (stages in its cost),
+    our_search_ms.
     """
-    found = []
-    for row in table1()[lambda table: table["row"].isin(list(rows))].to_dict("records"):
+    published, runs = table1(), []
+    for row in published[published["row"].isin(list(rows))].to_dict("records"):
         for order in NODE_ORDERS:
             result = run_row(row["layers"], row["gpus"], order, row["mode"])
             best = result.plans.iloc[0]
             stages = zip(best["device_groups"], best["strategies"], strict=True)
-            text = ", ".join(f"{gpus} GPUs dp {dp} tp {tp}" for gpus, (dp, tp) in stages)
-            found.append({**row, "node_order": f"{order[0]} first", "our_steps": result.count,
-                          "our_cost_ms": result.best_cost_ms, "our_plans": result.costed_plans, "best": text,
-                          "stages": len(best["device_groups"]), "counted": best["num_stage_used_for_cost"],
-                          "our_search_ms": 1e3 * result.seconds_mean})  # fmt: skip
-    return pd.DataFrame(found)
+            ours = {
+                "node_order": f"{order[0]} first",
+                "our_steps": result.count,
+                "our_cost_ms": result.best_cost_ms,
+                "our_plans": result.costed_plans,
+                "best": ", ".join(f"{gpus} GPUs dp {dp} tp {tp}" for gpus, (dp, tp) in stages),
+                "stages": len(best["device_groups"]),
+                "counted": best["num_stage_used_for_cost"],
+                "our_search_ms": 1e3 * result.seconds_mean,
+            }
+            runs.append(row | ours)
+    return pd.DataFrame(runs)
 
 
 def table1_errors(runs: pd.DataFrame) -> pd.DataFrame:
@@ -84,59 +112,79 @@ def table1_errors(runs: pd.DataFrame) -> pd.DataFrame:
     """
     error = (runs["our_cost_ms"] / runs["cost_ms"] - 1).abs()
     near = runs.loc[error.groupby([runs["row"], runs["mode"]]).idxmin()].reset_index(drop=True)
-    times = near.pivot(index="row", columns="mode", values=["search_ms", "our_search_ms"])
-    ratios = pd.DataFrame({
-        "time_ratio": times["search_ms"]["base"] / times["search_ms"]["strategy"],
-        "our_time_ratio": times["our_search_ms"]["base"] / times["our_search_ms"]["strategy"],
-    })  # fmt: skip
     near["steps_error"] = near["our_steps"] / near["steps"] - 1
     near["cost_error"] = near["our_cost_ms"] / near["cost_ms"] - 1
-    columns = ["row", "layers", "gpus", "mode", "steps", "our_steps", "steps_error", "cost_ms", "our_cost_ms",
-               "cost_error", "node_order"]  # fmt: skip
-    return near[columns].merge(ratios, left_on="row", right_index=True)
+    for ratio, name in (("time_ratio", "search_ms"), ("our_time_ratio", "our_search_ms")):
+        times_ms = near.pivot(index="row", columns="mode", values=name)
+        near[ratio] = near["row"].map(times_ms["base"] / times_ms["strategy"])
+    names = "row layers gpus mode steps our_steps steps_error cost_ms our_cost_ms cost_error node_order"
+    return near[[*names.split(), "time_ratio", "our_time_ratio"]]
 
 
 def defect_shares(result: SearchResult, layers: int) -> pd.DataFrame:
     """Share of the costed plans of a search with each defect: defect, plans, share."""
     plans = result.plans
     cuts, stages = plans["layer_partition"], plans["device_groups"].map(len)
-    flags = {
+    has_defect = {
         "stages left out of the cost (E1)": plans["num_stage_used_for_cost"] < stages,
         "layers in no stage (E2)": cuts.map(lambda cuts: cuts[-1] < layers),
         "stages without layers (E3)": cuts.map(lambda cuts: any(x == y for x, y in pairwise(cuts))),
     }
-    rows = [{"defect": name, "plans": int(flag.sum()), "share": flag.mean()} for name, flag in flags.items()]
-    return pd.DataFrame(rows)
+    rows = [(name, int(flags.sum()), flags.mean()) for name, flags in has_defect.items()]
+    return pd.DataFrame(rows, columns=["defect", "plans", "share"])
 
 
 def model_profiles(layers: int, gpus: int, node_order: tuple[str, ...]) -> pd.DataFrame:
-    """Best cost by the profile that happens to be listed first: model_profile, optimizer_ms, cost_ms, node_order.
-
-    One profile stands for all with the same optimizer and batch generator times, of which the rest follows.
-    """
-    profiles = _profiles(layers)
-    distinct = {(p.optimizer_ms, p.batch_generator_ms): p for p in reversed(list(profiles.table.values()))}
+    """Best cost by the profile that happens to be listed first: model_profile, optimizer_ms, cost_ms, node_order."""
     rows = []
-    for profile in distinct.values():
+    for profile in first_listed(_profiles(layers)):
         name = profile.name.removeprefix("DeviceType.")
-        best = run_row(layers, gpus, node_order, "base", name).best_cost_ms
-        rows.append({"model_profile": name, "optimizer_ms": profile.optimizer_ms, "cost_ms": best,
-                     "node_order": f"{node_order[0]} first"})  # fmt: skip
-    return pd.DataFrame(rows).sort_values("cost_ms", ignore_index=True)
+        best_ms = run_row(layers, gpus, node_order, "base", name).best_cost_ms
+        rows.append((name, profile.optimizer_ms, best_ms, f"{node_order[0]} first"))
+    table = pd.DataFrame(rows, columns=["model_profile", "optimizer_ms", "cost_ms", "node_order"])
+    return table.sort_values("cost_ms", ignore_index=True)
 
 
-def uniform(layers: int, gpus: int) -> pd.DataFrame:
-    """Uniform plans (`metis.uniform`) on A100 in nodes of four, with the memory table that falls with tp."""
-    profiles, nodes = generate_profiles(layers, memory="upstream"), nodes_of(2 * gpus)[gpus // 4 :]
-    return uniform_plans(profiles, nodes, layers=layers, global_batch=_BATCH, model_profile=_MODEL_PROFILE, max_tp=8,
-                         max_bs=16)  # fmt: skip
+def defect_choices(plans: pd.DataFrame, layers: int, gpus: int) -> pd.DataFrame:
+    """Which of Metis' plans looks best with one defect alone, and what it really costs.
+
+    Columns: defect, what, chosen (text), believed_ms (with the defect), correct_ms (without; infinite where a GPU lacks
+    memory) and best_correct_ms (of the best plan in the list). Memory counts for E6 only, by the profiles' own table.
+    """
+    profiles, rows = _profiles(layers), []
+    for name, cost in DEFECTS.items():
+        given = hetero.problem(
+            profiles=profiles, cluster=nodes_of(gpus), global_batch=_BATCH, memory_factor=float(name == "E6")
+        )
+        believed_s = [cost(plan, given, profiles.named(None)).total_s() for _, plan in plans.iterrows()]
+        correct_ms = [hetero.cost_of(plan, given) for _, plan in plans.iterrows()]
+        chosen = believed_s.index(min(believed_s))
+        text = _plan_text(plans.iloc[chosen])
+        rows.append((name, cost.what, text, 1e3 * believed_s[chosen], correct_ms[chosen], min(correct_ms)))
+    return pd.DataFrame(rows, columns=["defect", "what", "chosen", "believed_ms", "correct_ms", "best_correct_ms"])
 
 
-def origin(*names: str) -> dict:
-    """Attributes of a table made from these files of the data folder: their names and sha256."""
-    return {"provenance": provenance(*names, rules="Metis as released")}
+def training_logs() -> pd.DataFrame | None:
+    """The two logs of figure 3: run (DP or TP), elapsed_s, loss; None after saying that they were not found."""
+    runs = []
+    for run, name in (("DP", "fig3_tp1_dp2.csv"), ("TP", "fig3_tp2_dp1.csv")):
+        try:
+            log = pd.read_csv(local_data(f"metis/{name}"))
+        except FileNotFoundError as reason:
+            print(f"skipped the training curves of figure 3: {reason}")
+            return None
+        runs.append(pd.DataFrame({"run": run, "elapsed_s": log["elapsed_ms"].cumsum() / 1e3, "loss": log["lm_loss"]}))
+    return pd.concat(runs, ignore_index=True)
 
 
 @lru_cache
 def _profiles(layers: int) -> Profiles:
     return generate_profiles(layers)
+
+
+def _plan_text(plan: pd.Series) -> str:
+    stages = zip(plan["device_groups"], plan["strategies"], strict=True)
+    degrees = ", ".join(f"{gpus}: dp {dp} tp {tp}" for gpus, (dp, tp) in stages)
+    types = " then ".join(plan["node_sequence"])
+    batches = "1 batch" if plan["batches"] == 1 else f"{plan['batches']} batches"
+    return f"{types}; {degrees}; layers {plan['layer_partition']}; {batches}"

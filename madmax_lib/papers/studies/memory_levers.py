@@ -14,8 +14,7 @@ from madmax_lib import catalog
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.memory.memory import memory
-from madmax_lib.simulator.offload.fits import fits
-from madmax_lib.simulator.offload.largest import gpt_shape
+from madmax_lib.simulator.offload.fits import fits, gpt_shape
 from madmax_lib.simulator.offload.placement import PLACES, Policy
 from madmax_lib.specs import Cluster, Transformer
 

@@ -14,12 +14,12 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
+from madmax_lib.case import Case
 from madmax_lib.papers.origin import with_origin
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import estimate, work_of
-from madmax_lib.simulator.offload.fits import fits
+from madmax_lib.simulator.offload.fits import fits, gpt_shape, largest_model
 from madmax_lib.simulator.offload.hosts import rates
-from madmax_lib.simulator.offload.largest import gpt_shape, largest_model
 from madmax_lib.simulator.offload.offload import best_offload, offload_times
 from madmax_lib.simulator.offload.placement import METHODS, Policy, normalised, split_of
 from madmax_lib.simulator.rates.parameters import shipped
@@ -123,7 +123,7 @@ def _host_busy_s(model: Transformer, cluster: Cluster, plan: Plan, share: float)
     """Seconds of CPU Adam in a step."""
     if plan.offload is None:
         return 0.0
-    plan = normalised(plan, model, "fp16")
+    plan = normalised(Case(model, cluster, plan, dtype="fp16")).plan
     owned = model.parameters / (plan.dp if plan.zero else 1)
     return rates(cluster).adam_s(float(split_of(METHODS[plan.offload], share).states) * owned)
 
@@ -149,10 +149,10 @@ def share_table(model: Transformer, cluster: Cluster, plan: Plan, *, global_batc
 
     Columns of `OffloadTimes`.
     """
-    plan = normalised(plan, model, "fp16")
-    work = work_of(model, cluster, plan, global_batch, dtype="fp16")
-    times = offload_times(model, cluster, plan, work, shipped(), np.linspace(0, 1, 101), global_batch=global_batch)
-    _, best = best_offload(model, cluster, plan, work, shipped(), global_batch=global_batch, dtype="fp16")
+    case = normalised(Case(model, cluster, plan, global_batch, dtype="fp16"))
+    work = work_of(model, cluster, case.plan, global_batch, dtype="fp16")
+    times = offload_times(case, work, shipped(), np.linspace(0, 1, 101))
+    _, best = best_offload(case, work, shipped())
     table = pd.DataFrame(vars(times))
     table.attrs["best"] = float(best.share[0])
     return table

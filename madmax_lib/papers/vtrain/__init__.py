@@ -7,7 +7,6 @@ from madmax_lib.doors import open_room
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from madmax_lib.papers.vtrain import scheduling as scheduling
     from madmax_lib.papers.vtrain.comm import (
         RINGS as RINGS,
         Nccl as Nccl,
@@ -15,25 +14,17 @@ if TYPE_CHECKING:
         load_nccl as load_nccl,
     )
     from madmax_lib.papers.vtrain.config import Config as Config, load_config as load_config
-    from madmax_lib.papers.vtrain.fit import (
-        Profile as Profile,
-        data_parallel_pairs as data_parallel_pairs,
-        fit as fit,
-        predict as predict,
-    )
+    from madmax_lib.papers.vtrain.fit import data_parallel_pairs as data_parallel_pairs, fit as fit, predict as predict
     from madmax_lib.papers.vtrain.formulas import (
         cross_validate as cross_validate,
-        fit_formulas as fit_formulas,
         formula_operators as formula_operators,
     )
     from madmax_lib.papers.vtrain.graph import (
         Operators as Operators,
         iteration_s as iteration_s,
-        sweep as sweep,
         timeline as timeline,
     )
     from madmax_lib.papers.vtrain.plots import (
-        optional_local as optional_local,
         plot_compute_optimal as plot_compute_optimal,
         plot_costs as plot_costs,
         plot_layouts as plot_layouts,
@@ -44,36 +35,26 @@ if TYPE_CHECKING:
         plot_seed as plot_seed,
         plot_space as plot_space,
     )
-    from madmax_lib.papers.vtrain.rules import (
-        CORRECTED as CORRECTED,
-        RELEASED as RELEASED,
-        Rules as Rules,
-        parse_rules as parse_rules,
-    )
+    from madmax_lib.papers.vtrain.rules import CORRECTED as CORRECTED, RELEASED as RELEASED, VTrainRules as VTrainRules
+    from madmax_lib.papers.vtrain.scheduling import scheduling_study as scheduling_study
     from madmax_lib.papers.vtrain.seed import (
+        SEED as SEED,
         as_meant as as_meant,
         communication as communication,
         kernel_rates as kernel_rates,
         unit_findings as unit_findings,
     )
     from madmax_lib.papers.vtrain.studies import (
-        SEED as SEED,
         claims as claims,
         compute_optimal as compute_optimal,
         design_space as design_space,
         layouts as layouts,
-        plan_grid as plan_grid,
+        optional_local as optional_local,
         plan_table as plan_table,
         published as published,
         rule_effects as rule_effects,
         seed_predictions as seed_predictions,
         seed_steps as seed_steps,
-        steps as steps,
-    )
-    from madmax_lib.papers.vtrain.trace import (
-        export as export,
-        load_trace as load_trace,
-        trace_operators as trace_operators,
     )
 
 __all__ = open_room(__name__)

@@ -2,7 +2,7 @@
 
 A tensor-parallel group reduces its activations twice in each pass of a layer, a data-parallel group the whole fp16
 gradient of a pipeline stage once. As vTrain [Bang et al., MICRO 2024] does it (behaviour recorded); where it deviates
-from what one would expect, `Rules` has a switch. All functions broadcast over the arrays of a `Shape`.
+from what one would expect, `VTrainRules` has a switch. All functions broadcast over the arrays of a `Shape`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.papers.vtrain.config import Config, Shape
-from madmax_lib.papers.vtrain.rules import Rules, parse_rules
+from madmax_lib.papers.vtrain.rules import VTrainRules, parse_rules
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["RINGS", "Nccl", "activation_bytes", "communication_s", "gradient_bytes", "gradient_s", "load_nccl",
-           "send_s", "tensor_s"]  # fmt: skip
+__all__ = ["RINGS", "Nccl", "communication_s", "gradient_s", "load_nccl", "send_s", "tensor_s"]
 
 _MIB = 2**20
 _NAME = re.compile(r"AR_GPU(\d+)_1M_(\d+)M_LUT(?:\.csv)?")
@@ -29,7 +28,11 @@ _NICS, _GPUS_PER_NIC = 4, 2  # of a node, as vTrain counts them whatever node_si
 
 @dataclass(frozen=True)
 class Nccl:
-    """Measured all-reduces: in-place seconds (sizes,) by group size, at 1, 2, 3, ... MiB; bus bandwidth at the end."""
+    """Measured all-reduces of one kind of GPU, by group size.
+
+    duration_s: in place, seconds (sizes,) at 1, 2, 3, ... MiB.
+    bus_gb_per_s: bus bandwidth at the largest size.
+    """
 
     duration_s: Mapping[int, np.ndarray]
     bus_gb_per_s: Mapping[int, float]
@@ -44,14 +47,14 @@ def load_nccl(directory: str | Path) -> Nccl:
     Raises FileNotFoundError for a folder without tables, ValueError for a table with other columns or sizes.
     """
     directory = Path(directory)
-    found = {int(m[1]): path for path in sorted(directory.glob("AR_GPU*")) if (m := _NAME.fullmatch(path.name))}
-    if not found:
+    paths = {int(m[1]): path for path in sorted(directory.glob("AR_GPU*")) if (m := _NAME.fullmatch(path.name))}
+    if not paths:
         inner = sorted(path.name for path in directory.glob("*") if any(path.glob("AR_GPU*")))
         hint = f"; it has folders of GPUs: {', '.join(inner)}" if inner else ""
         raise FileNotFoundError(f"{directory}: no AR_GPU<n>_1M_<m>M_LUT tables{hint}")
-    tables = {ranks: _read(path) for ranks, path in found.items()}
-    return Nccl({n: table[:, 5] / NS_PER_S for n, table in tables.items()},
-                {n: float(table[-1, 6]) for n, table in tables.items()})  # fmt: skip
+    tables = {ranks: _read(path) for ranks, path in paths.items()}
+    duration_s = {ranks: table[:, 5] / NS_PER_S for ranks, table in tables.items()}
+    return Nccl(duration_s, {ranks: float(table[-1, 6]) for ranks, table in tables.items()})
 
 
 def _read(path: Path) -> np.ndarray:
@@ -66,53 +69,34 @@ def _read(path: Path) -> np.ndarray:
     return values
 
 
-def activation_bytes(shape: Shape):
-    """fp16 activations of a micro-batch: what tensor parallelism reduces and a pipeline stage sends."""
-    return 2 * shape.micro_batch * shape.sequence * shape.hidden
-
-
-def gradient_bytes(shape: Shape, *, first: bool, last: bool):
-    """fp16 gradient of a pipeline stage: its layers, token and position embedding on the first, output on the last.
-
-    >>> gradient_bytes(Shape(1, 2, 4, 1, 2, 16, 1024, 1024), first=True, last=False) / 2**20
-    196.259765625
-    """
-    h, t = shape.hidden, shape.tp
-    attention = 3 * h * (h // t) + (3 * h) // t + h * (h // t) + h
-    feed_forward = h * (4 * h // t) + (4 * h) // t + 4 * h * (h // t) + h
-    vocabulary = (shape.vocab // t) * h
-    ends = first * (vocabulary + shape.sequence * h) + last * vocabulary
-    return 2 * (shape.layers // shape.pp * (4 * h + attention + feed_forward) + ends)
-
-
-def tensor_s(shape: Shape, nccl: Nccl, rules: Rules):
+def tensor_s(shape: Shape, nccl: Nccl, rules: VTrainRules):
     """Seconds of one all-reduce of a tensor-parallel group."""
     leaves_node = rules.node_aware & (np.asarray(shape.tp) > shape.node_size)
-    return _all_reduce_s(shape, nccl, rules, shape.tp, activation_bytes(shape), 1, leaves_node)
+    return _all_reduce_s(shape, nccl, rules, shape.tp, shape.activation_bytes, 1, leaves_node)
 
 
-def gradient_s(shape: Shape, nccl: Nccl, rules: Rules) -> tuple:
+def gradient_s(shape: Shape, nccl: Nccl, rules: VTrainRules) -> tuple:
     """Seconds of the gradient all-reduce of the first, a middle and the last stage, NaN where there is none."""
     tp, pp = np.asarray(shape.tp), np.asarray(shape.pp)
     leaves_node = tp * shape.dp > shape.node_size if rules.node_aware else tp >= shape.node_size
-    first, middle, last = (
-        _all_reduce_s(shape, nccl, rules, shape.dp, gradient_bytes(shape, first=a, last=b), tp, leaves_node)
-        for a, b in ((True, pp == 1), (False, False), (False, True))
-    )
+    ends = ((True, pp == 1), (False, False), (False, True))
+    sizes = (shape.gradient_bytes(first=first, last=last) for first, last in ends)
+    first, middle, last = (_all_reduce_s(shape, nccl, rules, shape.dp, size, tp, leaves_node) for size in sizes)
     return first, np.where(pp > 2, middle, np.nan), np.where(pp > 1, last, np.nan)
 
 
-def send_s(shape: Shape, rules: Rules):
+def send_s(shape: Shape, rules: VTrainRules):
     """Seconds that a pipeline stage is blocked by sending a micro-batch's activations or their gradient."""
-    s = shape
+    node_bytes_per_s = shape.inter_gbit_per_s * rules.giga / 8
     if not rules.node_aware:
-        return _GPUS_PER_NIC * activation_bytes(s) / (s.inter_gbit_per_s * rules.giga / 8 / _NICS)
-    outside = s.inter_gbit_per_s * rules.giga / 8 / s.node_size
-    inside = s.intra_gbyte_per_s * rules.giga
-    return activation_bytes(s) / np.where(np.asarray(s.tp) * s.dp * s.pp <= s.node_size, inside, outside)
+        return _GPUS_PER_NIC * shape.activation_bytes / (node_bytes_per_s / _NICS)
+    inside = np.asarray(shape.tp) * shape.dp * shape.pp <= shape.node_size
+    return shape.activation_bytes / np.where(
+        inside, shape.intra_gbyte_per_s * rules.giga, node_bytes_per_s / shape.node_size
+    )
 
 
-def communication_s(config: Config | Mapping, nccl: Nccl, rules: str | Rules = "released") -> float:
+def communication_s(config: Config | Mapping, nccl: Nccl, rules: str | VTrainRules = "released") -> float:
     """Seconds of all all-reduces of a step, summed over pipeline stages, as vTrain reports them for its stream Comm.
 
     Four per layer and micro-batch over the tensor-parallel group, one per stage over the data-parallel group; those
@@ -124,7 +108,7 @@ def communication_s(config: Config | Mapping, nccl: Nccl, rules: str | Rules = "
     return of_tensor + first + max(shape.pp - 2, 0) * middle + last
 
 
-def _all_reduce_s(shape: Shape, nccl: Nccl, rules: Rules, ranks, size_bytes, stride, leaves_node):
+def _all_reduce_s(shape: Shape, nccl: Nccl, rules: VTrainRules, ranks, size_bytes, stride, leaves_node):
     """Seconds of an all-reduce of ranks that are `stride` GPUs apart, by the network if it leaves the node."""
     ranks, size_bytes, stride, leaves_node = np.broadcast_arrays(ranks, size_bytes, stride, leaves_node)
     ring = 2 * (ranks - 1) / ranks
@@ -137,14 +121,14 @@ def _all_reduce_s(shape: Shape, nccl: Nccl, rules: Rules, ranks, size_bytes, str
     return np.where(ranks > 1, np.where(leaves_node, ring * size_bytes / rate, inside_s), 0.0)
 
 
-def _table_s(nccl: Nccl, ranks: int, size_bytes: np.ndarray, rules: Rules) -> np.ndarray:
+def _table_s(nccl: Nccl, ranks: int, size_bytes: np.ndarray, rules: VTrainRules) -> np.ndarray:
     """Seconds from the table of a group size, beyond its end from the bus bandwidth there."""
-    known, mib = nccl.duration_s[ranks], size_bytes / _MIB
+    table_s, mib = nccl.duration_s[ranks], size_bytes / _MIB
     ring = 2 * (ranks - 1) / ranks if rules.ring_factor else 1.0
     beyond = ring / (nccl.bus_gb_per_s[ranks] * rules.giga)
     if not rules.whole_mib:
-        inside = np.interp(mib, np.arange(1, len(known) + 1), known)
-        return np.where(mib > len(known), size_bytes * beyond, inside)
+        inside = np.interp(mib, np.arange(1, len(table_s) + 1), table_s)
+        return np.where(mib > len(table_s), size_bytes * beyond, inside)
     mib = np.rint(mib)
-    place = np.clip(mib, 1, len(known)).astype(int) - 1
-    return np.where(mib > len(known), mib * _MIB * beyond, np.where(mib < 1, 0.0, known[place]))
+    entry = np.clip(mib, 1, len(table_s)).astype(int) - 1
+    return np.where(mib > len(table_s), mib * _MIB * beyond, np.where(mib < 1, 0.0, table_s[entry]))

@@ -7,6 +7,7 @@ Fields, defaults and refusals of the loader of vTrain [Bang et al., MICRO 2024] 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -16,31 +17,36 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from madmax_lib.papers.vtrain.rules import Rules, parse_rules
+from madmax_lib.papers.vtrain.rules import VTrainRules, parse_rules
 from madmax_lib.plan import Plan
 from madmax_lib.specs import Transformer
 
 __all__ = ["TABLE", "Config", "Shape", "load_config", "shape_of"]
 
 _DEGREES = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
-TABLE = {  # columns of vTrain's ground-truth tables
-    "global_batch": "global batch", "micro_batch": "micro batch", "hidden": "hidden size", "heads": "attention heads",
-    "layers": "# layers", "sequence": "sequence length", "tp": "tensor parallelism", "dp": "data parallelism",
-    "pp": "pipeline parallelism",
-}  # fmt: skip
-_ALIASES = {  # columns of its tables and of seed 000's -> fields of a configuration
-    "# GPUs": "num_gpus", "global batch": "global_batch_size", "micro batch": "micro_batch_size",
-    "hidden size": "hidden_size", "attention heads": "num_attention_heads", "# layers": "num_layers",
-    "sequence length": "max_length", "tensor parallelism": "tensor_parallel_size",
-    "data parallelism": "data_parallel_size", "pipeline parallelism": "pipeline_parallel_size",
-    "inter_node_bandwidth_gbps": "inter_node_bandwidth", "intra_node_bandwidth_gbs": "intra_node_bandwidth",
-}  # fmt: skip
+_COLUMNS = (  # the name in `Shape`, in vTrain's ground-truth tables, in a configuration
+    ("global_batch", "global batch", "global_batch_size"),
+    ("micro_batch", "micro batch", "micro_batch_size"),
+    ("hidden", "hidden size", "hidden_size"),
+    ("heads", "attention heads", "num_attention_heads"),
+    ("layers", "# layers", "num_layers"),
+    ("sequence", "sequence length", "max_length"),
+    ("tp", "tensor parallelism", "tensor_parallel_size"),
+    ("dp", "data parallelism", "data_parallel_size"),
+    ("pp", "pipeline parallelism", "pipeline_parallel_size"),
+)
+TABLE = {name: column for name, column, _ in _COLUMNS}
+_ALIASES = {column: field for _, column, field in _COLUMNS} | {
+    "# GPUs": "num_gpus",
+    "inter_node_bandwidth_gbps": "inter_node_bandwidth",  # as seed 000's table names them
+    "intra_node_bandwidth_gbs": "intra_node_bandwidth",
+}
 
 
 class Shape(NamedTuple):
     """A training step to the formulas of vTrain: numbers, or arrays (n,) of a table's rows.
 
-    inter_gbit_per_s: of a node, intra_gbyte_per_s: of a GPU, in the units of the files; what G stands for is a rule.
+    Bandwidths are in the units of the files; what G stands for is a rule.
     """
 
     tp: int
@@ -52,36 +58,50 @@ class Shape(NamedTuple):
     hidden: int
     sequence: int
     vocab: int = 50257
-    inter_gbit_per_s: float = 800.0
-    intra_gbyte_per_s: float = 150.0
+    inter_gbit_per_s: float = 800.0  # of a node
+    intra_gbyte_per_s: float = 150.0  # of a GPU
     node_size: int = 8
+
+    @property
+    def activation_bytes(self):
+        """fp16 activations of a micro-batch: what tensor parallelism reduces and a pipeline stage sends."""
+        return 2 * self.micro_batch * self.sequence * self.hidden
+
+    def gradient_bytes(self, *, first: bool, last: bool):
+        """fp16 gradient of a pipeline stage: its layers, both embeddings on the first, the output matrix on the last.
+
+        >>> Shape(1, 2, 4, 1, 2, 16, 1024, 1024).gradient_bytes(first=True, last=False) / 2**20
+        196.259765625
+        """
+        h, t = self.hidden, self.tp
+        attention = 3 * h * (h // t) + (3 * h) // t + h * (h // t) + h
+        feed_forward = h * (4 * h // t) + (4 * h) // t + 4 * h * (h // t) + h
+        vocabulary = (self.vocab // t) * h
+        ends = first * (vocabulary + self.sequence * h) + last * vocabulary
+        return 2 * (self.layers // self.pp * (4 * h + attention + feed_forward) + ends)
 
 
 @dataclass(frozen=True)
 class Config:
-    """The fields of a configuration file with vTrain's defaults. Raises ValueError naming field, value and rule.
+    """The fields of a configuration file with vTrain's defaults. Raises ValueError naming field, value and rule."""
 
-    num_gpus 0 follows from the degrees; one degree of 0 follows from num_gpus. inter_node_bandwidth: Gb/s of a node.
-    intra_node_bandwidth: GB/s. node_size: GPUs of a node.
-    """
-
-    num_gpus: int = 0
+    num_gpus: int = 0  # 0 follows from the degrees
     gpu_name: str = "A100"
-    tensor_parallel_size: int = 0
+    tensor_parallel_size: int = 0  # one degree of 0 follows from num_gpus
     data_parallel_size: int = 0
     pipeline_parallel_size: int = 0
-    global_batch_size: int = 1920
+    global_batch_size: int = 1920  # samples
     micro_batch_size: int = 1
     num_layers: int = 105
     hidden_size: int = 20480
     num_attention_heads: int = 128
-    max_length: int = 2048
+    max_length: int = 2048  # tokens of a sample
     use_gradient_bucket: bool = False
-    use_checkpoint: bool = True
+    use_checkpoint: bool = True  # recompute the forward pass, see `VTrainRules.recompute`
     pipeline_scheduling: str = "1f1b"
-    inter_node_bandwidth: float = 800.0
-    intra_node_bandwidth: float = 150.0
-    node_size: int = 8
+    inter_node_bandwidth: float = 800.0  # Gb/s of a node
+    intra_node_bandwidth: float = 150.0  # GB/s of a GPU
+    node_size: int = 8  # GPUs of a node
     trace_path: str = "trace"
     model_arch: str = "ShardedGptModel"
     vocab_size: int = 50257
@@ -104,8 +124,9 @@ class Config:
         """What the formulas need."""
         t, d, p = (getattr(self, name) for name in _DEGREES)
         micro_batches = self.global_batch_size // (d * self.micro_batch_size)
-        return Shape(t, d, p, self.micro_batch_size, micro_batches, self.num_layers, self.hidden_size, self.max_length,
-                     self.vocab_size, self.inter_node_bandwidth, self.intra_node_bandwidth, self.node_size)  # fmt: skip
+        network = self.inter_node_bandwidth, self.intra_node_bandwidth, self.node_size
+        size = self.num_layers, self.hidden_size, self.max_length, self.vocab_size
+        return Shape(t, d, p, self.micro_batch_size, micro_batches, *size, *network)
 
     @property
     def plan(self) -> Plan:
@@ -117,17 +138,12 @@ class Config:
     @property
     def model(self) -> Transformer:
         """The model in the words of this library: a GPT with its own output matrix."""
-        name = f"gpt-h{self.hidden_size}-l{self.num_layers}"
-        return Transformer(name, self.num_layers, self.hidden_size, self.num_attention_heads, 4 * self.hidden_size,
-                           self.max_length, self.vocab_size, tied=False)  # fmt: skip
-
-    @property
-    def trace_name(self) -> str:
-        """File that vTrain profiles into; it does not tell sequence, heads, vocabulary or GPU."""
-        return f"trace_{self.hidden_size}_{self.tensor_parallel_size}_{self.micro_batch_size}"
+        h, layers = self.hidden_size, self.num_layers
+        size = layers, h, self.num_attention_heads, 4 * h, self.max_length, self.vocab_size
+        return Transformer(f"gpt-h{h}-l{layers}", *size, tied=False)
 
 
-def load_config(path: str | Path, *, derive_gpus: bool = False, rules: str | Rules = "corrected") -> Config:
+def load_config(path: str | Path, *, derive_gpus: bool = False, rules: str | VTrainRules = "corrected") -> Config:
     """A configuration from vTrain's JSON.
 
     derive_gpus: num_gpus becomes the product of the degrees; 285 of the 295 files of vTrain's case study need it.
@@ -156,17 +172,17 @@ def shape_of(table: pd.DataFrame) -> Shape:
     for name, values in columns.items():
         if len(bad := table.index[~((values >= 1) & (values % 1 == 0))]):
             raise ValueError(f"{TABLE[name]}={table.at[bad[0], TABLE[name]]} of row {bad[0]} is not a positive number")
-    c = {name: values.to_numpy(dtype="int64") for name, values in columns.items()}
-    share = c["dp"] * c["micro_batch"]
-    for what, whole, part in (("global batch", c["global_batch"], share), ("# layers", c["layers"], c["pp"])):
-        if len(bad := np.flatnonzero(whole % part)):
+    sizes = {name: values.to_numpy(dtype="int64") for name, values in columns.items()}
+    share = sizes["dp"] * sizes["micro_batch"]
+    for name, part in (("global_batch", share), ("layers", sizes["pp"])):
+        if len(bad := np.flatnonzero(sizes[name] % part)):
             rule = f"a multiple of {part[bad[0]]} (row {table.index[bad[0]]})"
-            raise ValueError(f"{what}={whole[bad[0]]} is not {rule}")
-    return Shape(c["tp"], c["dp"], c["pp"], c["micro_batch"], c["global_batch"] // share, c["layers"], c["hidden"],
-                 c["sequence"])  # fmt: skip
+            raise ValueError(f"{TABLE[name]}={sizes[name][bad[0]]} is not {rule}")
+    names = ("tp", "dp", "pp", "micro_batch", "layers", "hidden", "sequence")
+    return Shape(micro_batches=sizes["global_batch"] // share, **{name: sizes[name] for name in names})
 
 
-def _from_content(content: object, derive_gpus: bool, rules: Rules) -> Config:
+def _from_content(content: object, derive_gpus: bool, rules: VTrainRules) -> Config:
     if not isinstance(content, Mapping):
         raise ValueError("not a JSON object")
     if unknown := set(content) - {f.name for f in fields(Config)}:
@@ -200,9 +216,7 @@ def _fill_in(config: Config) -> None:
     """The one of num_gpus and the degrees that is 0; the degrees must multiply to num_gpus."""
     degrees = {name: getattr(config, name) for name in _DEGREES}
     open_degrees = [name for name, value in degrees.items() if not value]
-    known = 1
-    for value in degrees.values():
-        known *= value or 1
+    known = math.prod(value or 1 for value in degrees.values())
     if not config.num_gpus and not open_degrees:
         object.__setattr__(config, "num_gpus", known)
     elif config.num_gpus and len(open_degrees) == 1 and config.num_gpus % known == 0:
@@ -215,22 +229,20 @@ def _fill_in(config: Config) -> None:
 
 
 def _check(config: Config) -> None:
-    c = config
-    t, d, p = (getattr(c, name) for name in _DEGREES)
-    for name in ("global_batch_size", "micro_batch_size", "num_layers", "hidden_size", "num_attention_heads",
-                 "max_length", "node_size", "vocab_size"):  # fmt: skip
-        if getattr(c, name) < 1:
-            raise ValueError(f"{name}={getattr(c, name)} is not at least 1")
-    for what, whole, by, part in (
-        ("global_batch_size", c.global_batch_size, "data_parallel_size", d),
-        ("global_batch_size", c.global_batch_size, "micro_batch_size", c.micro_batch_size),
-        ("global_batch_size", c.global_batch_size, "data_parallel_size x micro_batch_size", d * c.micro_batch_size),
-        ("num_layers", c.num_layers, "pipeline_parallel_size", p),
-        ("hidden_size", c.hidden_size, "num_attention_heads", c.num_attention_heads),
-        ("num_attention_heads", c.num_attention_heads, "tensor_parallel_size", t),
+    for name in ("node_size", "vocab_size", *(field for _, _, field in _COLUMNS[:6])):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} is not at least 1")
+    for whole, parts in (
+        ("global_batch_size", ["data_parallel_size"]),
+        ("global_batch_size", ["micro_batch_size"]),
+        ("global_batch_size", ["data_parallel_size", "micro_batch_size"]),
+        ("num_layers", ["pipeline_parallel_size"]),
+        ("hidden_size", ["num_attention_heads"]),
+        ("num_attention_heads", ["tensor_parallel_size"]),
     ):
-        if whole % part:
-            raise ValueError(f"{what}={whole} is not a multiple of {by}={part}")
-    if c.pipeline_scheduling != "1f1b" or c.model_arch != "ShardedGptModel":
-        raise ValueError(f"pipeline_scheduling={c.pipeline_scheduling!r}, model_arch={c.model_arch!r}: vTrain has 1f1b "
-                         "and ShardedGptModel only")  # fmt: skip
+        size, part = getattr(config, whole), math.prod(getattr(config, name) for name in parts)
+        if size % part:
+            raise ValueError(f"{whole}={size} is not a multiple of {' x '.join(parts)}={part}")
+    if config.pipeline_scheduling != "1f1b" or config.model_arch != "ShardedGptModel":
+        choice = f"pipeline_scheduling={config.pipeline_scheduling!r}, model_arch={config.model_arch!r}"
+        raise ValueError(f"{choice}: vTrain has 1f1b and ShardedGptModel only")

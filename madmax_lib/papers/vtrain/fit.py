@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from madmax_lib.papers.vtrain.comm import Nccl, gradient_bytes, gradient_s, send_s, tensor_s
+from madmax_lib.papers.vtrain.comm import Nccl, gradient_s, send_s, tensor_s
 from madmax_lib.papers.vtrain.config import TABLE, Shape, shape_of
 from madmax_lib.papers.vtrain.graph import Operators
-from madmax_lib.papers.vtrain.rules import Rules, parse_rules
+from madmax_lib.papers.vtrain.rules import VTrainRules, parse_rules
 
-__all__ = ["CONSTANTS", "GROUP", "Group", "Profile", "data_parallel_pairs", "fit", "known_s", "predict", "terms"]
+__all__ = ["CONSTANTS", "GROUP", "Profile", "data_parallel_pairs", "fit", "network_s", "predict", "terms"]
 
 CONSTANTS = ("layer_s", "embedding_s", "output_s", "layer_update_s", "embedding_update_s")
 GROUP = ("hidden", "heads", "sequence", "tp", "micro_batch")
@@ -33,10 +33,14 @@ _SPAN = 1e-9  # singular values and residues below this share count as zero
 
 
 @dataclass(frozen=True)
-class Group:
-    """What the rows of one group tell. values: of CONSTANTS in seconds, meaningful in combinations inside `span` only.
+class OperatorFit:
+    """What the rows of one group tell about its operators.
 
-    scale, span: columns were divided by scale; the rows of span (rank, 5) are an orthonormal basis of what is known.
+    rows: number of rows.
+    values: of CONSTANTS in seconds (5,), meaningful only in the combinations inside `span`.
+    scale: by which the columns were divided (5,).
+    span: orthonormal basis of what is determined (rank, 5).
+    worst_s: largest residual of a row, in seconds.
     """
 
     rows: int
@@ -45,8 +49,13 @@ class Group:
     span: np.ndarray
     worst_s: float
 
+    @property
+    def determined(self) -> bool:
+        """Do the rows determine every constant?"""
+        return len(self.span) == len(CONSTANTS)
+
     def covers(self, terms: np.ndarray) -> np.ndarray:
-        """Does each row (n, 5) follow from what is known?"""
+        """Does each row (n, 5) follow from what is determined?"""
         scaled = terms / self.scale
         rest = scaled - scaled @ self.span.T @ self.span
         return np.linalg.norm(rest, axis=1) <= _SPAN * np.linalg.norm(scaled, axis=1)
@@ -54,23 +63,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Profile:
-    """The groups of a fit by (hidden, heads, sequence, tp, micro_batch), with the tables and rules they were fitted by.
+    """A fit by group (hidden, heads, sequence, tp, micro_batch), with the tables and rules it was made by."""
 
-    As a table: `profile.table`.
-    """
-
-    groups: dict[tuple[int, ...], Group]
+    groups: dict[tuple[int, ...], OperatorFit]
     nccl: Nccl
-    rules: Rules
+    rules: VTrainRules
 
     @property
     def table(self) -> pd.DataFrame:
         """One row per group: rows, rank, determined (rank 5), CONSTANTS (NaN unless determined), worst residual."""
         rows = []
         for key, group in self.groups.items():
-            rank = len(group.span)
-            values = group.values if rank == len(CONSTANTS) else np.full(len(CONSTANTS), np.nan)
-            rows.append((*key, group.rows, rank, rank == len(CONSTANTS), *values, group.worst_s))
+            values = group.values if group.determined else np.full(len(CONSTANTS), np.nan)
+            rows.append((*key, group.rows, len(group.span), group.determined, *values, group.worst_s))
         return pd.DataFrame(rows, columns=[*GROUP, "rows", "rank", "determined", *CONSTANTS, "worst_s"])
 
     def operators(self) -> dict[tuple[int, int, int], Operators]:
@@ -78,12 +83,11 @@ class Profile:
 
         The table does not show how a time is split into forward and backward: here a third is forward.
         """
-        rows = self.table[self.table["determined"]].to_dict("records")
-        return {(row["hidden"], row["tp"], row["micro_batch"]): Operators.of_totals(*(row[name] for name in CONSTANTS))
-                for row in rows}  # fmt: skip
+        times = {key: group.values.tolist() for key, group in self.groups.items() if group.determined}
+        return {(hidden, tp, b): Operators.of_totals(*values) for (hidden, _, _, tp, b), values in times.items()}
 
 
-def fit(table: pd.DataFrame, nccl: Nccl, rules: str | Rules = "released") -> Profile:
+def fit(table: pd.DataFrame, nccl: Nccl, rules: str | VTrainRules = "released") -> Profile:
     """The constants of each group that the rows determine.
 
     table: in the columns of vTrain's ground truth, with "iteration time (ms)". rules: of the all-reduces and sends;
@@ -96,7 +100,7 @@ def fit(table: pd.DataFrame, nccl: Nccl, rules: str | Rules = "released") -> Pro
     time_s = pd.to_numeric(table[TIME], errors="coerce").to_numpy(float) / 1e3
     if not (time_s > 0).all():
         raise ValueError(f"{TIME} of row {table.index[int(np.argmin(time_s > 0))]} is not a positive number")
-    rest_s, columns = time_s - known_s(shape, nccl, rules), terms(shape)
+    rest_s, columns = time_s - network_s(shape, nccl, rules), terms(shape)
     groups = {key: _solve(columns[rows], rest_s[rows]) for key, rows in _groups(table)}
     return Profile(groups, nccl, rules)
 
@@ -107,16 +111,16 @@ def predict(profile: Profile, table: pd.DataFrame) -> np.ndarray:
     table: in the columns of vTrain's ground truth; a time column is not looked at.
     """
     shape = shape_of(table)
-    known, columns = known_s(shape, profile.nccl, profile.rules), terms(shape)
+    rest_s, columns = network_s(shape, profile.nccl, profile.rules), terms(shape)
     result = np.full(len(table), np.nan)
     for key, rows in _groups(table):
         if group := profile.groups.get(key):
             covered = rows[group.covers(columns[rows])]
-            result[covered] = known[covered] + columns[covered] @ group.values
+            result[covered] = rest_s[covered] + columns[covered] @ group.values
     return result
 
 
-def data_parallel_pairs(table: pd.DataFrame, nccl: Nccl, rules: str | Rules = "released") -> pd.DataFrame:
+def data_parallel_pairs(table: pd.DataFrame, nccl: Nccl, rules: str | VTrainRules = "released") -> pd.DataFrame:
     """Pairs of rows that differ in data parallelism only, with as many sequences per replica.
 
     Columns: dp_1, dp_2, given_ms (difference of the table's times), table_ms (difference of two all-reduces), beyond
@@ -124,19 +128,21 @@ def data_parallel_pairs(table: pd.DataFrame, nccl: Nccl, rules: str | Rules = "r
     """
     rules, shape = parse_rules(rules), shape_of(table)
     gradient_ms = 1e3 * np.fmax.reduce(np.broadcast_arrays(*gradient_s(shape, nccl, rules)))
-    largest = np.fmax(*(gradient_bytes(shape, first=a, last=b) for a, b in ((True, shape.pp == 1), (False, True))))
-    rows = pd.DataFrame({**{name: table[TABLE[name]].to_numpy() for name in (*GROUP, "layers", "pp", "dp")},
-                         "micro_batches": shape.micro_batches, "time_ms": table[TIME].to_numpy(float),
-                         "gradient_ms": gradient_ms, "large": (largest > 1024.5 * 2**20) & (shape.dp > 1)})  # fmt: skip
+    ends = ((True, shape.pp == 1), (False, True))
+    largest = np.fmax(*(shape.gradient_bytes(first=first, last=last) for first, last in ends))
+    rows = pd.DataFrame({name: table[TABLE[name]].to_numpy() for name in (*GROUP, "layers", "pp", "dp")}).assign(
+        micro_batches=shape.micro_batches,
+        given_ms=table[TIME].to_numpy(float),
+        table_ms=gradient_ms,
+        beyond=(largest > 1024.5 * 2**20) & (shape.dp > 1),
+    )
     pairs = rows.merge(rows, on=[*GROUP, "layers", "pp", "micro_batches"], suffixes=("_1", "_2"))
     pairs = pairs[pairs["dp_1"] < pairs["dp_2"]].reset_index(drop=True)
-    return pd.DataFrame({
-        "dp_1": pairs["dp_1"], "dp_2": pairs["dp_2"], "given_ms": pairs["time_ms_2"] - pairs["time_ms_1"],
-        "table_ms": pairs["gradient_ms_2"] - pairs["gradient_ms_1"], "beyond": pairs["large_1"] | pairs["large_2"],
-    })  # fmt: skip
+    change = {name: pairs[f"{name}_2"] - pairs[f"{name}_1"] for name in ("given_ms", "table_ms")}
+    return pairs[["dp_1", "dp_2"]].assign(**change, beyond=pairs["beyond_1"] | pairs["beyond_2"])
 
 
-def known_s(shape: Shape, nccl: Nccl, rules: Rules) -> np.ndarray:
+def network_s(shape: Shape, nccl: Nccl, rules: VTrainRules) -> np.ndarray:
     """Seconds of a step (n,) that need no constant: all-reduces and sends on its longest path."""
     s = shape
     passes = (s.micro_batches + s.pp - 1) * (s.layers // s.pp)
@@ -156,15 +162,15 @@ def terms(shape: Shape) -> np.ndarray:
 def _groups(table: pd.DataFrame) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
     """(key, positions of its rows) of each group."""
     keys = np.stack([table[TABLE[name]].to_numpy(dtype="int64") for name in GROUP], axis=-1)
-    found, codes = np.unique(keys, axis=0, return_inverse=True)
-    for code, key in enumerate(found):
+    groups, codes = np.unique(keys, axis=0, return_inverse=True)
+    for code, key in enumerate(groups):
         yield tuple(key.tolist()), np.flatnonzero(codes.reshape(-1) == code)
 
 
-def _solve(columns: np.ndarray, rest_s: np.ndarray) -> Group:
+def _solve(columns: np.ndarray, rest_s: np.ndarray) -> OperatorFit:
     """Least squares with columns scaled to length 1; the smallest solution where the rank is not full."""
     scale = np.linalg.norm(columns, axis=0)
     left, size, span = np.linalg.svd(columns / scale, full_matrices=False)
     kept = size > _SPAN * size[0]
     values = (left[:, kept].T @ rest_s / size[kept]) @ span[kept] / scale
-    return Group(len(rest_s), values, scale, span[kept], float(np.abs(columns @ values - rest_s).max()))
+    return OperatorFit(len(rest_s), values, scale, span[kept], float(np.abs(columns @ values - rest_s).max()))

@@ -7,7 +7,7 @@ of whole steps, so shapes that were left out can be predicted, and models that n
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import pandas as pd
@@ -16,35 +16,35 @@ from scipy.optimize import least_squares
 from madmax_lib.catalog import device
 from madmax_lib.papers.vtrain.comm import Nccl, tensor_s
 from madmax_lib.papers.vtrain.config import TABLE, Config, Shape, shape_of
-from madmax_lib.papers.vtrain.fit import GROUP, TIME, known_s, terms
+from madmax_lib.papers.vtrain.fit import GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.graph import Operators
-from madmax_lib.papers.vtrain.rules import Rules, parse_rules
+from madmax_lib.papers.vtrain.rules import VTrainRules, parse_rules
 from madmax_lib.simulator.rates.compute import gemm_s, longer_of, optimizer_s, unfused_attention_s
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.specs import Device
 
 __all__ = ["Formulas", "cross_validate", "fit_formulas", "formula_operators", "operator_s", "step_s"]
 
-_BOUNDS = {"gemm_efficiency": (0.4, 0.9), "traffic": (0.5, 8.0), "floor_s": (1e-4, 1e-2), "update_traffic": (0.8, 3.0),
-           "unaligned": (1.0, 8.0)}  # fmt: skip
+_BOUNDS = {
+    "gemm_efficiency": (0.4, 0.9),
+    "traffic": (0.5, 8.0),
+    "floor_s": (1e-4, 1e-2),
+    "update_traffic": (0.8, 3.0),
+    "unaligned": (1.0, 8.0),
+}
 _SCALE = 0.05  # log residual at which soft-L1 turns from square to absolute
 _LOGIT_BYTES = 32  # per logit, forward and backward: 16-bit logits and gradient, fp32 copies of both in the loss
 
 
 @dataclass(frozen=True)
 class Formulas:
-    """What the operator formulas leave open; the defaults are fitted to vTrain's single-node table (A100).
+    """What the operator formulas leave open; the defaults are fitted to vTrain's single-node table (A100)."""
 
-    gemm_efficiency: of the 16-bit peak. traffic: of layer norms, dropout and activations over one fused pass. floor_s:
-    of a layer's kernels, forward and backward, however small they are. update_traffic: over 30 bytes per parameter.
-    unaligned: FLOPs of a product with a vocabulary whose share is not a multiple of 8, over those of an aligned one.
-    """
-
-    gemm_efficiency: float = 0.9
-    traffic: float = 4.2
-    floor_s: float = 3.2e-3
-    update_traffic: float = 1.6
-    unaligned: float = 3.1
+    gemm_efficiency: float = 0.9  # of the 16-bit peak
+    traffic: float = 4.2  # of layer norms, dropout and activations, over one fused pass
+    floor_s: float = 3.2e-3  # seconds of a layer's kernels, forward and backward, however small they are
+    update_traffic: float = 1.6  # over 30 bytes per parameter
+    unaligned: float = 3.1  # FLOPs with a vocabulary whose share is no multiple of 8, over those of an aligned one
 
 
 def operator_s(shape: Shape, heads, formulas: Formulas, machine: Device) -> np.ndarray:
@@ -55,8 +55,9 @@ def operator_s(shape: Shape, heads, formulas: Formulas, machine: Device) -> np.n
     weights, vocabulary = 12 * h * h / tp, shape.vocab // np.asarray(tp)
     operands = 2 * (tokens * (6 * h + 10 * h / tp) + weights)
     products = gemm_s(2 * tokens * weights, operands, rate, memory)
-    scores = unfused_attention_s(tokens, shape.sequence, heads / np.asarray(tp), h / heads, 0.4 * rate, memory,
-                                 f.traffic / 2)  # fmt: skip
+    scores = unfused_attention_s(
+        tokens, shape.sequence, heads / np.asarray(tp), h / heads, 0.4 * rate, memory, f.traffic / 2
+    )
     pointwise = f.traffic * tokens * (12 * h + 20 * h / tp) / memory
     layer = longer_of(3 * (products + scores + pointwise), f.floor_s)
     flops = 6 * tokens * vocabulary * h * np.where(vocabulary % 8 > 0, f.unaligned, 1.0)
@@ -80,7 +81,7 @@ def formula_operators(config: Config) -> Operators:
     return Operators.of_totals(*totals_s.tolist())
 
 
-def step_s(shape: Shape, times_s: np.ndarray, nccl: Nccl, rules: str | Rules = "corrected") -> np.ndarray:
+def step_s(shape: Shape, times_s: np.ndarray, nccl: Nccl, rules: str | VTrainRules = "corrected") -> np.ndarray:
     """Seconds of steps (n,) from operator times (n, 5) in closed form, for recompute "all" and "none".
 
     A recomputed forward pass waits for the gradient, so it makes the backward pass longer by a third of the layer and
@@ -88,9 +89,9 @@ def step_s(shape: Shape, times_s: np.ndarray, nccl: Nccl, rules: str | Rules = "
     """
     rules = parse_rules(rules)
     if rules.recompute == "not last":
-        raise ValueError("recompute='not last' has no closed form; use vtrain_graph.iteration_s")
+        raise ValueError("recompute='not last' has no closed form; use iteration_s")
     columns = terms(shape)
-    result = known_s(shape, nccl, rules) + (columns * times_s).sum(axis=-1)
+    result = network_s(shape, nccl, rules) + (columns * times_s).sum(axis=-1)
     if rules.recompute == "none":
         return result
     return result + columns[..., 0] * (times_s[..., 0] / 3 + 2 * tensor_s(shape, nccl, rules))
@@ -98,11 +99,11 @@ def step_s(shape: Shape, times_s: np.ndarray, nccl: Nccl, rules: str | Rules = "
 
 def fit_formulas(table: pd.DataFrame, nccl: Nccl) -> Formulas:
     """The open numbers from step times in the columns of vTrain's ground truth (A100), by the released rules."""
-    problem = _Problem(table, nccl)
+    problem = _StepFit(table, nccl)
     low, high = np.log(list(_BOUNDS.values())).T
-    begin = np.clip(np.log(list(asdict(Formulas()).values())), low + 1e-3, high - 1e-3)
-    found = least_squares(problem.residuals, begin, bounds=(low, high), loss="soft_l1", f_scale=_SCALE)
-    return _formulas(found.x)
+    begin = np.clip(np.log(astuple(Formulas())), low + 1e-3, high - 1e-3)
+    solution = least_squares(problem.residuals, begin, bounds=(low, high), loss="soft_l1", f_scale=_SCALE)
+    return _formulas(solution.x)
 
 
 def cross_validate(table: pd.DataFrame, nccl: Nccl) -> np.ndarray:
@@ -111,24 +112,24 @@ def cross_validate(table: pd.DataFrame, nccl: Nccl) -> np.ndarray:
     result = np.empty(len(table))
     for code in np.unique(codes):
         out = codes == code
-        result[out] = _Problem(table[out], nccl).predicted_s(fit_formulas(table[~out], nccl))
+        result[out] = _StepFit(table[out], nccl).predicted_s(fit_formulas(table[~out], nccl))
     return result
 
 
 def _formulas(point: np.ndarray) -> Formulas:
-    return Formulas(**dict(zip((f.name for f in fields(Formulas)), np.exp(point).tolist(), strict=True)))
+    return Formulas(*np.exp(point).tolist())
 
 
-class _Problem:
+class _StepFit:
     """Log residuals of whole steps; `point` are the logarithms of the formulas' numbers."""
 
     def __init__(self, table: pd.DataFrame, nccl: Nccl):
         self.shape, self.heads, self.machine = shape_of(table), table[TABLE["heads"]].to_numpy(), device("a100-80")
         self.time_s = table[TIME].to_numpy(float) / 1e3
-        self.known_s, self.terms = known_s(self.shape, nccl, parse_rules("released")), terms(self.shape)
+        self.network_s, self.terms = network_s(self.shape, nccl, parse_rules("released")), terms(self.shape)
 
     def predicted_s(self, formulas: Formulas) -> np.ndarray:
-        return self.known_s + (self.terms * operator_s(self.shape, self.heads, formulas, self.machine)).sum(axis=-1)
+        return self.network_s + (self.terms * operator_s(self.shape, self.heads, formulas, self.machine)).sum(axis=-1)
 
     def residuals(self, point: np.ndarray) -> np.ndarray:
         return np.log(self.predicted_s(_formulas(point)) / self.time_s)

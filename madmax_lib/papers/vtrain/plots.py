@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
-from madmax_lib.datasets import local_data
 from madmax_lib.papers.style import PAPER, bars, done, note, ours_and_paper, paper_marks
 from madmax_lib.view.drawing import COLORS, new_axes
 
-__all__ = ["optional_local", "plot_compute_optimal", "plot_costs", "plot_layouts", "plot_measured", "plot_pairs",
+__all__ = ["plot_compute_optimal", "plot_costs", "plot_layouts", "plot_measured", "plot_pairs",
            "plot_rules", "plot_scheduling", "plot_seed", "plot_space"]  # fmt: skip
 
 _TP_COLORS = {4: "#529d3f", 8: COLORS["compute"], 16: COLORS["comm"], 32: "#8d6bb8"}
 _TP_MARKS = {4: "o", 8: "s", 16: "^", 32: "D"}
 _DARK = "#4a4a4a"
-
-
-def optional_local(relative: str, what: str) -> Path | None:
-    """A file or folder of the data directories, or None after saying what is skipped."""
-    try:
-        return local_data(relative)
-    except FileNotFoundError as reason:
-        print(f"skipped {what}: {reason}")
-        return None
 
 
 def plot_pairs(pairs: pd.DataFrame, ax: Axes | None = None) -> Axes:

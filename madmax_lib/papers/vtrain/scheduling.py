@@ -2,15 +2,14 @@
 
 After the second case study of vTrain [Bang et al., MICRO 2024]: 1,024 GPUs, an elastic scheduler that gives every job
 the fewest GPUs that meet its deadline and the rest where it speeds up most, as ElasticFlow [Gu et al., ASPLOS 2023].
-Baselines know the throughputs of one plan per model, scaled by data parallelism; the other scheduler knows the fastest
-plan. The paper's jobs and baseline plans are not public: ours are generated from a seed, so only the trend compares.
+The paper's jobs and baseline plans are not public: ours are generated from a seed, so only the trend compares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from math import inf
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,7 @@ from madmax_lib.catalog import device, model
 from madmax_lib.papers.origin import with_origin
 from madmax_lib.papers.vtrain.studies import plan_grid, published, steps
 
-__all__ = ["Job", "Outcome", "changes", "job_trace", "schedule", "study", "throughputs"]
+__all__ = ["TrainingJob", "job_trace", "schedule", "scheduling_study", "throughputs"]
 
 MODELS = ("megatron-1.7b", "megatron-3.6b", "megatron-7.5b", "megatron-18b", "megatron-39b")
 SIZES = (8, 16, 32, 64, 128, 256, 512)
@@ -29,8 +28,8 @@ _SLACK_S = 1e-3  # rounding of times that add up
 
 
 @dataclass(frozen=True)
-class Job:
-    """Training of a model for a number of steps, asked for at arrival_s; deadline_s is a time, too."""
+class TrainingJob:
+    """Training of a model for a number of steps, between two points in time."""
 
     model: str
     arrival_s: float
@@ -38,14 +37,15 @@ class Job:
     deadline_s: float
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """end_s: of each job (n,), NaN for those that were refused. met: share of all jobs that ended in time."""
+@dataclass
+class _Running:
+    speeds: dict[int, float]  # steps per second by number of GPUs, ascending
+    left: float  # steps
+    deadline_s: float
+    gpus: int = 0
 
-    end_s: np.ndarray
-    met: float
-    mean_completion_s: float
-    makespan_s: float
+    def end_s(self, now_s: float) -> float:
+        return now_s + self.left / self.speeds[self.gpus] if self.gpus else inf
 
 
 def throughputs(models: Sequence[str] = MODELS, sizes: Sequence[int] = SIZES) -> pd.DataFrame:
@@ -54,146 +54,113 @@ def throughputs(models: Sequence[str] = MODELS, sizes: Sequence[int] = SIZES) ->
     Columns: model, gpus; best: of all plans; heuristic: tp 8, the GPUs of a node, and the fewest stages that fit
     [arXiv 2104.04473]; scaled: tp and pp that are fastest on the smallest number of GPUs. More GPUs are more dp there.
     """
-    rows, room = [], device("a100-80").memory_bytes
+    rows, capacity_bytes = [], device("a100-80").memory_bytes
     for name in models:
-        shape, heuristic, scaled = model(name), (), ()
+        shape, heuristic, scaled = model(name), None, None
         for gpus in sizes:
-            found = steps(shape, plan_grid(shape, gpus, _BATCH), global_batch=_BATCH)
-            found = found[found["memory_bytes"] <= room]
-            if found.empty:
-                continue
-            heuristic = heuristic or (8, found.loc[found["tp"] == 8, "pp"].min())
-            scaled = scaled or tuple(found.loc[found["step_s"].idxmin(), ["tp", "pp"]])
-            rates = [1 / found.loc[(found[["tp", "pp"]] == plan).all(axis=1), "step_s"].min()
-                     for plan in (heuristic, scaled)]  # fmt: skip
-            rows.append((name, gpus, *rates, 1 / found["step_s"].min()))
-    table = pd.DataFrame(rows, columns=["model", "gpus", "heuristic", "scaled", "best"])
-    return with_origin(table, "models", rules="vTrain corrected, recompute on all stages")
+            plans = steps(shape, plan_grid(shape, gpus, _BATCH), global_batch=_BATCH)
+            fastest_s = plans[plans["memory_bytes"] <= capacity_bytes].groupby(["tp", "pp"])["step_s"].min()
+            if len(fastest_s):
+                heuristic = heuristic or (8, fastest_s[8].index.min())
+                scaled = scaled or fastest_s.idxmin()
+                chosen_s = [fastest_s.get(heuristic, np.nan), fastest_s.get(scaled, np.nan), fastest_s.min()]
+                rows.append((name, gpus, *(1 / step_s for step_s in chosen_s)))
+    return pd.DataFrame(rows, columns=["model", "gpus", "heuristic", "scaled", "best"])
 
 
-def job_trace(rates: pd.DataFrame, count: int, seed: int = 0) -> list[Job]:
-    """Jobs that arrive at random within a day, each 1 to 12 h long on 64 to 256 GPUs by the heuristic plan.
-
-    Deadlines leave 0.8 to 2 times that.
-    """
+def job_trace(rates: pd.DataFrame, count: int, seed: int = 0) -> list[TrainingJob]:
+    """Jobs that arrive within a day, each 1 to 12 h long on 64 to 256 GPUs by the heuristic plan; 0.8 to 2x to end."""
     random = np.random.default_rng(seed)
-    known = rates.dropna().set_index(["model", "gpus"])["heuristic"]
+    speeds = rates.dropna().set_index(["model", "gpus"])["heuristic"]
     names, jobs = rates["model"].unique(), []
-    for arrival_s in np.sort(random.uniform(0, 24 * _HOUR_S, count)):
-        name, gpus = random.choice(names), int(random.choice([64, 128, 256]))
-        length_s = np.exp(random.uniform(0, np.log(12))) * _HOUR_S
-        room_s = length_s * random.uniform(0.8, 2.0)
-        jobs.append(Job(str(name), float(arrival_s), length_s * known[name, gpus], float(arrival_s + room_s)))
+    for arrival_s in np.sort(random.uniform(0, 24 * _HOUR_S, count)).tolist():
+        name, gpus = str(random.choice(names)), int(random.choice([64, 128, 256]))
+        length_s = float(np.exp(random.uniform(0, np.log(12)))) * _HOUR_S
+        deadline_s = arrival_s + length_s * random.uniform(0.8, 2.0)
+        jobs.append(TrainingJob(name, arrival_s, length_s * speeds[name, gpus], deadline_s))
     return jobs
 
 
 def schedule(
-    jobs: Sequence[Job], rates: pd.DataFrame, column: str, *, gpus: int = 1024, deadlines: bool = True
-) -> Outcome:
-    """Runs the jobs (in order of arrival) on a cluster that re-divides its GPUs whenever a job comes or ends.
+    jobs: Sequence[TrainingJob], rates: pd.DataFrame, column: str, *, gpus: int = 1024, deadlines: bool = True
+) -> np.ndarray:
+    """End of each job in seconds (n,), NaN if refused; the cluster re-divides its GPUs whenever a job comes or ends.
 
-    rates: of `throughputs`; column: the one that the scheduler knows and jobs run by. deadlines: a job is refused when
-    its deadline and those of the jobs admitted before cannot all be met; without, all run, first come first served.
-    Raises ValueError for a job whose model fits on no number of GPUs of the cluster.
+    jobs: in order of arrival. rates: of `throughputs`; column: the one that the scheduler knows and jobs run by.
+    deadlines: a job is refused when its deadline and those of the jobs admitted before cannot all be met; without, all
+    run, first come first served. Raises ValueError for a job whose model fits on no number of GPUs of the cluster.
     """
-    tables = {name: part.dropna(subset=[column]).set_index("gpus")[column].to_dict()
-              for name, part in rates.groupby("model")}  # fmt: skip
-    if missing := {job.model for job in jobs if min(tables.get(job.model, {}), default=np.inf) > gpus}:
-        raise ValueError(f"{sorted(missing)[0]} has no throughput on {gpus} GPUs or fewer")
-    left, end_s, active = [job.steps for job in jobs], np.full(len(jobs), np.nan), []
-    now_s, coming = 0.0, 0
-    while coming < len(jobs) or active:
-        shares = _divide(jobs, active, left, tables, now_s, gpus, deadlines) or {}
-        speed = {i: tables[jobs[i].model].get(shares.get(i, 0), 0.0) for i in active}
-        ends = {i: now_s + left[i] / speed[i] for i in active if speed[i] > 0}
-        first = min(ends, key=ends.get, default=None)
-        arrival_s = jobs[coming].arrival_s if coming < len(jobs) else np.inf
-        then_s = min(arrival_s, ends[first] if first is not None else np.inf)
-        for i in active:
-            left[i] = max(left[i] - speed[i] * (then_s - now_s), 0.0)
+    usable = rates[rates["gpus"] <= gpus].dropna(subset=[column])
+    speeds = {name: part.set_index("gpus")[column].to_dict() for name, part in usable.groupby("model")}
+    if missing := {job.model for job in jobs} - set(speeds):
+        raise ValueError(f"{min(missing)} has no throughput on {gpus} GPUs or fewer")
+    end_s, now_s, coming, running = np.full(len(jobs), np.nan), 0.0, 0, {}
+    while coming < len(jobs) or running:
+        _divide(list(running.values()), now_s, gpus)
+        first = min(running, key=lambda i: running[i].end_s(now_s), default=None)
+        first_end_s = running[first].end_s(now_s) if running else inf
+        arrival_s = jobs[coming].arrival_s if coming < len(jobs) else inf
+        then_s = min(arrival_s, first_end_s)
+        for one in running.values():
+            one.left = max(one.left - one.speeds.get(one.gpus, 0.0) * (then_s - now_s), 0.0)
         now_s = then_s
-        if arrival_s <= then_s:
-            if not deadlines or _divide(jobs, [*active, coming], left, tables, now_s, gpus, True) is not None:
-                active.append(coming)
-            coming += 1
-        else:
-            active.remove(first)
+        if arrival_s > then_s:
             end_s[first] = now_s
-    deadline_s, arrival_s = (np.array([getattr(job, name) for job in jobs]) for name in ("deadline_s", "arrival_s"))
-    met = float(np.mean(end_s <= deadline_s + _SLACK_S))
-    return Outcome(end_s, met, float(np.nanmean(end_s - arrival_s)), float(np.nanmax(end_s)))
+            del running[first]
+            continue
+        job = jobs[coming]
+        new = _Running(speeds[job.model], job.steps, job.deadline_s if deadlines else inf)
+        if _divide([*running.values(), new], now_s, gpus):
+            running[coming] = new
+        coming += 1
+    return end_s
 
 
-def study(
+def _divide(running: Sequence[_Running], now_s: float, free: int) -> bool:
+    """Gives each job the fewest GPUs that it needs, then the rest; False if deadlines cannot all be met.
+
+    Free GPUs go to the job whose speed grows most per GPU, relative to its speed, again and again.
+    """
+    for one in running:
+        rest_s = one.deadline_s - now_s + _SLACK_S
+        fewest = next((size for size, speed in one.speeds.items() if one.left / speed <= rest_s), inf)
+        if fewest > free and one.deadline_s < inf:
+            return False
+        one.gpus = fewest if fewest <= free else 0
+        free -= one.gpus
+
+    def gain(one: _Running) -> float:
+        more = one.speeds.get(2 * one.gpus, 0.0) if 0 < one.gpus <= free else 0.0
+        return (more / one.speeds[one.gpus] - 1) / one.gpus if more else 0.0
+
+    while running and gain(best := max(running, key=gain)) > 0:
+        free -= best.gpus
+        best.gpus *= 2
+    return True
+
+
+def scheduling_study(
     counts: Sequence[int] = (64, 128), seeds: Sequence[int] = range(5), *, baseline: str = "heuristic"
 ) -> pd.DataFrame:
-    """Best plans over the baseline's on generated traces, one row per trace.
+    """What best plans change over the baseline's on generated traces: what, seed, change, published (both relative).
 
-    Columns: jobs, seed, met_baseline, met_best, deadline_ratio (best over baseline), completion_change and
-    makespan_change (relative; without deadlines, all jobs run). baseline: "heuristic" or "scaled", see `throughputs`.
+    baseline: "heuristic" or "scaled", see `throughputs`. The paper gives completion and makespan without the number of
+    jobs; here they are those of the last count, without deadlines, so that all jobs run.
     """
-    rates, rows = throughputs(), []
-    for count, seed in product(counts, seeds):
-        jobs = job_trace(rates, count, seed)
-        base, best = (schedule(jobs, rates, column) for column in (baseline, "best"))
-        free_base, free_best = (schedule(jobs, rates, column, deadlines=False) for column in (baseline, "best"))
-        rows.append((count, seed, base.met, best.met, best.met / base.met,
-                     free_best.mean_completion_s / free_base.mean_completion_s - 1,
-                     free_best.makespan_s / free_base.makespan_s - 1))  # fmt: skip
-    columns = ["jobs", "seed", "met_baseline", "met_best", "deadline_ratio", "completion_change", "makespan_change"]
-    return with_origin(pd.DataFrame(rows, columns=columns), "models", "vtrain/published",
-                       rules="own job traces, vTrain corrected")  # fmt: skip
-
-
-def changes(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `study` one change at a time, beside the published one: what, seed, change and published (relative).
-
-    The paper gives completion and makespan without the number of jobs; here they are those of the larger count.
-    """
-    parts = []
-    for count, rows in table.groupby("jobs"):
-        found = {f"deadlines met, {count} jobs": (rows["deadline_ratio"] - 1, f"scheduling_deadline_{count}", 1.0)}
-        if count == table["jobs"].max():
-            found["mean completion time"] = rows["completion_change"], "scheduling_jct", 0.0
-            found["makespan"] = rows["makespan_change"], "scheduling_makespan", 0.0
-        for what, (change, key, base) in found.items():
-            told = published(key) - base
-            parts.append(pd.DataFrame({"what": what, "seed": rows["seed"], "change": change, "published": told}))
-    result = pd.concat(parts, ignore_index=True)
-    result.attrs.update(table.attrs)
-    return result
-
-
-def _divide(
-    jobs: Sequence[Job], active: Sequence[int], left: Sequence[float], tables: dict, now_s: float, gpus: int,
-    deadlines: bool,
-) -> dict[int, int] | None:  # fmt: skip
-    """GPUs of each job: the fewest that it needs, then the rest; None if deadlines cannot all be met."""
-    shares: dict[int, int] = {}
-    free = gpus
-    for i in active:
-        table = tables[jobs[i].model]
-        room_s = jobs[i].deadline_s - now_s + _SLACK_S
-        enough = [size for size, rate in table.items() if not deadlines or left[i] / rate <= room_s]
-        if not enough or enough[0] > free:
-            if deadlines:
-                return None
-            continue
-        shares[i] = enough[0]
-        free -= enough[0]
-    return _spread(jobs, shares, tables, free)
-
-
-def _spread(jobs: Sequence[Job], shares: dict[int, int], tables: dict, free: int) -> dict[int, int]:
-    """Gives free GPUs to the job whose speed grows most per GPU, relative to its speed, again and again."""
-    while True:
-        best, gain = None, 0.0
-        for i, size in shares.items():
-            table = tables[jobs[i].model]
-            if 2 * size in table and size <= free:
-                more = (table[2 * size] / table[size] - 1) / size
-                best, gain = (i, more) if more > gain else (best, gain)
-        if best is None:
-            return shares
-        free -= shares[best]
-        shares[best] *= 2
+    rates, rows, completions, makespans = throughputs(), [], [], []
+    for count in counts:
+        traces = [job_trace(rates, count, seed) for seed in seeds]
+        theirs = published(f"scheduling_deadline_{count}") - 1
+        for seed, jobs in zip(seeds, traces, strict=True):
+            deadline_s = np.array([job.deadline_s for job in jobs]) + _SLACK_S
+            base, best = ((schedule(jobs, rates, column) <= deadline_s).mean() for column in (baseline, "best"))
+            rows.append((f"deadlines met, {count} jobs", seed, best / base - 1, theirs))
+    for seed, jobs in zip(seeds, traces, strict=True):
+        arrival_s = np.array([job.arrival_s for job in jobs])
+        base_s, best_s = (schedule(jobs, rates, column, deadlines=False) for column in (baseline, "best"))
+        completion = (best_s - arrival_s).mean() / (base_s - arrival_s).mean() - 1
+        completions.append(("mean completion time", seed, completion, published("scheduling_jct")))
+        makespan = best_s.max() / base_s.max() - 1
+        makespans.append(("makespan", seed, makespan, published("scheduling_makespan")))
+    table = pd.DataFrame(rows + completions + makespans, columns=["what", "seed", "change", "published"])
+    return with_origin(table, "models", "vtrain/published", rules="own job traces, vTrain corrected")

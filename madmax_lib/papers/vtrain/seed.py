@@ -16,8 +16,20 @@ from madmax_lib.catalog import cluster, device
 from madmax_lib.papers.vtrain.comm import Nccl, communication_s
 from madmax_lib.papers.vtrain.config import Config
 
-__all__ = ["as_meant", "communication", "kernel_rates", "unit_findings"]
+__all__ = ["SEED", "as_meant", "communication", "kernel_rates", "unit_findings"]
 
+SEED = Config(
+    tensor_parallel_size=8,
+    data_parallel_size=32,
+    pipeline_parallel_size=8,
+    global_batch_size=2048,
+    num_layers=96,
+    hidden_size=8192,
+    num_attention_heads=64,
+    inter_node_bandwidth=409.6,
+    intra_node_bandwidth=614.4,
+    node_size=256,
+)  # of its GPT with 96 layers on 2,048 A100
 _CLOSE = 0.01
 
 
@@ -60,9 +72,9 @@ def unit_findings(config: Config) -> list[str]:
     """What in a configuration looks like the total of a system in a field of a DGX A100, one line each."""
     node = cluster("dgx-a100")
     size = node.devices_per_node
-    nodes, found = config.num_gpus / size, []
+    nodes, findings = config.num_gpus / size, []
     if config.node_size != size and config.node_size == nodes:
-        found.append(f"node_size={config.node_size} is the number of nodes; a {node.name} has {size} GPUs")
+        findings.append(f"node_size={config.node_size} is the number of nodes; a {node.name} has {size} GPUs")
     totals = {
         "intra_node_bandwidth": ("GB/s", "TB/s", size * node.intra.bandwidth_bytes_per_s / 1e9),
         "inter_node_bandwidth": ("Gb/s", "Tb/s", size * node.inter.bandwidth_bytes_per_s * 8 / 1e9),
@@ -70,13 +82,13 @@ def unit_findings(config: Config) -> list[str]:
     for name, (unit, larger, of_node) in totals.items():
         value = getattr(config, name)
         if nodes > 1 and abs(value * 1e3 / (nodes * of_node) - 1) < _CLOSE:
-            found.append(f"{name}={value:g} {unit} is {nodes:.0f} nodes x {of_node:g} {unit} in {larger}")
-    return found
+            findings.append(f"{name}={value:g} {unit} is {nodes:.0f} nodes x {of_node:g} {unit} in {larger}")
+    return findings
 
 
 def as_meant(config: Config) -> Config:
     """The configuration with the GPUs and the network of a DGX A100, the link of one GPU inside it."""
     node = cluster("dgx-a100")
     inter = node.devices_per_node * node.inter.bandwidth_bytes_per_s * 8 / 1e9
-    return replace(config, node_size=node.devices_per_node, inter_node_bandwidth=inter,
-                   intra_node_bandwidth=node.intra.bandwidth_bytes_per_s / 1e9)  # fmt: skip
+    intra = node.intra.bandwidth_bytes_per_s / 1e9
+    return replace(config, node_size=node.devices_per_node, inter_node_bandwidth=inter, intra_node_bandwidth=intra)

@@ -8,49 +8,66 @@ part of this project. Published numbers: `data/published.csv`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib.catalog import device
+from madmax_lib.datasets import local_data
 from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.papers.vtrain.comm import RINGS, Nccl
 from madmax_lib.papers.vtrain.config import Config, Shape
 from madmax_lib.papers.vtrain.formulas import Formulas, formula_operators, operator_s, step_s
 from madmax_lib.papers.vtrain.graph import iteration_s
-from madmax_lib.papers.vtrain.rules import parse_rules
-from madmax_lib.papers.vtrain.seed import as_meant
+from madmax_lib.papers.vtrain.rules import CORRECTED, RELEASED
+from madmax_lib.papers.vtrain.seed import SEED, as_meant
 from madmax_lib.specs import Transformer
 
-__all__ = ["MTNLG", "SEED", "claims", "compute_optimal", "design_space", "layouts", "plan_grid", "plan_table",
-           "published", "rule_effects", "seed_predictions", "seed_steps", "steps"]  # fmt: skip
+__all__ = [
+    "claims",
+    "compute_optimal",
+    "design_space",
+    "layouts",
+    "optional_local",
+    "plan_grid",
+    "plan_table",
+    "published",
+    "rule_effects",
+    "seed_predictions",
+    "seed_steps",
+    "steps",
+]
 
-MTNLG = Transformer("mt-nlg", 105, 20480, 128, 4 * 20480, 2048, 50257, tied=False)
+_MTNLG = Transformer("mt-nlg", 105, 20480, 128, 4 * 20480, 2048, 50257, tied=False)
 _GPU, _BATCH, _GPUS, _DAY_S = "a100-80", 1920, 3360, 86_400
 _STATE_BYTES = 16  # per parameter: fp16 weight and gradient, fp32 weight and two moments [arXiv 1910.02054]
 _LAYOUTS = ((4, 128, 4), (8, 32, 8), (8, 16, 16), (16, 16, 8), (8, 8, 32), (16, 8, 16), (32, 8, 8))
-SEED = Config(tensor_parallel_size=8, data_parallel_size=32, pipeline_parallel_size=8, global_batch_size=2048,
-              num_layers=96, hidden_size=8192, num_attention_heads=64, inter_node_bandwidth=409.6,
-              intra_node_bandwidth=614.4, node_size=256)  # fmt: skip
 _SWITCHES = {"recompute": "all stages recompute", "binary_units": "GB/s are 1e9", "node_aware": "groups know the node"}
+_ON_FORMULAS = "vTrain corrected, recompute on all stages"
 
 
 def published(key: str) -> float:
     """A published number. Raises ValueError for an unknown key."""
-    if key not in _published():
+    if key not in (values := _published()):
         raise ValueError(f"{key!r} is not in vtrain/data/published.csv")
-    return _published()[key]
+    return float(values[key])
 
 
-@lru_cache(maxsize=1)
-def _published() -> dict[str, float]:
-    rows = read_table("vtrain/published")
-    return dict(zip(rows["key"], rows["value"].astype(float), strict=True))
+def _published() -> pd.Series:
+    return read_table("vtrain/published").set_index("key")["value"]
+
+
+def optional_local(relative: str, what: str) -> Path | None:
+    """A file or folder of the data directories, or None after saying what is skipped."""
+    try:
+        return local_data(relative)
+    except FileNotFoundError as reason:
+        print(f"skipped {what}: {reason}")
+        return None
 
 
 def steps(model: Transformer, plans: pd.DataFrame, *, global_batch: int, **network: float) -> pd.DataFrame:
@@ -68,15 +85,20 @@ def steps(model: Transformer, plans: pd.DataFrame, *, global_batch: int, **netwo
     gpus, tokens = tp * dp * pp, b * model.sequence
     stored = 2 * tokens * model.hidden * model.layers / pp * np.minimum(pp, m)
     layer = tokens * (34 * model.hidden + 5 * model.heads * model.sequence) / tp
-    return plans.assign(gpus=gpus, step_s=time_s, utilisation=flops / (time_s * gpus * machine.peak("fp16")),
-                        memory_bytes=_STATE_BYTES * model.parameters / (tp * pp) + stored + layer)  # fmt: skip
+    return plans.assign(
+        gpus=gpus,
+        step_s=time_s,
+        utilisation=flops / (time_s * gpus * machine.peak("fp16")),
+        memory_bytes=_STATE_BYTES * model.parameters / (tp * pp) + stored + layer,
+    )
 
 
 def plan_grid(model: Transformer, gpus: int, global_batch: int) -> pd.DataFrame:
     """Every plan of vTrain's rules on a number of GPUs: tp up to 8, dp, pp, micro_batch up to 4."""
+    tps = [t for t in (1, 2, 4, 8) if model.heads % t == 0]
     pps = [p for p in range(1, model.layers + 1) if model.layers % p == 0]
-    rows = [(t, gpus // (t * p), p, b) for t, p, b in product((1, 2, 4, 8), pps, (1, 2, 4))
-            if model.heads % t == 0 and gpus % (t * p) == 0 and global_batch % (gpus // (t * p) * b) == 0]  # fmt: skip
+    grid = [(t, gpus // (t * p), p, b) for t, p, b in product(tps, pps, (1, 2, 4)) if gpus % (t * p) == 0]
+    rows = [(t, d, p, b) for t, d, p, b in grid if global_batch % (d * b) == 0]
     return pd.DataFrame(rows, columns=["tp", "dp", "pp", "micro_batch"])
 
 
@@ -84,24 +106,23 @@ def design_space() -> pd.DataFrame:
     """MT-NLG over the (t, d, p) of vTrain's first case study, with days and cost of its 270 B tokens."""
     dps = [d for d in range(1, 31) if _BATCH % d == 0]
     plans = pd.DataFrame(product((4, 8, 16), dps, (3, 5, 7, 15, 21, 35, 105)), columns=["tp", "dp", "pp"])
-    return with_origin(_priced(plans), "vtrain/published", rules="vTrain corrected, recompute on all stages")
+    return with_origin(_priced(plans), "vtrain/published", rules=_ON_FORMULAS)
 
 
 def _priced(plans: pd.DataFrame) -> pd.DataFrame:
-    found = steps(MTNLG, plans.assign(micro_batch=1), global_batch=_BATCH)
-    days = published("mtnlg_tokens") / (_BATCH * MTNLG.sequence) * found["step_s"] / _DAY_S
-    return found.assign(days=days, cost_usd=days * 24 * found["gpus"] / 8 * published("node_usd_per_hour"))
+    table = steps(_MTNLG, plans.assign(micro_batch=1), global_batch=_BATCH)
+    days = published("mtnlg_tokens") / (_BATCH * _MTNLG.sequence) * table["step_s"] / _DAY_S
+    return table.assign(days=days, cost_usd=days * 24 * table["gpus"] / 8 * published("node_usd_per_hour"))
 
 
 def plan_table() -> pd.DataFrame:
     """The given and the found plan of MT-NLG: ours, published, error; and the change between them."""
     both = _priced(pd.DataFrame([(8, 8, 35), (8, 12, 21)], columns=["tp", "dp", "pp"])).set_axis(["given", "found"])
-    rows = [(f"plan_{which}_{name}", both.at[which, column]) for which in both.index
-            for name, column in (("step_s", "step_s"), ("days", "days"), ("cost", "cost_usd"))]  # fmt: skip
+    columns = {"step_s": "step_s", "days": "days", "cost": "cost_usd"}
+    ours = {f"plan_{plan}_{name}": both.at[plan, column] for plan in both.index for name, column in columns.items()}
     change = both.loc["found"] / both.loc["given"] - 1
-    rows += [(f"plan_{name}_change", change[column]) for name, column in
-             (("time", "step_s"), ("cost", "cost_usd"), ("util", "utilisation"))]  # fmt: skip
-    return _beside(dict(rows))
+    columns = {"time": "step_s", "cost": "cost_usd", "util": "utilisation"}
+    return _beside(ours | {f"plan_{name}_change": change[column] for name, column in columns.items()})
 
 
 def compute_optimal(days: float = 30.0) -> pd.DataFrame:
@@ -110,23 +131,22 @@ def compute_optimal(days: float = 30.0) -> pd.DataFrame:
     Candidates are a grid of widths and depths with 100 to 200 channels per layer. Columns: hidden, layers, parameters,
     tokens, the plan, step_s, utilisation, days, feasible (within `days`), naive (within them at full utilisation).
     """
-    machine = device(_GPU)
-    budget = _GPUS * machine.peak("fp16") * _DAY_S * days
-    rows = []
-    for hidden, layers in product(range(6144, 14_337, 2048), range(40, 101, 20)):
-        if not 100 <= hidden / layers <= 200:
-            continue
+    machine, rows = device(_GPU), []
+    sizes = product(range(6144, 14_337, 2048), range(40, 101, 20))
+    for hidden, layers in ((h, n) for h, n in sizes if 100 <= h / n <= 200):
         model = Transformer(f"gpt-{hidden}-{layers}", layers, hidden, hidden // 128, 4 * hidden, 2048, 50257)
-        found = steps(model, plan_grid(model, _GPUS, _GPUS), global_batch=_GPUS)
-        best = found[found["memory_bytes"] <= machine.memory_bytes].nsmallest(1, "step_s").iloc[0]
-        tokens = 20 * model.parameters
-        took = tokens / (_GPUS * model.sequence) * best["step_s"] / _DAY_S
-        naive = 120 * float(model.parameters) ** 2 <= budget  # C = 6 N D, D = 20 N [arXiv 2203.15556]
-        rows.append({"hidden": hidden, "layers": layers, "parameters": model.parameters, "tokens": tokens,
-                     **best.to_dict(), "days": took, "feasible": took <= days, "naive": naive})  # fmt: skip
-    result = pd.DataFrame(rows).sort_values("parameters", ignore_index=True)
-    result = result.astype(dict.fromkeys(("tp", "dp", "pp", "micro_batch", "gpus"), int))
-    return with_origin(result, "vtrain/published", rules="vTrain corrected, recompute on all stages")
+        table = steps(model, plan_grid(model, _GPUS, _GPUS), global_batch=_GPUS)
+        best = table[table["memory_bytes"] <= machine.memory_bytes].nsmallest(1, "step_s")
+        rows.append(best.assign(hidden=hidden, layers=layers, parameters=model.parameters, sequence=model.sequence))
+    table = pd.concat(rows).sort_values("parameters", ignore_index=True)
+    tokens = 20 * table["parameters"]
+    took = tokens / (_GPUS * table.pop("sequence")) * table["step_s"] / _DAY_S
+    flops = 120 * table["parameters"].astype(float) ** 2  # C = 6 N D, D = 20 N [arXiv 2203.15556]
+    naive = flops <= _GPUS * machine.peak("fp16") * _DAY_S * days
+    table = table.assign(tokens=tokens, days=took, feasible=took <= days, naive=naive)
+    first = ["hidden", "layers", "parameters", "tokens"]
+    table = table[first + [column for column in table if column not in first]]
+    return with_origin(table, "vtrain/published", rules=_ON_FORMULAS)
 
 
 def layouts(hidden: int = 8192, layers: Sequence[int] = (16, 32, 48, 96, 128)) -> pd.DataFrame:
@@ -135,18 +155,18 @@ def layouts(hidden: int = 8192, layers: Sequence[int] = (16, 32, 48, 96, 128)) -
     On nodes of a DGX A100 by the corrected rules, which is what it meant to configure.
     """
     meant, parts = as_meant(SEED).shape, []
+    network = {"inter_gbit_per_s": meant.inter_gbit_per_s, "intra_gbyte_per_s": meant.intra_gbyte_per_s}
     for depth in layers:
-        plans = pd.DataFrame([x for x in _LAYOUTS if depth % x[2] == 0], columns=["tp", "dp", "pp"])
+        plans = pd.DataFrame([plan for plan in _LAYOUTS if depth % plan[2] == 0], columns=["tp", "dp", "pp"])
         model = replace(SEED, num_layers=depth, hidden_size=hidden).model
-        part = steps(model, plans.assign(micro_batch=1), global_batch=SEED.global_batch_size,
-                     inter_gbit_per_s=meant.inter_gbit_per_s, intra_gbyte_per_s=meant.intra_gbyte_per_s)  # fmt: skip
+        part = steps(model, plans.assign(micro_batch=1), global_batch=SEED.global_batch_size, **network)
         parts.append(part.assign(hidden=hidden, layers=depth))
-    result = pd.concat(parts, ignore_index=True)
-    keys = [f"seed_{r.layers}_{r.hidden}_{r.tp}_{r.dp}_{r.pp}" for r in result.itertuples()]
-    result["published_s"] = [_published().get(key, math.nan) for key in keys]
-    result["layout"] = [f"({r.tp}, {r.dp}, {r.pp})" for r in result.itertuples()]
+    table = pd.concat(parts, ignore_index=True)
+    keys = [f"seed_{r.layers}_{r.hidden}_{r.tp}_{r.dp}_{r.pp}" for r in table.itertuples()]
+    table["published_s"] = _published().reindex(keys).to_numpy()
+    table["layout"] = [f"({r.tp}, {r.dp}, {r.pp})" for r in table.itertuples()]
     columns = ["hidden", "layers", "layout", "tp", "dp", "pp", "step_s", "utilisation", "published_s"]
-    return with_origin(result[columns], "vtrain/published", rules="vTrain corrected, units as meant")
+    return with_origin(table[columns], "vtrain/published", rules="vTrain corrected, units as meant")
 
 
 def seed_steps(nccl: Nccl = RINGS) -> pd.DataFrame:
@@ -156,12 +176,10 @@ def seed_steps(nccl: Nccl = RINGS) -> pd.DataFrame:
     trace does not tell the sequence. mfu: model FLOPs over peak that the published time amounts to.
     """
     rows = []
-    for key, theirs_s in _published().items():
-        if not key.startswith("seed_"):
-            continue
+    for key, theirs_s in _published().filter(like="seed_").items():
         layers, hidden, t, d, p = map(int, key.split("_")[1:])
-        config = replace(SEED, tensor_parallel_size=t, data_parallel_size=d, pipeline_parallel_size=p,
-                         num_layers=layers, hidden_size=hidden)  # fmt: skip
+        plan = {"tensor_parallel_size": t, "data_parallel_size": d, "pipeline_parallel_size": p}
+        config = replace(SEED, num_layers=layers, hidden_size=hidden, **plan)
         half = replace(config, max_length=config.max_length // 2)
         own_s, shared_s = (iteration_s(config, formula_operators(c), nccl, "released") for c in (config, half))
         flops = 3 * config.model.forward_flops(config.global_batch_size, config.max_length)
@@ -183,8 +201,8 @@ def seed_predictions(table: pd.DataFrame, nccl: Nccl) -> pd.DataFrame:
             continue
         config = Config.of(row)
         ours_s = iteration_s(config, formula_operators(config), nccl, "released")
-        rows.append((row["group"], row["tag"], t, config.num_layers, config.hidden_size, f"({t}, {d}, {p})",
-                     row["predicted_iteration_ms"] / 1e3, ours_s))  # fmt: skip
+        about = (row["group"], row["tag"], t, config.num_layers, config.hidden_size, f"({t}, {d}, {p})")
+        rows.append((*about, row["predicted_iteration_ms"] / 1e3, ours_s))
     return pd.DataFrame(rows, columns=["group", "tag", "tp", "layers", "hidden", "layout", "theirs_s", "ours_s"])
 
 
@@ -195,37 +213,39 @@ def rule_effects() -> pd.DataFrame:
     NCCL tables have no effect there.
     """
     config = Config(tensor_parallel_size=16, data_parallel_size=30, pipeline_parallel_size=7)
-    operators, corrected = formula_operators(config), parse_rules("corrected")
-    cases = {name: parse_rules("released", **{name: getattr(corrected, name)}) for name in _SWITCHES}
-    cases = {"": parse_rules("released"), **cases, "all": corrected}
-    labels = {"": "as released", **_SWITCHES, "all": "all corrected"}
-    rows = [(name, labels[name], iteration_s(config, operators, RINGS, case)) for name, case in cases.items()]
-    result = pd.DataFrame(rows, columns=["switch", "what", "step_s"])
-    result["change"] = result["step_s"] / result["step_s"].iloc[0] - 1
-    return with_origin(result, "vtrain/published", rules="vTrain, one switch at a time")
+    operators = formula_operators(config)
+    single = [(name, what, replace(RELEASED, **{name: getattr(CORRECTED, name)})) for name, what in _SWITCHES.items()]
+    cases = [("", "as released", RELEASED), *single, ("all", "all corrected", CORRECTED)]
+    rows = [(name, what, iteration_s(config, operators, RINGS, rules)) for name, what, rules in cases]
+    table = pd.DataFrame(rows, columns=["switch", "what", "step_s"])
+    table["change"] = table["step_s"] / table["step_s"].iloc[0] - 1
+    return with_origin(table, "vtrain/published", rules="vTrain, one switch at a time")
 
 
 def claims() -> pd.DataFrame:
     """Every published number with ours where it can be computed from what ships: theirs, ours, error, note."""
     wide = Config(tensor_parallel_size=16, data_parallel_size=16, pipeline_parallel_size=105)
     wide_s = iteration_s(wide, formula_operators(wide), RINGS, "released")
-    flops = 3 * MTNLG.forward_flops(_BATCH, MTNLG.sequence)
-    ours = {"mtnlg_util_16_16_105": flops / (wide_s * wide.num_gpus * device(_GPU).peak("fp16"))}
-    ours |= plan_table().set_index("key")["ours"].to_dict()
+    flops = 3 * _MTNLG.forward_flops(_BATCH, _MTNLG.sequence)
     optimal = compute_optimal()
-    naive, found = optimal[optimal["naive"]].iloc[-1], optimal[optimal["feasible"]].iloc[-1]
-    ours |= {"chinchilla_naive_params": naive["parameters"], "chinchilla_naive_days": naive["days"],
-             "chinchilla_util": optimal["utilisation"].mean(), "chinchilla_params": found["parameters"],
-             "chinchilla_tokens": found["tokens"],
-             "chinchilla_overestimate": 1 - found["parameters"] / naive["parameters"]}  # fmt: skip
-    ours |= seed_steps().set_index("key")["ours_s"].to_dict()
+    naive, largest = optimal[optimal["naive"]].iloc[-1], optimal[optimal["feasible"]].iloc[-1]
+    ours = {
+        "mtnlg_util_16_16_105": flops / (wide_s * wide.num_gpus * device(_GPU).peak("fp16")),
+        **plan_table().set_index("key")["ours"],
+        "chinchilla_naive_params": naive["parameters"],
+        "chinchilla_naive_days": naive["days"],
+        "chinchilla_util": optimal["utilisation"].mean(),
+        "chinchilla_params": largest["parameters"],
+        "chinchilla_tokens": largest["tokens"],
+        "chinchilla_overestimate": 1 - largest["parameters"] / naive["parameters"],
+        **seed_steps().set_index("key")["ours_s"],
+    }
     return _beside(ours, every=True)
 
 
 def _beside(ours: dict[str, float], *, every: bool = False) -> pd.DataFrame:
     rows = read_table("vtrain/published").rename(columns={"value": "theirs"})
     rows = rows[(rows["follows"] != "input") & (every | rows["key"].isin(ours))].reset_index(drop=True)
-    rows["theirs"] = rows["theirs"].astype(float)
     rows["ours"] = rows["key"].map(ours)
     rows["error"] = rows["ours"] / rows["theirs"] - 1
     columns = ["key", "item", "claim", "unit", "theirs", "ours", "error", "follows", "note"]

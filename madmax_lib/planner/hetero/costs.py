@@ -1,47 +1,30 @@
-"""What does a heterogeneous plan cost? The one correct definition, rank by rank, and the defects of Metis' own.
+"""What does a heterogeneous plan cost? The one correct definition, rank by rank.
 
 A stage has dp replicas of tp consecutive ranks. A micro-batch of global_batch / batches samples is split over the
-replicas in proportion to their speed; a replica waits for the slowest GPU type in it and works on h samples in pieces
-of powers of two, which are what profiles hold. In ms:
+replicas in proportion to their speed; a replica waits for the slowest GPU type in it and works on its samples in pieces
+of powers of two, which are what profiles hold. In seconds:
 
     cost = (batches - 1) max stage + sum stages + sum sends + last sync + first batch generator
            + max gradient all-reduce + max optimizer
 
-The plan is infeasible, its cost infinite, where a GPU lacks memory. Metis [USENIX ATC 2024] counts otherwise; each of
-its departures can be switched on alone by `Rules.defect`.
+The plan is infeasible, its cost infinite, where a GPU lacks memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 import pandas as pd
 
-from madmax_lib.planner.hetero.prices import BYTES_PER_GBPS_MS, Fleet, Prices, bits
-from madmax_lib.planner.hetero.stage_plan import HeteroPlan, Rules
+from madmax_lib.planner.hetero.prices import Price, bits
+from madmax_lib.planner.hetero.problem import HeteroProblem
+from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 
-__all__ = ["check", "cost_terms", "fits", "memory_table", "replica_samples", "shares", "stage_table"]
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """A stage laid over the ranks: kinds has a row of type numbers per replica, samples the h of each replica."""
-
-    start: int
-    end: int
-    dp: int
-    tp: int
-    recompute: str
-    layers: slice
-    kinds: np.ndarray
-    samples: list[int]
-
-    @property
-    def types(self) -> list[int]:
-        return sorted(set(self.kinds.ravel().tolist()))
+__all__ = ["PlacedStage", "PlanCost", "shares"]
 
 
 def shares(samples: int, weights: Sequence[float]) -> list[int]:
@@ -59,183 +42,199 @@ def shares(samples: int, weights: Sequence[float]) -> list[int]:
     return whole.astype(int).tolist()
 
 
-def _stages(plan: HeteroPlan, prices: Prices, fleet: Fleet, rules: Rules) -> list[_Stage]:
-    samples, starts = rules.global_batch // plan.batches, list(accumulate(plan.device_groups, initial=0))
-    stages = []
-    for number, (start, end) in enumerate(pairwise(starts)):
-        (dp, tp), recompute = plan.strategies[number], plan.recompute[number]
-        kinds = fleet.type_of(np.arange(start, end)).reshape(dp, tp)
-        kinds = kinds[:, :1] if rules.defect == "E4" else kinds
-        weights = [1.0] * dp
-        if dp > 1 and kinds.min() < kinds.max():
-            whole = [prices.get(fleet.types[k], tp, recompute, 1).layer_ms.sum() if k in kinds else 0.0
-                     for k in range(len(fleet.types))]  # fmt: skip
-            weights = [1 / max(whole[k] for k in set(row)) for row in kinds.tolist()]
-        layers = slice(plan.layer_partition[number], plan.layer_partition[number + 1])
-        stages.append(_Stage(start, end, dp, tp, recompute, layers, kinds, shares(samples, weights)))
-    return stages
+@dataclass(frozen=True, eq=False)
+class PlacedStage:
+    """A stage laid over the ranks.
 
-
-def cost_terms(plan: HeteroPlan, prices: Prices, fleet: Fleet, rules: Rules) -> dict[str, float]:
-    """Terms of the cost in ms, see the head of the module; their sum is the cost.
-
-    Raises ValueError for a plan that does not fit the cluster, model or batch, or that needs a profile there is not.
+    start, end: its first rank, and the one after its last.
+    layers: the slice of the model's layers.
+    types: (dp, tp) numbers of GPU types, a row per replica.
+    samples: of a micro-batch, of each replica.
     """
-    check(plan, prices, fleet, rules)
-    stages = _stages(plan, prices, fleet, rules)
-    if rules.defect == "E1":
-        stages = stages[: rules.counted_stages]
-    times = [_replica_ms(stage, prices, fleet) for stage in stages]
-    generator_ms = _extra_ms(stages[0], prices, fleet, "generator_ms")
-    optimizer_ms = max(_optimizer_ms(stage, prices, fleet, rules) for stage in stages)
-    if rules.defect in ("E5", "E7"):
-        generator_ms = rules.model_profile[1]
-    return {
-        "execution_ms": (plan.batches - 1) * max(times) + sum(times),
-        "sync_ms": plan.batches * _extra_ms(stages[-1], prices, fleet, "sync_ms"),
-        "send_ms": sum(_send_ms(*pair, fleet, rules) for pair in pairwise(stages)),
-        "generator_ms": plan.batches * generator_ms,
-        "gradients_ms": max(_gradients_ms(stage, prices, fleet, rules) for stage in stages),
-        "optimizer_ms": optimizer_ms,
-    }
+
+    start: int
+    end: int
+    dp: int
+    tp: int
+    recompute: str
+    layers: slice
+    types: np.ndarray
+    samples: list[int]
+
+    @property
+    def distinct_types(self) -> list[int]:
+        """GPU types of the stage, each once."""
+        return np.unique(self.types).tolist()
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of the stage."""
+        return self.layers.stop - self.layers.start
+
+    def replicas(self) -> set[tuple[tuple[int, ...], int]]:
+        """Distinct (types, samples) of the replicas."""
+        return {(tuple(row), samples) for row, samples in zip(self.types.tolist(), self.samples, strict=True)}
 
 
-def check(plan: HeteroPlan, prices: Prices, fleet: Fleet, rules: Rules) -> None:
-    """Raises ValueError where a plan does not tile cluster, layers and batch."""
-    if sum(plan.device_groups) != fleet.size:
-        raise ValueError(f"device_groups hold {sum(plan.device_groups)} GPUs, the cluster has {fleet.size}")
-    if plan.batches < 1 or rules.global_batch % plan.batches:
-        raise ValueError(f"batches={plan.batches} does not divide global_batch={rules.global_batch}")
-    samples = rules.global_batch // plan.batches
-    for number, (dp, tp) in enumerate(plan.strategies):
-        if dp > samples:
-            raise ValueError(f"stage {number}: dp={dp} exceeds the {samples} samples of a micro-batch")
-        if rules.tp_in_node and not _in_nodes(sum(plan.device_groups[:number]), dp, tp, fleet):
-            raise ValueError(f"stage {number}: tp={tp} reaches beyond a node, which tp_in_node excludes")
-    cuts = plan.layer_partition
-    if cuts[0] != 0 or (cuts[-1] != prices.layers and rules.defect != "E2") or cuts[-1] > prices.layers:
-        raise ValueError(f"layer_partition {list(cuts)} does not tile {prices.layers} layers")
-    if any(y < x + (rules.defect != "E3") for x, y in pairwise(cuts)):
-        raise ValueError(f"layer_partition {list(cuts)} has a stage without layers")
+class PlanCost:
+    """One plan of a problem: what it is charged for, and what memory it takes.
 
-
-def memory_table(plan: HeteroPlan, prices: Prices, fleet: Fleet, rules: Rules) -> pd.DataFrame:
-    """MB of the fullest GPU of each type in each stage: columns stage, device, used_mb, capacity_mb.
-
-    A GPU holds the table's memory at the largest piece of its replica's samples (at least one), and of micro-batches
-    in flight - as many as stages follow, itself included - what lives between forward and backward pass (1F1B).
+    plan, problem: the same as given; fleet: the cluster in the plan's order; stages: laid over its ranks. Raises
+    ValueError for a plan that does not fit cluster, layers or batch, or that needs a profile there is not.
     """
-    rows = []
-    for number, stage in enumerate(_stages(plan, prices, fleet, rules)):
-        in_flight = min(plan.batches, len(plan.device_groups) - number)
-        used: dict[int, float] = {}
-        for kinds, samples in {(tuple(row), h) for row, h in zip(stage.kinds.tolist(), stage.samples, strict=True)}:
-            for kind in set(kinds):
-                used[kind] = max(used.get(kind, 0.0), _held_mb(stage, fleet.types[kind], samples, in_flight, prices))
-        rows += [(number, fleet.types[kind], rules.memory_factor * used[kind], fleet.capacity_mb[kind]) for kind in
-                 sorted(used)]  # fmt: skip
-    return pd.DataFrame(rows, columns=["stage", "device", "used_mb", "capacity_mb"])
 
+    def __init__(self, plan: HeteroPlan, problem: HeteroProblem):
+        self.plan, self.problem = plan, problem
+        self.prices, self.rules = problem.prices, problem.rules
+        self.fleet = problem.fleet(plan.node_sequence)
+        self.check()
+        starts = accumulate(plan.device_groups, initial=0)
+        self.stages = [self._placed(number, *ranks) for number, ranks in enumerate(pairwise(starts))]
 
-def fits(plan: HeteroPlan, prices: Prices, fleet: Fleet, rules: Rules) -> bool:
-    """Whether every GPU of a plan has enough memory; with defect E6 as Metis would judge."""
-    if rules.defect == "E6":
-        return all(need <= have for need, have in _group_memory(plan, prices, fleet, rules))
-    if not rules.memory_factor:
-        return True
-    table = memory_table(plan, prices, fleet, rules)
-    return bool((table["used_mb"] <= table["capacity_mb"]).all())
+    @property
+    def charged_stages(self) -> list[PlacedStage]:
+        """Stages that the terms count: all."""
+        return self.stages
 
+    def total_s(self) -> float:
+        """Sum of the terms; infinite where a GPU lacks memory."""
+        total_s = float(sum(self.terms().values()))
+        return total_s if self.fits() else math.inf
 
-def stage_table(plan: HeteroPlan, prices: Prices, fleet: Fleet, rules: Rules) -> pd.DataFrame:
-    """One row per stage: ranks, GPU types, degrees, layers, samples of its replicas, time of a micro-batch, sends."""
-    stages = _stages(plan, prices, fleet, rules)
-    sends = [_send_ms(*pair, fleet, rules) for pair in pairwise(stages)] + [0.0]
-    rows = [
-        {
-            "stage": number, "first_rank": stage.start, "gpus": stage.end - stage.start,
-            "types": "+".join(fleet.types[kind] for kind in stage.types), "dp": stage.dp, "tp": stage.tp,
-            "recompute": stage.recompute, "first_layer": stage.layers.start,
-            "layers": stage.layers.stop - stage.layers.start, "least_samples": min(stage.samples),
-            "most_samples": max(stage.samples), "stage_ms": _replica_ms(stage, prices, fleet), "send_ms": send_ms,
-            "gradients_ms": _gradients_ms(stage, prices, fleet, rules),
-            "optimizer_ms": _optimizer_ms(stage, prices, fleet, rules),
+    def terms(self) -> dict[str, float]:
+        """Terms of the cost in seconds, see the head of the module."""
+        stages, batches = self.charged_stages, self.plan.batches
+        times_s = [self.stage_s(stage) for stage in stages]
+        return {
+            "execution_s": (batches - 1) * max(times_s) + sum(times_s),
+            "sync_s": batches * self.sync_s(stages[-1]),
+            "send_s": sum(self.send_s(*neighbours) for neighbours in pairwise(stages)),
+            "generator_s": batches * self.generator_s(stages[0]),
+            "gradients_s": max(map(self.gradients_s, stages)),
+            "optimizer_s": max(map(self.optimizer_s, stages)),
         }
-        for number, (stage, send_ms) in enumerate(zip(stages, sends, strict=True))
-    ]  # fmt: skip
-    return pd.DataFrame(rows)
 
+    def fits(self) -> bool:
+        """Whether every GPU has enough memory."""
+        if not self.rules.memory_factor:
+            return True
+        table = self.memory_table()
+        return bool((table["used_bytes"] <= table["capacity_bytes"]).all())
 
-def replica_samples(plan: HeteroPlan, prices: Prices, fleet: Fleet, rules: Rules) -> tuple[list[int], ...]:
-    """Samples of a micro-batch that each replica takes, by stage."""
-    return tuple(stage.samples for stage in _stages(plan, prices, fleet, rules))
+    def memory_table(self) -> pd.DataFrame:
+        """The fullest GPU of each type in each stage: columns stage, device, used_bytes, capacity_bytes.
 
+        A GPU holds what its type's prices say at the largest piece of its replica's samples (at least one), and what
+        lives between forward and backward pass for each micro-batch in flight: as many as stages follow, itself
+        included (1F1B).
+        """
+        rows = []
+        for number, stage in enumerate(self.stages):
+            in_flight = min(self.plan.batches, len(self.stages) - number)
+            used_bytes: dict[int, float] = {}
+            for types, samples in stage.replicas():
+                for kind in set(types):
+                    held_bytes = self._held_bytes(stage, kind, samples, in_flight)
+                    used_bytes[kind] = max(used_bytes.get(kind, 0.0), self.rules.memory_factor * held_bytes)
+            for kind in sorted(used_bytes):
+                rows.append((number, self.fleet.types[kind], used_bytes[kind], self.fleet.capacity_bytes[kind]))
+        return pd.DataFrame(rows, columns=["stage", "device", "used_bytes", "capacity_bytes"])
 
-def _in_nodes(start: int, dp: int, tp: int, fleet: Fleet) -> bool:
-    begins = start + tp * np.arange(dp)
-    return bool(fleet.in_one_node(begins, begins + tp).all())
+    def check(self) -> None:
+        """Raises ValueError where the plan does not tile cluster, layers and batch."""
+        plan, fleet, rules = self.plan, self.fleet, self.rules
+        if sum(plan.device_groups) != fleet.size:
+            raise ValueError(f"device_groups hold {sum(plan.device_groups)} GPUs, the cluster has {fleet.size}")
+        if plan.batches < 1 or rules.global_batch % plan.batches:
+            raise ValueError(f"batches={plan.batches} does not divide global_batch={rules.global_batch}")
+        samples = rules.global_batch // plan.batches
+        for number, (dp, tp) in enumerate(plan.strategies):
+            if dp > samples:
+                raise ValueError(f"stage {number}: dp={dp} exceeds the {samples} samples of a micro-batch")
+            begins = sum(plan.device_groups[:number]) + tp * np.arange(dp)
+            if rules.tp_in_node and not fleet.in_one_node(begins, begins + tp).all():
+                raise ValueError(f"stage {number}: tp={tp} reaches beyond a node, which tp_in_node excludes")
+        self.check_layers()
 
+    def check_layers(self) -> None:
+        """Raises ValueError where a layer is in no stage, or a stage has no layer."""
+        cuts, layers = list(self.plan.layer_partition), self.prices.layers
+        if cuts[0] != 0 or cuts[-1] != layers:
+            raise ValueError(f"layer_partition {cuts} does not tile {layers} layers")
+        if any(end <= start for start, end in pairwise(cuts)):
+            raise ValueError(f"layer_partition {cuts} has a stage without layers")
 
-def _work(stage: _Stage):
-    """Distinct (type, samples) of the replicas that work."""
-    pairs = zip(stage.kinds.tolist(), stage.samples, strict=True)
-    return sorted({(kind, samples) for kinds, samples in pairs if samples for kind in set(kinds)})
+    def replica_types(self, types: np.ndarray) -> np.ndarray:
+        """Types whose speed counts, of the (dp, tp) types of a stage: all."""
+        return types
 
+    def bandwidth_bytes_per_s(self, types: Sequence[int], one_node: bool) -> float:
+        """Of a link between GPUs of some types."""
+        speeds = self.fleet.intra_bytes_per_s if one_node else self.fleet.inter_bytes_per_s
+        return speeds[list(types)].min()
 
-def _replica_ms(stage: _Stage, prices: Prices, fleet: Fleet) -> float:
-    """Time of a micro-batch on the slowest replica."""
-    if stage.layers.start == stage.layers.stop:
-        return 0.0
-    return max(sum(prices.get(fleet.types[kind], stage.tp, stage.recompute, bit).layer_ms[stage.layers].sum()
-                   for bit in bits(samples)) for kind, samples in _work(stage))  # fmt: skip
+    def whole_optimizer_s(self, stage: PlacedStage) -> float:
+        """Update of the whole model on one GPU of the slowest type of a stage."""
+        return max(self.prices.optimizer_s[self.fleet.types[kind]] for kind in stage.distinct_types)
 
+    def price(self, stage: PlacedStage, kind: int, batch: int) -> Price:
+        """Price of a type number and batch at the degree and recompute of a stage."""
+        return self.prices.get(self.fleet.types[kind], stage.tp, stage.recompute, batch)
 
-def _extra_ms(stage: _Stage, prices: Prices, fleet: Fleet, name: str) -> float:
-    return max(sum(getattr(prices.get(fleet.types[kind], stage.tp, stage.recompute, bit), name)
-                   for bit in bits(samples)) for kind, samples in _work(stage))  # fmt: skip
+    def stage_s(self, stage: PlacedStage) -> float:
+        """Time of a micro-batch in a stage."""
+        return self._slowest_s(stage, lambda price: price.layer_s[stage.layers].sum())
 
+    def sync_s(self, stage: PlacedStage) -> float:
+        """Time of a micro-batch outside of the layers."""
+        return self._slowest_s(stage, lambda price: price.sync_s)
 
-def _bandwidth(types: Sequence[int], one_node: bool, fleet: Fleet, rules: Rules) -> float:
-    speeds = fleet.intra if one_node or rules.defect == "E5" else fleet.inter
-    return speeds[list(types)].min()
+    def generator_s(self, stage: PlacedStage) -> float:
+        """Time to load a micro-batch."""
+        return self._slowest_s(stage, lambda price: price.generator_s)
 
+    def send_s(self, stage: PlacedStage, after: PlacedStage) -> float:
+        """Time to send the activations of the largest replica to the next stage."""
+        one_node = bool(self.fleet.in_one_node(stage.start, after.end))
+        bandwidth = self.bandwidth_bytes_per_s(stage.distinct_types + after.distinct_types, one_node)
+        return max(stage.samples) * self.rules.sample_bytes / bandwidth
 
-def _send_ms(stage: _Stage, after: _Stage, fleet: Fleet, rules: Rules) -> float:
-    """Activations of the largest replica to the next stage."""
-    one_node = bool(fleet.in_one_node(stage.start, after.end))
-    bandwidth = _bandwidth(stage.types + after.types, one_node, fleet, rules)
-    sent_bytes = max(stage.samples) * rules.sequence * rules.hidden * rules.element_bytes
-    return sent_bytes / (bandwidth * BYTES_PER_GBPS_MS)
+    def gradients_s(self, stage: PlacedStage) -> float:
+        """Ring all-reduce of the gradients over the replicas."""
+        one_node = bool(self.fleet.in_one_node(stage.start, stage.end))
+        bandwidth = self.bandwidth_bytes_per_s(stage.distinct_types, one_node)
+        size_bytes = self.prices.parameters_bytes[stage.layers].sum() / stage.tp
+        return 2 * (stage.dp - 1) / (stage.dp * bandwidth) * size_bytes
 
+    def optimizer_s(self, stage: PlacedStage) -> float:
+        """Update of the layers of a stage."""
+        return self.whole_optimizer_s(stage) / stage.tp * (stage.layer_count / self.prices.layers)
 
-def _gradients_ms(stage: _Stage, prices: Prices, fleet: Fleet, rules: Rules) -> float:
-    bandwidth = _bandwidth(stage.types, bool(fleet.in_one_node(stage.start, stage.end)), fleet, rules)
-    size_bytes = prices.parameters_bytes[stage.layers].sum() / stage.tp
-    return 2 * (stage.dp - 1) / (stage.dp * bandwidth * BYTES_PER_GBPS_MS) * size_bytes
+    def _placed(self, number: int, start: int, end: int) -> PlacedStage:
+        plan, (dp, tp) = self.plan, self.plan.strategies[number]
+        recompute, cuts = plan.recompute[number], plan.layer_partition
+        types = self.replica_types(self.fleet.type_of(np.arange(start, end)).reshape(dp, tp))
+        weights = [1.0] * dp
+        if dp > 1 and types.min() < types.max():
+            rows = types.tolist()
+            whole_s = {
+                kind: self.prices.get(self.fleet.types[kind], tp, recompute, 1).layer_s.sum()
+                for kind in np.unique(types).tolist()
+            }
+            weights = [1 / max(whole_s[kind] for kind in row) for row in rows]
+        samples = shares(self.rules.global_batch // plan.batches, weights)
+        return PlacedStage(start, end, dp, tp, recompute, slice(*cuts[number : number + 2]), types, samples)
 
+    def _pieces(self, stage: PlacedStage, kind: int, samples: int) -> list[Price]:
+        """Prices of the pieces of powers of two that a replica's samples come in, the largest first."""
+        return [self.price(stage, kind, piece) for piece in bits(samples)]
 
-def _optimizer_ms(stage: _Stage, prices: Prices, fleet: Fleet, rules: Rules) -> float:
-    whole_ms = max(prices.optimizer_ms[fleet.types[kind]] for kind in stage.types)
-    if rules.defect in ("E5", "E7"):
-        whole_ms = rules.model_profile[0]
-    return whole_ms / stage.tp * ((stage.layers.stop - stage.layers.start) / prices.layers)
+    def _slowest_s(self, stage: PlacedStage, seconds: Callable[[Price], float]) -> float:
+        """The largest sum over the pieces of a micro-batch, of all replicas and their types."""
+        work = {(kind, samples) for types, samples in stage.replicas() if samples for kind in types}
+        return max(sum(map(seconds, self._pieces(stage, kind, samples))) for kind, samples in sorted(work))
 
-
-def _held_mb(stage: _Stage, device: str, samples: int, in_flight: int, prices: Prices) -> float:
-    pieces = [prices.get(device, stage.tp, stage.recompute, bit) for bit in bits(max(samples, 1))]
-    live_mb = sum(piece.live_mb[stage.layers].sum() for piece in pieces)
-    return pieces[0].base_mb + pieces[0].memory_mb[stage.layers].sum() + in_flight * live_mb
-
-
-def _group_memory(plan: HeteroPlan, prices: Prices, fleet: Fleet, rules: Rules):
-    """(MB needed, MB there) of each stage by Metis' rule: E6."""
-    samples, every = rules.global_batch // plan.batches, fleet.type_of(np.arange(fleet.size))
-    for stage in _stages(plan, prices, fleet, rules):
-        table = lambda bit, s=stage: 5.0 * prices.get(fleet.types[0], s.tp, s.recompute, bit).memory_mb[s.layers].sum()  # noqa: E731
-        if len(stage.types) == 1:
-            need = table(max(samples // stage.dp, 1))
-        else:
-            first = every[:: len(every) // stage.dp][: stage.dp]
-            weights = [1 / prices.get(fleet.types[k], stage.tp, stage.recompute, 1).layer_ms.sum() for k in first]
-            need = sum(table(bit) for h in shares(samples, weights) for bit in bits(h))
-        yield 0.001 + need, fleet.capacity_mb[every[stage.start : stage.end]].sum()
+    def _held_bytes(self, stage: PlacedStage, kind: int, samples: int, in_flight: int) -> float:
+        pieces = self._pieces(stage, kind, max(samples, 1))
+        live_bytes = sum(piece.live_bytes[stage.layers].sum() for piece in pieces)
+        return pieces[0].base_bytes + pieces[0].memory_bytes[stage.layers].sum() + in_flight * live_bytes

@@ -8,11 +8,12 @@ beside computing; the cost counts the send at each boundary once, so the two dif
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 from madmax_lib.atomic import replacing
 from madmax_lib.plan import Plan
-from madmax_lib.planner.hetero.solve import Planned
+from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.simulator.schedule.engine import Program, to_timeline
 from madmax_lib.simulator.schedule.schedules import dependency, in_order, order
 from madmax_lib.simulator.schedule.streams import Stream
@@ -30,20 +31,33 @@ def as_json(planned: Planned) -> dict:
     takes, and `plan`, the text of the stage's own `Plan`. plan: of the whole, for `Plan.parse` and `simulate`, where
     all stages are alike; else None. Ranks count GPUs in the order of node_sequence.
     """
-    found, fleet = planned.plan, planned.problem.fleet(planned.plan.node_sequence)
+    plan, fleet = planned.plan, planned.costs.fleet
     stages = []
-    for row, samples in zip(planned.stages.itertuples(), planned.samples, strict=True):
-        ranks = list(range(row.first_rank, row.first_rank + row.gpus))
-        text = str(Plan(dp=row.dp, tp=row.tp, micro_batch=max(samples), recompute=row.recompute))
-        types = [fleet.types[kind] for kind in fleet.type_of(ranks)]
-        stages.append({"stage": row.stage, "ranks": ranks, "types": types, "dp": row.dp, "tp": row.tp,
-                       "recompute": row.recompute, "layers": [row.first_layer, row.first_layer + row.layers],
-                       "samples": samples, "plan": text})  # fmt: skip
+    for number, stage in enumerate(planned.costs.stages):
+        ranks = list(range(stage.start, stage.end))
+        own = Plan(dp=stage.dp, tp=stage.tp, micro_batch=max(stage.samples), recompute=stage.recompute)
+        stages.append(
+            {
+                "stage": number,
+                "ranks": ranks,
+                "types": [fleet.types[kind] for kind in fleet.type_of(ranks)],
+                "dp": stage.dp,
+                "tp": stage.tp,
+                "recompute": stage.recompute,
+                "layers": [stage.layers.start, stage.layers.stop],
+                "samples": stage.samples,
+                "plan": str(own),
+            }
+        )
     return {
-        "global_batch": planned.problem.rules.global_batch, "micro_batches": found.batches, "cost_ms": planned.cost_ms,
-        "node_sequence": list(found.node_sequence), "world_size": fleet.size, "plan": plan_text(planned),
+        "global_batch": planned.problem.rules.global_batch,
+        "micro_batches": plan.batches,
+        "cost_ms": planned.cost_ms,
+        "node_sequence": list(plan.node_sequence),
+        "world_size": fleet.size,
+        "plan": plan_text(planned),
         "stages": stages,
-    }  # fmt: skip
+    }
 
 
 def plan_text(planned: Planned) -> str | None:
@@ -52,19 +66,26 @@ def plan_text(planned: Planned) -> str | None:
     There is one for GPUs of one type, stages of the same degrees and recompute, equal shares of a micro-batch, and
     stages of as many layers, the first and last excepted. Embedding and head are no layers of a Plan.
     """
-    table = planned.stages
-    layers = table["layers"].to_list()
+    stages = planned.costs.stages
+    layers = [stage.layer_count for stage in stages]
     layers[0] -= 1
     layers[-1] -= 1
     inner = set(layers[1:-1]) or {max(layers)}
-    alike = all(table[name].nunique() == 1 for name in ("types", "dp", "tp", "recompute"))
-    even = len({h for samples in planned.samples for h in samples}) == 1
-    if not alike or not even or len(inner) > 1 or min(layers) < 1 or "+" in table["types"].iloc[0]:
+    kinds = {(tuple(stage.distinct_types), stage.dp, stage.tp, stage.recompute) for stage in stages}
+    samples = {held for stage in stages for held in stage.samples}
+    if len(kinds) > 1 or len(samples) > 1 or len(inner) > 1 or min(layers) < 1 or len(stages[0].distinct_types) > 1:
         return None
-    (middle,), one, last = inner, table.iloc[0], len(layers) > 1
-    return str(Plan(dp=int(one["dp"]), tp=int(one["tp"]), pp=len(layers), micro_batch=planned.samples[0][0],
-                    recompute=one["recompute"], first_layers=layers[0] * (last and layers[0] != middle),
-                    last_layers=layers[-1] * (last and layers[-1] != middle)))  # fmt: skip
+    (middle,), uneven_ends = inner, len(layers) > 1
+    plan = Plan(
+        dp=stages[0].dp,
+        tp=stages[0].tp,
+        pp=len(layers),
+        micro_batch=samples.pop(),
+        recompute=stages[0].recompute,
+        first_layers=layers[0] * (uneven_ends and layers[0] != middle),
+        last_layers=layers[-1] * (uneven_ends and layers[-1] != middle),
+    )
+    return str(plan)
 
 
 def save_plan(planned: Planned, path: str | Path) -> Path:
@@ -76,32 +97,40 @@ def save_plan(planned: Planned, path: str | Path) -> Path:
 
 def timeline(planned: Planned) -> Timeline:
     """One simulated step: streams 0 compute, 2 gradients, 3 activations; a rank per stage, its first."""
-    table, count = planned.stages, planned.plan.batches
-    first_ms, last_ms = (planned.terms[name] / count for name in ("generator_ms", "sync_ms"))
-    pp, ranks = len(table), table["first_rank"].tolist()
-    stage_s, send_s = table["stage_ms"].to_numpy() / 1e3, table["send_ms"].to_numpy() / 1e3
-    program, sent, ended = Program(), {}, {}
-    for stage, slot in in_order([order("1f1b", stage, pp, count) for stage in range(pp)]):
-        direction, _, number = slot
-        forward, rank = direction == "forward", ranks[stage]
-        if forward and stage == 0 and first_ms:
-            program.op(Stream.COMPUTE, "other", "batch generator", first_ms / 1e3, rank=rank)
-        length_s = stage_s[stage] * (_FORWARD if forward else 1 - _FORWARD)
-        message = dependency(slot, stage, pp, 1)
-        after = [sent[message]] if message else []
-        ended[stage] = program.op(Stream.COMPUTE, "compute", f"{direction} {number}", length_s, after, rank=rank)
-        if stage < pp - 1 if forward else stage:
-            over_s, name = send_s[stage if forward else stage - 1], f"send {direction}"
-            sent[stage, slot] = program.op(Stream.PIPELINE, "comm", name, over_s, [ended[stage]], rank=rank, group="pp")
-        if not forward and stage == pp - 1 and last_ms:
-            ended[stage] = program.op(Stream.COMPUTE, "other", "end of pass", last_ms / 1e3, rank=rank)
-    for row in table.itertuples():
-        over = ended[row.stage]
-        reduced = [program.op(Stream.DATA, "comm", "all_reduce gradients", row.gradients_ms / 1e3, [over],
-                              rank=row.first_rank, group="dp")] if row.dp > 1 else []  # fmt: skip
-        waits = [over, *reduced]
-        program.op(Stream.COMPUTE, "compute", "optimizer", row.optimizer_ms / 1e3, waits, rank=row.first_rank)
-    represents = {row.first_rank: list(range(row.first_rank, row.first_rank + row.gpus)) for row in table.itertuples()}
-    meta = Meta(source="simulated", world_size=int(table["gpus"].sum()), represents=represents,
-                device="+".join(planned.plan.node_sequence), provenance=planned.provenance)  # fmt: skip
+    costs, stages = planned.costs, planned.costs.stages
+    pp, batches = len(stages), planned.plan.batches
+    generator_s, sync_s = costs.generator_s(stages[0]), costs.sync_s(stages[-1])
+    times_s = [costs.stage_s(stage) for stage in stages]
+    sends_s = [costs.send_s(*neighbours) for neighbours in pairwise(stages)]
+    program, sends, last = Program(), {}, {}
+    for number, slot in in_order([order("1f1b", stage, pp, batches) for stage in range(pp)]):
+        direction, _, batch = slot
+        forward, rank = direction == "forward", stages[number].start
+        if forward and number == 0 and generator_s:
+            program.op(Stream.COMPUTE, "other", "batch generator", generator_s, rank=rank)
+        pass_s = times_s[number] * (_FORWARD if forward else 1 - _FORWARD)
+        message = dependency(slot, number, pp, 1)
+        after = [sends[message]] if message else []
+        last[number] = program.op(Stream.COMPUTE, "compute", f"{direction} {batch}", pass_s, after, rank=rank)
+        boundary = number if forward else number - 1
+        if 0 <= boundary < pp - 1:
+            name, send_s = f"send {direction}", sends_s[boundary]
+            sends[number, slot] = program.op(
+                Stream.PIPELINE, "comm", name, send_s, [last[number]], rank=rank, group="pp"
+            )
+        if not forward and number == pp - 1 and sync_s:
+            last[number] = program.op(Stream.COMPUTE, "other", "end of pass", sync_s, rank=rank)
+    for number, stage in enumerate(stages):
+        after, rank = [last[number]], stage.start
+        if stage.dp > 1:
+            name, gradients_s = "all_reduce gradients", costs.gradients_s(stage)
+            after.append(program.op(Stream.DATA, "comm", name, gradients_s, after, rank=rank, group="dp"))
+        program.op(Stream.COMPUTE, "compute", "optimizer", costs.optimizer_s(stage), after, rank=rank)
+    meta = Meta(
+        source="simulated",
+        world_size=costs.fleet.size,
+        represents={stage.start: list(range(stage.start, stage.end)) for stage in stages},
+        device="+".join(planned.plan.node_sequence),
+        provenance=planned.provenance,
+    )
     return to_timeline(program, meta)

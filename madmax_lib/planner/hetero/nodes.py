@@ -1,7 +1,7 @@
 """Which GPUs stand in which node, and how are they joined?
 
-Host file ("ADDRESS slots=N" a line) and cluster file (JSON by address) of Metis [Um et al., USENIX ATC 2024]. Memory
-is in GB of 1024 MB, bandwidth in GB/s, as in the files.
+Host file ("ADDRESS slots=N" a line) and cluster file (JSON by address) of Metis [Um et al., USENIX ATC 2024]. A `Node`
+holds what the files say, in their units; its properties give bytes and bytes/s, in which all else is computed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from pathlib import Path
 from madmax_lib.atomic import replacing
 from madmax_lib.planner.hetero.profiles import read_json
 
-__all__ = ["Node", "load_cluster", "write_cluster"]
+__all__ = ["GB_BYTES", "GB_PER_S", "Node", "load_cluster", "write_cluster"]
+
+GB_BYTES = 2.0**30
+GB_PER_S = 2.0**20 * 1e3  # bytes/s: Metis takes 1 GB/s for 2^20 bytes a millisecond
 
 _HOST = re.compile(r"(?P<address>\S+)\s+slots\s*=\s*(?P<slots>\d+)")
 _MOST_GB = 1e5  # above, a memory or a bandwidth is given in bytes
@@ -24,7 +27,14 @@ _MOST_GB = 1e5  # above, a memory or a bandwidth is given in bytes
 
 @dataclass(frozen=True)
 class Node:
-    """A node: GPUs of one type. Memory per GPU in GB of 1024 MB; bandwidth in GB/s inside the node and beyond it."""
+    """A node: GPUs of one type.
+
+    address: what names it in the host file.
+    device: the type of its GPUs.
+    gpus: their number.
+    memory_gb: memory of one GPU in GB of 1024 MB.
+    intra_gb_per_s, inter_gb_per_s: bandwidth inside the node and beyond it, as Metis counts GB/s.
+    """
 
     address: str
     device: str
@@ -41,6 +51,21 @@ class Node:
             if value > _MOST_GB:
                 raise ValueError(f"{name}={value:g} is over {_MOST_GB:g}: is it in bytes?")
 
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of one GPU."""
+        return self.memory_gb * GB_BYTES
+
+    @property
+    def intra_bytes_per_s(self) -> float:
+        """Bandwidth inside the node."""
+        return self.intra_gb_per_s * GB_PER_S
+
+    @property
+    def inter_bytes_per_s(self) -> float:
+        """Bandwidth to other nodes."""
+        return self.inter_gb_per_s * GB_PER_S
+
 
 def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, ...]:
     """The nodes in the order of the host file.
@@ -53,16 +78,16 @@ def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, .
         if not line.strip():
             continue
         where = f"{hostfile} line {number}"
-        if not (found := _HOST.fullmatch(line.strip())):
+        if not (host := _HOST.fullmatch(line.strip())):
             raise ValueError(f"{where}: {line.strip()!r} is not ADDRESS slots=N")
-        if found["address"] not in types:
-            raise ValueError(f"{where}: {found['address']} is not in {clusterfile}")
+        if host["address"] not in types:
+            raise ValueError(f"{where}: {host['address']} is not in {clusterfile}")
         try:
-            about = types[found["address"]]
+            about = types[host["address"]]
             values = (about[k] for k in ("memory", "intra_bandwidth", "inter_bandwidth"))
-            nodes.append(Node(found["address"], str(about["instance_type"]), int(found["slots"]), *values))
+            nodes.append(Node(host["address"], str(about["instance_type"]), int(host["slots"]), *values))
         except KeyError as error:
-            raise ValueError(f"{clusterfile}: {found['address']} has no {error.args[0]}") from None
+            raise ValueError(f"{clusterfile}: {host['address']} has no {error.args[0]}") from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}, {clusterfile}: {error}") from None
     if not nodes:

@@ -2,8 +2,8 @@
 
 `Prices` holds times and memory of every layer by (GPU type, tp, recompute, batch): from profiles in Metis' format
 here, from the workbench's own simulator in `planner.hetero.model`. A `Fleet` is a cluster in one order of its types:
-ranks run through all GPUs of the first type, node by node, then the second. Units are those of the profiles: ms, MB
-of 2^20 bytes, and GB/s of 2^20 bytes per ms.
+ranks run through all GPUs of the first type, node by node, then the second. Times and sizes of the files are converted
+here: all that follows computes in seconds and bytes.
 """
 
 from __future__ import annotations
@@ -17,38 +17,44 @@ import numpy as np
 from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.profiles import Profiles
 
-__all__ = ["Fleet", "Price", "Prices", "between", "bits", "fleets", "prices_of"]
+__all__ = ["MB_BYTES", "Fleet", "Price", "Prices", "between", "bits", "fleets", "prices_of"]
 
-BYTES_PER_GBPS_MS = 2**20  # what a bandwidth of 1 GB/s moves in a ms, as Metis counts
+MB_BYTES = 2.0**20  # a MB of memory tables
 
 
 @dataclass(frozen=True, eq=False)
 class Price:
     """One (GPU type, tp, recompute, batch); arrays have an entry per layer, memory is that of one GPU.
 
-    memory_mb: held all the time. live_mb: of each micro-batch between its forward and backward pass. base_mb: held
-    whatever the layers.
+    layer_s: forward and backward pass of a micro-batch.
+    memory_bytes: held all the time.
+    live_bytes: held for each micro-batch between its forward and backward pass.
+    sync_s: forward and backward time outside of the layers.
+    generator_s: loading of a micro-batch.
+    base_bytes: held whatever the layers.
     """
 
-    layer_ms: np.ndarray
-    memory_mb: np.ndarray
-    live_mb: np.ndarray
-    sync_ms: float = 0.0
-    generator_ms: float = 0.0
-    base_mb: float = 0.0
+    layer_s: np.ndarray
+    memory_bytes: np.ndarray
+    live_bytes: np.ndarray
+    sync_s: float = 0.0
+    generator_s: float = 0.0
+    base_bytes: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """Prices by (GPU type, tp, recompute, batch).
+    """What layers cost on every GPU type.
 
-    parameters_bytes: (layers,), whole, as the gradient all-reduce sends them. optimizer_ms: update of the whole model
-    on one GPU, by type. ways: the (tp, recompute) with a price on some type, in order.
+    table: prices by (GPU type, tp, recompute, batch).
+    parameters_bytes: (layers,), whole, as the gradient all-reduce sends them.
+    optimizer_s: update of the whole model on one GPU, by type.
+    ways: the (tp, recompute) with a price on some type, in order.
     """
 
     table: Mapping[tuple[str, int, str, int], Price]
     parameters_bytes: np.ndarray
-    optimizer_ms: Mapping[str, float]
+    optimizer_s: Mapping[str, float]
     ways: tuple[tuple[int, str], ...] = field(init=False)
 
     def __post_init__(self):
@@ -61,13 +67,18 @@ class Prices:
 
     def get(self, device: str, tp: int, recompute: str, batch: int) -> Price:
         """The price of a key; ValueError naming what is missing."""
-        if (found := self.table.get((device, tp, recompute, batch))) is None:
-            there = sorted(key[1:] for key in self.table if key[0] == device)
-            listed = {} if not there else {"tp": {tp for tp, _, _ in there}, "batch": {b for *_, b in there}}
-            known = "; ".join(f"{name} {', '.join(map(str, sorted(values)))}" for name, values in listed.items())
-            more = "" if recompute == "none" else f" with recompute={recompute}"
-            raise ValueError(f"no profile for {device} tp {tp} batch {batch}{more}; there are {known or 'none of it'}")
-        return found
+        if price := self.table.get((device, tp, recompute, batch)):
+            return price
+        more = "" if recompute == "none" else f" with recompute={recompute}"
+        listed = [
+            f"{name} {', '.join(map(str, self.listed(device, field)))}" for name, field in (("tp", 1), ("batch", 3))
+        ]
+        there = "; ".join(listed) if any(key[0] == device for key in self.table) else "none of it"
+        raise ValueError(f"no profile for {device} tp {tp} batch {batch}{more}; there are {there}")
+
+    def listed(self, device: str, field: int) -> list:
+        """Distinct values of a field of the keys of a GPU type, in order."""
+        return sorted({key[field] for key in self.table if key[0] == device})
 
 
 def prices_of(profiles: Profiles) -> Prices:
@@ -75,29 +86,37 @@ def prices_of(profiles: Profiles) -> Prices:
 
     The optimizer's time is stored as one of two updates and falls with tp; the smallest degree is scaled to one GPU.
     """
-    table, optimizer_ms = {}, {}
-    for (device, tp, batch), p in sorted(profiles.table.items()):
-        layer_ms, memory_mb = np.array(p.layer_ms), np.array(p.memory_mb, float)
-        table[device, tp, "none", batch] = Price(layer_ms, memory_mb, np.zeros_like(memory_mb), p.sync_ms,
-                                                 p.batch_generator_ms)  # fmt: skip
-        optimizer_ms.setdefault(device, 2 * p.optimizer_ms * tp)
-    return Prices(table, np.array(profiles.named(None).parameters_bytes, float), optimizer_ms)
+    table, optimizer_s = {}, {}
+    for (device, tp, batch), profile in sorted(profiles.table.items()):
+        memory_bytes = np.array(profile.memory_mb) * MB_BYTES
+        table[device, tp, "none", batch] = Price(
+            layer_s=np.array(profile.layer_ms) / 1e3,
+            memory_bytes=memory_bytes,
+            live_bytes=np.zeros_like(memory_bytes),
+            sync_s=profile.sync_ms / 1e3,
+            generator_s=profile.batch_generator_ms / 1e3,
+        )
+        optimizer_s.setdefault(device, 2 * profile.optimizer_ms * tp / 1e3)
+    return Prices(table, np.array(profiles.named(None).parameters_bytes, float), optimizer_s)
 
 
 @dataclass(frozen=True, eq=False)
 class Fleet:
     """A cluster in one order of its GPU types.
 
-    types: names in order. ends: (types,) rank after the last of each type. bounds: ranks at which a node begins, and
-    the number of GPUs. capacity_mb, intra, inter: of each type.
+    types: their names, in order.
+    ends: (types,) rank after the last of each type.
+    bounds: ranks at which a node begins, and the number of GPUs.
+    capacity_bytes: (types,) memory of a GPU.
+    intra_bytes_per_s, inter_bytes_per_s: (types,) bandwidth inside a node and beyond it.
     """
 
     types: tuple[str, ...]
     ends: np.ndarray
     bounds: np.ndarray
-    capacity_mb: np.ndarray
-    intra: np.ndarray
-    inter: np.ndarray
+    capacity_bytes: np.ndarray
+    intra_bytes_per_s: np.ndarray
+    inter_bytes_per_s: np.ndarray
 
     @property
     def size(self) -> int:
@@ -118,7 +137,7 @@ class Fleet:
 
     def range_inter(self, low, high):
         """Least bandwidth beyond a node among types low..high."""
-        return between(self.inter, np.min)[low, high]
+        return between(self.inter_bytes_per_s, np.min)[low, high]
 
 
 def fleets(nodes: Iterable[Node]) -> list[Fleet]:
@@ -144,9 +163,9 @@ def _fleet(groups: list[list[Node]]) -> Fleet:
         types=tuple(node.device for node in first),
         ends=np.cumsum([sum(node.gpus for node in group) for group in groups]),
         bounds=np.cumsum([0, *sizes]),
-        capacity_mb=np.array([node.memory_gb * 1024 for node in first]),
-        intra=np.array([node.intra_gb_per_s for node in first], float),
-        inter=np.array([node.inter_gb_per_s for node in first], float),
+        capacity_bytes=np.array([node.memory_bytes for node in first]),
+        intra_bytes_per_s=np.array([node.intra_bytes_per_s for node in first]),
+        inter_bytes_per_s=np.array([node.inter_bytes_per_s for node in first]),
     )
 
 

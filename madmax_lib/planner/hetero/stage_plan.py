@@ -1,4 +1,4 @@
-"""What is a heterogeneous plan, and by which rules is it charged? The fields that Metis gives a plan, checked.
+"""What is a heterogeneous plan? The fields that Metis gives a plan, checked.
 
 A stage is a group of consecutive GPUs with its own degrees and layers. Plans are read from Metis' own output too,
 whose balancer loses layers and leaves stages empty: `repaired` gives such a plan all layers.
@@ -10,25 +10,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
-__all__ = ["DEFECTS", "HeteroPlan", "Rules"]
-
-DEFECTS = {
-    "E1": "a later node order counts only the first stage of two-stage plans",
-    "E2": "layers that the balancer lost are not computed",
-    "E3": "stages without layers are accepted",
-    "E4": "a replica of mixed types runs at the speed of its first GPU",
-    "E5": "links between nodes are as fast as inside, sends count elements for bytes",
-    "E6": "memory: five times the table of the first type, against the sum over a stage's GPUs",
-    "E7": "optimizer and batch generator come from whichever profile is listed first",
-}
+__all__ = ["HeteroPlan"]
 
 
 @dataclass(frozen=True)
 class HeteroPlan:
-    """Stages over device groups: the fields of a plan in Metis, all ints but the names.
+    """Stages over device groups: the fields of a plan in Metis.
 
-    node_sequence: order of the GPU types. device_groups: GPUs of each stage. strategies: (dp, tp) of each. batches:
-    micro-batches. layer_partition: first layer of each stage, and the number of layers. recompute: of each stage.
+    node_sequence: order of the GPU types.
+    device_groups: GPUs of each stage.
+    strategies: (dp, tp) of each stage.
+    batches: micro-batches of a step.
+    layer_partition: first layer of each stage, and the number of layers.
+    recompute: of each stage, "none" by default.
     """
 
     node_sequence: tuple[str, ...]
@@ -89,37 +83,3 @@ class HeteroPlan:
     def as_dict(self) -> dict:
         """Plain values, as `read` takes them."""
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What a plan is charged for.
-
-    bytes_per_element: of an activation sent between stages. memory_factor: bytes needed per byte of the table; 0 is no
-    limit. tp_in_node: a replica's GPUs must lie in one node. defect: one of DEFECTS, or "". model_profile: (optimizer
-    ms, batch generator ms) of the profile that is listed first (E5, E7). counted_stages: those E1 counts.
-    """
-
-    global_batch: int
-    hidden: int = 4096
-    sequence: int = 1024
-    bytes_per_element: float = 2.0
-    memory_factor: float = 1.0
-    tp_in_node: bool = False
-    defect: str = ""
-    model_profile: tuple[float, float] = (0.0, 0.0)
-    counted_stages: int = 1
-
-    def __post_init__(self):
-        if self.defect and self.defect not in DEFECTS:
-            raise ValueError(f"defect={self.defect!r} is not one of {', '.join(DEFECTS)}")
-        for name in ("global_batch", "hidden", "sequence", "bytes_per_element"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        if not self.memory_factor >= 0:
-            raise ValueError(f"memory_factor={self.memory_factor} must not be negative")
-
-    @property
-    def element_bytes(self) -> float:
-        """Bytes of an activation, or one where elements are taken for bytes (E5)."""
-        return 1.0 if self.defect == "E5" else self.bytes_per_element

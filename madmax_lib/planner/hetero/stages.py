@@ -13,11 +13,11 @@ from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.planner.hetero.grid import Layout
-from madmax_lib.planner.hetero.prices import BYTES_PER_GBPS_MS, Fleet, Prices, between, bits
-from madmax_lib.planner.hetero.stage_plan import Rules
+from madmax_lib.planner.hetero.grid import Grid
+from madmax_lib.planner.hetero.prices import Fleet, Prices, between, bits
+from madmax_lib.planner.hetero.problem import CostRules
 
-__all__ = ["Space", "Stages"]
+__all__ = ["StageTable", "Stages"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +25,14 @@ class Stages:
     """Stages over some layer slices, entries sorted by class.
 
     entry: (e,) numbers in the space. classes: those that occur; starts: where each begins. parts: (e, rows) times of a
-    micro-batch, the gradient all-reduce and the optimizer; infinite where impossible. extra_ms: (e,) beside these.
+    micro-batch, the gradient all-reduce and the optimizer; infinite where impossible. extra_s: (e,) beside these.
     """
 
     entry: np.ndarray
     classes: np.ndarray
     starts: np.ndarray
     parts: tuple[np.ndarray, np.ndarray, np.ndarray]
-    extra_ms: np.ndarray
+    extra_s: np.ndarray
 
     def least(self, values: np.ndarray, classes: int) -> np.ndarray:
         """(classes + 1, rows) the least value of each class; infinite where there is none, and in the last row."""
@@ -42,24 +42,24 @@ class Stages:
         return result
 
 
-class Space:
-    """Stages of one fleet order and number of micro-batches, over a layout.
+class StageTable:
+    """Stages of one fleet order and number of micro-batches, over a grid.
 
     group: (n, places + 1) class of the group of each size at each position, `classes` where it ends beyond the GPUs.
     kind: (n, places + 1) what the stage before must know of it, a number in `kinds`: (lies in the node of the rank
     before it, least bandwidth beyond a node).
     """
 
-    def __init__(self, fleet: Fleet, batches: int, prices: Prices, rules: Rules, layout: Layout):
-        self.fleet, self.batches, self.prices, self.rules, self.layout = fleet, batches, prices, rules, layout
+    def __init__(self, fleet: Fleet, batches: int, prices: Prices, rules: CostRules, grid: Grid):
+        self.fleet, self.batches, self.prices, self.rules, self.grid = fleet, batches, prices, rules, grid
         self.samples = rules.global_batch // batches
         self._classes()
         self._entries()
 
     def _classes(self) -> None:
-        fleet, layout = self.fleet, self.layout
-        start = np.arange(layout.places + 1) * layout.grid
-        end = start + layout.sizes[:, None]
+        fleet, grid = self.fleet, self.grid
+        start = np.arange(grid.places + 1) * grid.unit
+        end = start + grid.sizes[:, None]
         inside = end <= fleet.size
         start, stop = np.broadcast_to(start, end.shape)[inside], end[inside]
         low, high = fleet.type_of(start), fleet.type_of(stop - 1)
@@ -114,8 +114,8 @@ class Space:
         """Forms of each entry: the (type, way, samples) of its replicas, as codes into the prices of `_priced`."""
         counts, low, high = self._runs()
         types, ways = len(self.fleet.types), len(self.prices.ways)
-        whole_ms = self._whole_model_ms()
-        weight = 1 / whole_ms[low, high, self.way[:, None]]
+        whole_s = self._whole_model_s()
+        weight = 1 / whole_s[low, high, self.way[:, None]]
         weight[(counts.astype(bool).sum(axis=1) == 1)] = 1.0  # equal replicas need no profile at batch 1
         weight = np.where(counts > 0, weight, 0.0)
         with np.errstate(invalid="ignore"):
@@ -164,97 +164,99 @@ class Space:
             high.append(fleet.type_of(np.where(new, first + tp - 1, 0)))
         return np.stack(counts, axis=1), np.stack(low, axis=1), np.stack(high, axis=1)
 
-    def _whole_model_ms(self) -> np.ndarray:
+    def _whole_model_s(self) -> np.ndarray:
         """(types, types, ways) time of the model at batch 1 on the slowest of types low..high; infinite if unknown."""
         one = np.full((len(self.fleet.types), len(self.prices.ways)), np.inf)
         for kind, name in enumerate(self.fleet.types):
             for number, (tp, way) in enumerate(self.prices.ways):
                 if price := self.prices.table.get((name, tp, way, 1)):
-                    one[kind, number] = price.layer_ms.sum()
+                    one[kind, number] = price.layer_s.sum()
         return between(one, np.max)
 
     @cached_property
     def _priced(self) -> dict[str, np.ndarray]:
         """For each code: sums over the first layers of time and memory, (codes, layers + 1), sync and generator."""
-        rows, capacity_mb = [], np.zeros(len(self.codes))
+        rows, capacity_bytes = [], np.zeros(len(self.codes))
         for place, code in enumerate(self.codes.tolist()):
             rest, samples = divmod(max(code, 0), self.samples + 1)
             kind, way = divmod(rest, len(self.prices.ways))
-            capacity_mb[place] = self.fleet.capacity_mb[kind]
+            capacity_bytes[place] = self.fleet.capacity_bytes[kind]
             key = (self.fleet.types[kind], *self.prices.ways[way], samples)
-            if key not in self.layout.sums:
-                self.layout.sums[key] = self._sums(*key)
-            rows.append(self.layout.sums[key])
-        names = ("known", "base_mb", "layer_ms", "memory_mb", "live_mb", "sync_ms", "generator_ms")
+            if key not in self.grid.sums:
+                self.grid.sums[key] = self._sums(*key)
+            rows.append(self.grid.sums[key])
+        names = ("known", "base_bytes", "layer_s", "memory_bytes", "live_bytes", "sync_s", "generator_s")
         rows.append(self._sums("", 0, "", 0))  # gives the columns their shape where there is no code
         found = {name: np.array(column)[:-1] for name, column in zip(names, zip(*rows, strict=True), strict=True)}
-        return found | {"capacity_mb": capacity_mb, "known": found["known"] & (self.codes >= 0)}
+        return found | {"capacity_bytes": capacity_bytes, "known": found["known"] & (self.codes >= 0)}
 
     def _sums(self, device: str, tp: int, way: str, samples: int) -> tuple:
         """A row of `_priced`; a replica without samples holds memory all the same."""
         pieces = [self.prices.table.get((device, tp, way, bit)) for bit in bits(max(samples, 1))]
-        nothing = np.zeros(self.layout.layers + 1)
+        nothing = np.zeros(self.grid.layers + 1)
         if None in pieces:
             return False, 0.0, nothing, nothing, nothing, -np.inf, -np.inf
-        memory_mb, live_mb, layer_ms = (
+        memory_bytes, live_bytes, layer_s = (
             np.append(0.0, np.cumsum(values)) for values in
-            (pieces[0].memory_mb, sum(p.live_mb for p in pieces), sum(p.layer_ms for p in pieces))
+            (pieces[0].memory_bytes, sum(p.live_bytes for p in pieces), sum(p.layer_s for p in pieces))
         )  # fmt: skip
         if not samples:
-            return True, pieces[0].base_mb, nothing, memory_mb, live_mb, -np.inf, -np.inf
-        ends = (sum(p.sync_ms for p in pieces), sum(p.generator_ms for p in pieces))
-        return True, pieces[0].base_mb, layer_ms, memory_mb, live_mb, *ends
+            return True, pieces[0].base_bytes, nothing, memory_bytes, live_bytes, -np.inf, -np.inf
+        ends = (sum(p.sync_s for p in pieces), sum(p.generator_s for p in pieces))
+        return True, pieces[0].base_bytes, layer_s, memory_bytes, live_bytes, *ends
 
     def stages(self, where: str, in_flight: int = 1, *, lacking: bool = False) -> Stages:
         """Stages over the middle, first or last slices or the whole model, with micro-batches in flight.
 
         lacking: in place of times, MB that the fullest GPU lacks.
         """
-        rows, layout = getattr(self.layout, where), self.layout
+        rows, grid = getattr(self.grid, where), self.grid
         entry = np.arange(len(self.of_class))
         if where != "middle":  # the first stage begins at rank 0, the last ends at the last
             usable = self.start[self.of_class] == 0 if where in ("first", "whole") else np.ones(len(entry), bool)
             if where in ("last", "whole"):
-                ending = self.group[np.arange(len(layout.sizes)), layout.places - layout.steps]
+                ending = self.group[np.arange(len(grid.sizes)), grid.places - grid.steps]
                 usable &= np.isin(self.of_class, ending)
             if where in ("first", "whole"):
                 usable = np.isin(self.of_class, self.group[:, 0]) & (usable | (self.low == self.high)[self.of_class])
             entry = entry[usable]
         forms, priced = self.forms[entry], self._priced
-        time_ms = _largest(_slices(priced["layer_ms"], rows), forms)
-        missing_mb = np.zeros_like(time_ms)
+        time_s = _largest(_slices(priced["layer_s"], rows), forms)
+        missing_bytes = np.zeros_like(time_s)
         if self.rules.memory_factor:
-            held_mb = _slices(priced["memory_mb"] + in_flight * priced["live_mb"], rows) + priced["base_mb"][:, None]
-            missing_mb = self.rules.memory_factor * held_mb - priced["capacity_mb"][:, None]
-            missing_mb = np.maximum(_largest(missing_mb, forms), 0.0)
+            held_bytes = (
+                _slices(priced["memory_bytes"] + in_flight * priced["live_bytes"], rows) + priced["base_bytes"][:, None]
+            )
+            missing_bytes = self.rules.memory_factor * held_bytes - priced["capacity_bytes"][:, None]
+            missing_bytes = np.maximum(_largest(missing_bytes, forms), 0.0)
         unknown = ~priced["known"][forms].all(axis=1)
-        time_ms = missing_mb if lacking else np.where(missing_mb > 0, np.inf, time_ms)
-        time_ms[unknown] = np.inf
+        time_s = missing_bytes if lacking else np.where(missing_bytes > 0, np.inf, time_s)
+        time_s[unknown] = np.inf
         classes, starts = np.unique(self.of_class[entry], return_index=True)
-        extra_ms = np.zeros(len(entry))
-        for name, places in (("generator_ms", ("first", "whole")), ("sync_ms", ("last", "whole"))):
+        extra_s = np.zeros(len(entry))
+        for name, places in (("generator_s", ("first", "whole")), ("sync_s", ("last", "whole"))):
             if where in places and len(entry):
-                extra_ms += self.batches * np.where(unknown, 0.0, priced[name][forms].max(axis=1))
-        return Stages(entry, classes, starts, (time_ms, *self._updates_ms(entry, rows)), extra_ms)
+                extra_s += self.batches * np.where(unknown, 0.0, priced[name][forms].max(axis=1))
+        return Stages(entry, classes, starts, (time_s, *self._updates_s(entry, rows)), extra_s)
 
-    def _updates_ms(self, entry: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _updates_s(self, entry: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Gradient all-reduce and optimizer of entries over slices."""
         of, dp, tp, prices = self.of_class[entry], self.dp[entry], self.tp[entry], self.prices
-        bandwidth = np.where(self.one_node[of], self.fleet.intra[self.low[of]], self.inter[of])
+        bandwidth = np.where(self.one_node[of], self.fleet.intra_bytes_per_s[self.low[of]], self.inter[of])
         size_bytes = _slices(np.append(0.0, np.cumsum(prices.parameters_bytes))[None], rows)
-        gradients_ms = (2 * (dp - 1) / (dp * bandwidth * BYTES_PER_GBPS_MS) / tp)[:, None] * size_bytes
-        slowest = between(np.array([prices.optimizer_ms[name] for name in self.fleet.types]), np.max)
+        gradients_s = (2 * (dp - 1) / (dp * bandwidth) / tp)[:, None] * size_bytes
+        slowest = between(np.array([prices.optimizer_s[name] for name in self.fleet.types]), np.max)
         share = (rows[1] - rows[0]) / prices.layers
-        return gradients_ms, (slowest[self.low[of], self.high[of]] / tp)[:, None] * share
+        return gradients_s, (slowest[self.low[of], self.high[of]] / tp)[:, None] * share
 
-    def send_ms(self, entry: np.ndarray) -> np.ndarray:
+    def send_s(self, entry: np.ndarray) -> np.ndarray:
         """(kinds, entries) time to send to a next stage of each kind."""
         of, rules = self.of_class[entry], self.rules
         nearby, inter = self.kinds[:, :1] > 0, self.kinds[:, 1:]
-        intra, inter = self.fleet.intra[self.low[of]], np.minimum(inter, self.inter[of])
+        intra, inter = self.fleet.intra_bytes_per_s[self.low[of]], np.minimum(inter, self.inter[of])
         bandwidth = np.where(nearby & self.one_node[of], intra, inter)
-        size_bytes = self.most[entry] * rules.sequence * rules.hidden * rules.bytes_per_element
-        return size_bytes / (bandwidth * BYTES_PER_GBPS_MS)
+        size_bytes = self.most[entry] * rules.sample_bytes
+        return size_bytes / (bandwidth)
 
 
 def _slices(sums: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
     least(x, p, k) = min over stages (n, y, way) at rank p of  stage + send(k') + least(y, p + n, k')
 
-k is what the stage before must know of this one (`Space.kind`). With a maximum in place of the sum the same sweep
+k is what the stage before must know of this one (`StageTable.kind`). With a maximum in place of the sum the same sweep
 gives the least bottleneck. Where activations in flight count, the state also has the number of stages left.
 """
 
@@ -14,64 +14,90 @@ from dataclasses import dataclass
 import numpy as np
 
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
-from madmax_lib.planner.hetero.stages import Space
+from madmax_lib.planner.hetero.stages import StageTable
 
-__all__ = ["Chain", "Sweeper"]
+__all__ = ["OPEN", "Chain", "Sweeper"]
 
+OPEN = (math.inf, math.inf, math.inf)  # no threshold for any part
 _BLOCK_BYTES = 2**20  # up to here all group sizes are swept at once, beyond one by one: blocks stay in the cache
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages from the first layer to the last: total of the sweep, the largest of each part, and the plan."""
+    """Stages from the first layer to the last.
+
+    total: what the sweep added up, or the largest of it.
+    largest: stage time, gradient all-reduce and optimizer of the slowest stages in s.
+    plan: the stages as a plan.
+    """
 
     total: float
     largest: tuple[float, float, float]
     plan: HeteroPlan
 
 
-class Sweeper:
-    """Sweeps over one space; levels: stages left that are told apart, 1 where activations in flight do not count."""
+@dataclass(frozen=True)
+class _Option:
+    """One stage of the best chain.
 
-    def __init__(self, space: Space, levels: int = 1, *, lacking: bool = False):
-        self.space, self.levels = space, levels
-        self.tables = {
-            (where, level): space.stages(where, level + 1, lacking=lacking)
+    where: first, middle, last or whole. level: stages after it, as far as told apart; next_level: of the next stage.
+    next_kind: kind of the next stage. end: layer after its last. size: number of its group size.
+    """
+
+    where: str
+    level: int
+    next_kind: int
+    end: int
+    size: int
+    next_level: int
+
+
+class Sweeper:
+    """Sweeps over one stage table.
+
+    levels: stages left that are told apart, 1 where activations in flight do not count. lacking: missing memory in
+    place of times.
+    """
+
+    def __init__(self, table: StageTable, levels: int = 1, *, lacking: bool = False):
+        self.table, self.levels = table, levels
+        self.stages = {
+            (where, level): table.stages(where, level + 1, lacking=lacking)
             for level in range(levels)
             for where in ("first", "middle", "last", "whole")
             if level == 0 or where != "whole"
         }
-        self.send_ms = {key: space.send_ms(stages.entry) for key, stages in self.tables.items()}
-        layout = space.layout
-        self.ahead = np.minimum(np.arange(layout.places + 1) + layout.steps[:, None], layout.places + 1)
-        self.ending = layout.places - layout.steps
-        together = layout.middle.shape[1] * self.ahead.size * 8 <= _BLOCK_BYTES
-        sizes = range(len(layout.sizes))
+        self.send_s = {key: table.send_s(stages.entry) for key, stages in self.stages.items()}
+        grid = table.grid
+        self.ahead = np.minimum(np.arange(grid.places + 1) + grid.steps[:, None], grid.places + 1)
+        self.ending = grid.places - grid.steps
+        together = grid.middle.shape[1] * self.ahead.size * 8 <= _BLOCK_BYTES
+        sizes = range(len(grid.sizes))
         self._scratch = np.empty(0)
         self.bands = [slice(0, len(sizes))] if together else [slice(i, i + 1) for i in sizes]
 
     @property
     def size_bytes(self) -> int:
         """Memory of the tables."""
-        return sum(part.nbytes for stages in self.tables.values() for part in stages.parts)
+        return sum(part.nbytes for stages in self.stages.values() for part in stages.parts)
 
     def bottleneck(self, part: int) -> float:
         """Least possible largest value of a part (0 stage, 1 gradients, 2 optimizer) over all chains."""
         values = {}
-        for key, stages in self.tables.items():
+        for key, stages in self.stages.items():
             possible = np.where(np.isfinite(stages.parts[0]), stages.parts[part], np.inf)
-            values[key] = np.broadcast_to(possible, (len(self.space.kinds), *possible.shape))
+            values[key] = np.broadcast_to(possible, (len(self.table.kinds), *possible.shape))
         return self._descend(values, np.maximum)[0]
 
     def chain(self, corner: tuple[float, float, float], *, bottleneck: bool = False) -> Chain | None:
         """The chain of least total among those whose parts are at most the corner's; None if there is none."""
         values = {}
-        for key, stages in self.tables.items():
-            time_ms, gradients_ms, optimizer_ms = stages.parts
-            inside = (time_ms <= corner[0]) & (gradients_ms <= corner[1]) & (optimizer_ms <= corner[2])
-            alone = np.where(inside, time_ms if bottleneck else time_ms + stages.extra_ms[:, None], np.inf)
-            send_ms = 0.0 if bottleneck or key[0] in ("last", "whole") else self.send_ms[key][:, :, None]
-            values[key] = np.broadcast_to(alone, (len(self.space.kinds), *alone.shape)) + send_ms
+        for key, stages in self.stages.items():
+            time_s, gradients_s, optimizer_s = stages.parts
+            inside = (time_s <= corner[0]) & (gradients_s <= corner[1]) & (optimizer_s <= corner[2])
+            alone = np.where(inside, time_s if bottleneck else time_s + stages.extra_s[:, None], np.inf)
+            send_s = 0.0 if bottleneck or key[0] in ("last", "whole") else self.send_s[key][:, :, None]
+            values[key] = np.broadcast_to(alone, (len(self.table.kinds), *alone.shape)) + send_s
         combine = np.maximum if bottleneck else np.add
         total, state = self._descend(values, combine)
         if not np.isfinite(total):
@@ -80,9 +106,9 @@ class Sweeper:
 
     def _descend(self, values: dict, combine) -> tuple[float, dict]:
         """Least total, and the arrays that `_path` goes back through."""
-        layout, kind, kinds = self.space.layout, self.space.kind, len(self.space.kinds)
-        layers, sizes = layout.layers, np.arange(len(layout.sizes))
-        least = [np.full((kinds, layers + 1, layout.places + 2), np.inf) for _ in range(self.levels)]
+        grid, kind, kinds = self.table.grid, self.table.kind, len(self.table.kinds)
+        layers, sizes = grid.layers, np.arange(len(grid.sizes))
+        least = [np.full((kinds, layers + 1, grid.places + 2), np.inf) for _ in range(self.levels)]
         reach = [np.full((kinds, layers + 1, *kind.shape), np.inf) for _ in range(self.levels)]
         first, last, whole = self._ends(values)
         middle = [self._middle(values["middle", level], level) for level in range(self.levels)]
@@ -91,13 +117,16 @@ class Sweeper:
                 if level == 0:
                     least[0][kind[sizes, self.ending], x, self.ending] = last[x - 1]
                 for band, block in zip(self.bands, middle[level], strict=True):
-                    rows = block[:, layout.row(x) : layout.row(x) + layers - 1 - x]
+                    rows = block[:, grid.row(x) : grid.row(x) + layers - 1 - x]
                     for source in self._sources(level) if rows.size else ():
                         ahead = reach[source][:, x + 1 : x + 1 + rows.shape[1], band, : rows.shape[3]]
                         self._improve(least[level][:, x], combine, rows, ahead, kind[band])
                 reach[level][:, x] = least[level][:, x][:, self.ahead]
-        starts = {(level, source): combine(first[level], reach[source][:, 1:layers, :, 0])
-                  for level in range(self.levels) for source in self._sources(level)}  # fmt: skip
+        starts = {
+            (level, source): combine(first[level], reach[source][:, 1:layers, :, 0])
+            for level in range(self.levels)
+            for source in self._sources(level)
+        }
         every = min([whole, *(float(options.min(initial=np.inf)) for options in starts.values())])
         return every, {"last": last, "middle": middle, "reach": reach, "starts": starts, "whole": whole}
 
@@ -118,7 +147,7 @@ class Sweeper:
 
     def _ends(self, values: dict) -> tuple[list[np.ndarray], np.ndarray, float]:
         """Least values by group size: first stages of each level, (kinds, rows, sizes), last stages, whole."""
-        group = self.space.group
+        group = self.table.group
         first = [self._least("first", level, values, group[:, 0]) for level in range(self.levels)]
         last = self._least("last", 0, values, group[np.arange(len(group)), self.ending])[0]
         whole = self._least("whole", 0, values, group[-1:, 0])[0, 0, 0] if self.ending[-1] == 0 else np.inf
@@ -126,20 +155,20 @@ class Sweeper:
 
     def _middle(self, values: np.ndarray, level: int) -> list[np.ndarray]:
         """(kinds, rows, sizes, places) least values of each band of sizes, without what is infinite at the end."""
-        stages, blocks = self.tables["middle", level], []
-        classes = [stages.least(value, self.space.classes) for value in values]
+        stages, blocks = self.stages["middle", level], []
+        classes = [stages.least(value, self.table.classes) for value in values]
         for band in self.bands:
-            group = self.space.group[band, : 1 + int(self.ending[band].max())]
+            group = self.table.group[band, : 1 + int(self.ending[band].max())]
             finite = np.isfinite(classes[0][np.unique(group)]).any(axis=0)
-            count = len(finite) if not self.space.layout.alike else int(np.max(np.flatnonzero(finite), initial=-1)) + 1
+            count = len(finite) if not self.table.grid.alike else int(np.max(np.flatnonzero(finite), initial=-1)) + 1
             found = [np.ascontiguousarray(one[:, :count].T)[:, group] for one in classes]
             blocks.append(found[0][None] if len(found) == 1 else np.stack(found))
         return blocks
 
     def _least(self, where: str, level: int, values: dict, group: np.ndarray) -> np.ndarray:
         """(kinds, rows, groups) least values of some groups."""
-        stages = self.tables[where, level]
-        return np.stack([stages.least(value, self.space.classes).T[:, group] for value in values[where, level]])
+        stages = self.stages[where, level]
+        return np.stack([stages.least(value, self.table.classes).T[:, group] for value in values[where, level]])
 
     def _sources(self, level: int) -> tuple[int, ...]:
         """Levels of the stage after one: the last level stands for all higher ones."""
@@ -148,64 +177,71 @@ class Sweeper:
 
     def _path(self, total: float, state: dict, values: dict, combine) -> Chain:
         """The chain behind a total: at each stage the option of least value, the first on ties."""
-        steps, found = self.space.layout.steps, []
-        where, level, code, y, size, source = self._start(state)
-        place = 0
+        option = self._first_option(state)
+        begin, place = 0, 0
+        cuts, entries, parts = [0], [], []
         while True:
-            found.append((y, *self._entry(where, level, code, y, size, place, found[-1][0] if found else 0, values)))
-            if where in ("last", "whole"):
+            entry, entry_parts = self._entry(option, begin, place, values)
+            cuts.append(option.end)
+            entries.append(entry)
+            parts.append(entry_parts)
+            if option.where in ("last", "whole"):
                 break
-            place, level = place + int(steps[size]), source
-            where, code, y, size, source = self._next(state, code, level, y, place, combine)
-        return self._chain(total, found)
+            begin, place = option.end, place + int(self.table.grid.steps[option.size])
+            option = self._next_option(state, option, place, combine)
+        largest = tuple(float(value) for value in np.max(parts, axis=0))
+        return Chain(total, largest, self._plan(cuts, entries))
 
-    def _start(self, state: dict) -> tuple:
-        """(where, level, kind of the next stage, end, size, level of the next stage) of the first stage."""
-        best, answer = state["whole"], ("whole", 0, 0, self.space.layout.layers, len(self.ending) - 1, 0)
+    def _first_option(self, state: dict) -> _Option:
+        best = state["whole"]
+        answer = _Option("whole", 0, 0, self.table.grid.layers, len(self.ending) - 1, 0)
         for (level, source), options in state["starts"].items():
             if options.min(initial=np.inf) < best:
                 best = options.min()
-                code, row, size = map(int, np.unravel_index(options.argmin(), options.shape))
-                answer = ("first", level, code, row + 1, size, source)
+                kind, row, size = map(int, np.unravel_index(options.argmin(), options.shape))
+                answer = _Option("first", level, kind, row + 1, size, source)
         return answer
 
-    def _next(self, state: dict, kind: int, level: int, x: int, place: int, combine) -> tuple:
-        """As `_start`, without the level, of the stage of a kind that begins at a layer and place."""
-        layout, best, answer = self.space.layout, np.inf, None
-        mine = self.space.kind[:, place] == kind
-        for size in np.flatnonzero((self.ending == place) & mine) if level == 0 else ():
-            best = state["last"][x - 1, size]
-            answer = ("last", 0, layout.layers, int(size), 0)
+    def _next_option(self, state: dict, before: _Option, place: int, combine) -> _Option:
+        """The stage after one, which begins where that ends."""
+        grid, level, begin = self.table.grid, before.next_level, before.end
+        best, answer = np.inf, None
+        of_kind = self.table.kind[:, place] == before.next_kind
+        for size in np.flatnonzero((self.ending == place) & of_kind) if level == 0 else ():
+            best = state["last"][begin - 1, size]
+            answer = _Option("last", 0, 0, grid.layers, int(size), 0)
+        first_row, count = grid.row(begin), grid.layers - 1 - begin
         for band, block in zip(self.bands, state["middle"][level], strict=True):
-            rows = block[:, layout.row(x) : layout.row(x) + layout.layers - 1 - x, :, place : place + 1]
+            rows = block[:, first_row : first_row + count, :, place : place + 1]
             for source in self._sources(level) if rows.size else ():
-                ahead = state["reach"][source][:, x + 1 : x + 1 + rows.shape[1], band, place : place + 1]
-                options = np.where(mine[band, None], combine(rows, ahead), np.inf)[..., 0]
+                ahead = state["reach"][source][:, begin + 1 : begin + 1 + rows.shape[1], band, place : place + 1]
+                options = np.where(of_kind[band, None], combine(rows, ahead), np.inf)[..., 0]
                 if options.min() < best:
                     best = options.min()
-                    code, row, size = map(int, np.unravel_index(options.argmin(), options.shape))
-                    answer = ("middle", code, x + 1 + row, band.start + size, source)
+                    kind, row, size = map(int, np.unravel_index(options.argmin(), options.shape))
+                    answer = _Option("middle", level, kind, begin + 1 + row, band.start + size, source)
         return answer
 
-    def _entry(self, where: str, level: int, code: int, y: int, size: int, place: int, x: int, values: dict) -> tuple:
+    def _entry(self, option: _Option, begin: int, place: int, values: dict) -> tuple[int, list[float]]:
         """Number of the cheapest entry of a stage, and its parts."""
-        layout, stages = self.space.layout, self.tables[where, level]
-        row = {"first": y - 1, "last": x - 1, "whole": 0}.get(where, layout.row(max(x, 1)) + y - x - 1)
-        number = int(np.searchsorted(stages.classes, self.space.group[size, place]))
+        key = option.where, option.level
+        stages, end = self.stages[key], option.end
+        middle_row = self.table.grid.row(max(begin, 1)) + end - begin - 1
+        row = {"first": end - 1, "last": begin - 1, "whole": 0, "middle": middle_row}[option.where]
+        number = int(np.searchsorted(stages.classes, self.table.group[option.size, place]))
         start, stop = [*stages.starts, len(stages.entry)][number : number + 2]
-        chosen = start + int(values[where, level][code, start:stop, row].argmin())
-        return int(stages.entry[chosen]), tuple(float(part[chosen, row]) for part in stages.parts)
+        chosen = start + int(values[key][option.next_kind, start:stop, row].argmin())
+        return int(stages.entry[chosen]), [float(part[chosen, row]) for part in stages.parts]
 
-    def _chain(self, total: float, found: list[tuple]) -> Chain:
-        space, entries = self.space, [entry for _, entry, _ in found]
-        gpus = space.size[space.of_class[entries]].tolist()
-        plan = HeteroPlan(
-            node_sequence=space.fleet.types,
+    def _plan(self, cuts: list[int], entries: list[int]) -> HeteroPlan:
+        table = self.table
+        gpus = table.size[table.of_class[entries]].tolist()
+        degrees = zip(table.dp[entries].tolist(), table.tp[entries].tolist(), strict=True)
+        return HeteroPlan(
+            node_sequence=table.fleet.types,
             device_groups=tuple(gpus),
-            strategies=tuple(zip(space.dp[entries].tolist(), space.tp[entries].tolist(), strict=True)),
-            batches=space.batches,
-            layer_partition=(0, *(y for y, *_ in found)),
-            recompute=tuple(space.prices.ways[way][1] for way in space.way[entries]),
+            strategies=tuple(degrees),
+            batches=table.batches,
+            layer_partition=tuple(cuts),
+            recompute=tuple(table.prices.ways[way][1] for way in table.way[entries]),
         )
-        largest = tuple(max(parts[number] for *_, parts in found) for number in range(3))
-        return Chain(total, largest, plan)

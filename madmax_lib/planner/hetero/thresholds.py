@@ -15,36 +15,40 @@ from itertools import count
 
 import numpy as np
 
-from madmax_lib.planner.hetero.sweep import Chain, Sweeper
+from madmax_lib.planner.hetero.sweep import OPEN, Chain, Sweeper
 
-__all__ = ["Outcome", "search"]
+__all__ = ["BestChain", "search"]
 
 _NEAR = 1.02  # of the least bottleneck: a corner at which the second trial plan of a space is looked for
 _KEPT_BYTES = 256e6  # of tables; the others are built again when needed
-_OPEN = (np.inf, np.inf, np.inf)
 
 
 @dataclass
-class Outcome:
-    """Best plan so far, its cost, the least any plan can cost, and the sweeps it took."""
+class BestChain:
+    """The best chain so far.
+
+    cost_s: what its plan costs; bound_s: the least any plan can cost.
+    sweeps: those it took.
+    stopped: whether the search was interrupted.
+    """
 
     chain: Chain | None = None
-    cost_ms: float = np.inf
-    bound_ms: float = 0.0
+    cost_s: float = np.inf
+    bound_s: float = 0.0
     sweeps: int = 0
     stopped: bool = False
 
     @property
     def gap(self) -> float:
         """Share of the cost that a better plan could save at most."""
-        return max(self.cost_ms - self.bound_ms, 0.0) / self.cost_ms if np.isfinite(self.cost_ms) else np.inf
+        return max(self.cost_s - self.bound_s, 0.0) / self.cost_s if np.isfinite(self.cost_s) else np.inf
 
 
 @dataclass(order=True)
 class _Box:
     """Thresholds from low to high of one space; chain: best below high, or below a corner further up."""
 
-    bound_ms: float
+    bound_s: float
     number: int
     space: int = field(compare=False)
     low: np.ndarray = field(compare=False)
@@ -52,8 +56,9 @@ class _Box:
     chain: Chain = field(compare=False)
 
 
-def search(spaces: list[Callable[[], Sweeper]], weights: list[np.ndarray], *, gap: float,
-           tick: Callable[[Outcome], None]) -> Outcome:  # fmt: skip
+def search(
+    spaces: list[Callable[[], Sweeper]], weights: list[np.ndarray], *, gap: float, tick: Callable[[BestChain], None]
+) -> BestChain:
     """The best chain over all spaces.
 
     spaces: makers of a Sweeper each. weights: (3,) of the maxima of each. tick is called after every sweep. A
@@ -63,50 +68,48 @@ def search(spaces: list[Callable[[], Sweeper]], weights: list[np.ndarray], *, ga
     try:
         run.all()
     except KeyboardInterrupt:
-        run.outcome.stopped = True
-    return run.outcome
+        run.best.stopped = True
+    return run.best
 
 
 class _Search:
     def __init__(self, spaces, weights, gap, tick):
         self.make, self.weights, self.gap, self.tick = spaces, weights, gap, tick
-        self.outcome, self.number = Outcome(), count()
+        self.best, self.number = BestChain(), count()
         self.kept: dict[int, Sweeper] = {}
         self.queue: list[_Box] = []
 
     def all(self) -> None:
-        opened = [
-            (chain.total, space, chain) for space in range(len(self.make)) if (chain := self._chain(space, _OPEN))
-        ]
+        opened = [(chain.total, space, chain) for space in range(len(self.make)) if (chain := self._chain(space, OPEN))]
         for _, space, chain in sorted(opened, key=lambda one: one[:2]):
             self._open(space, chain)
         while self.queue:
             box = heapq.heappop(self.queue)
-            self.outcome.bound_ms = min(box.bound_ms, self.outcome.cost_ms)
-            if box.bound_ms >= self._goal():
+            self.best.bound_s = min(box.bound_s, self.best.cost_s)
+            if box.bound_s >= self._goal():
                 return
             for part in self._parts(box):
                 self._push(part)
-        self.outcome.bound_ms = self.outcome.cost_ms
+        self.best.bound_s = self.best.cost_s
 
     def _goal(self) -> float:
-        return self.outcome.cost_ms * (1 - self.gap)
+        return self.best.cost_s * (1 - self.gap)
 
     def _sweeper(self, space: int) -> Sweeper:
-        found = self.kept.pop(space, None) or self.make[space]()
-        self.kept[space] = found
-        while len(self.kept) > 1 and sum(sweeper.size_bytes for sweeper in self.kept.values()) > _KEPT_BYTES:
+        sweeper = self.kept.pop(space, None) or self.make[space]()
+        self.kept[space] = sweeper
+        while len(self.kept) > 1 and sum(kept.size_bytes for kept in self.kept.values()) > _KEPT_BYTES:
             del self.kept[next(iter(self.kept))]
-        return found
+        return sweeper
 
     def _chain(self, space: int, corner) -> Chain | None:
         chain = self._sweeper(space).chain(tuple(corner))
-        self.outcome.sweeps += 1
+        self.best.sweeps += 1
         if chain is not None:
-            cost_ms = chain.total + float(self.weights[space] @ chain.largest)
-            if cost_ms < self.outcome.cost_ms:
-                self.outcome.chain, self.outcome.cost_ms = chain, cost_ms
-        self.tick(self.outcome)
+            cost_s = chain.total + float(self.weights[space] @ chain.largest)
+            if cost_s < self.best.cost_s:
+                self.best.chain, self.best.cost_s = chain, cost_s
+        self.tick(self.best)
         return chain
 
     def _open(self, space: int, chain: Chain) -> None:
@@ -114,7 +117,7 @@ class _Search:
         low, weights = np.zeros(3), self.weights[space]
         for part in range(3):
             low[part] = self._sweeper(space).bottleneck(part)
-            self.outcome.sweeps += 1
+            self.best.sweeps += 1
             if weights @ low + chain.total >= self._goal():
                 return
             if part == 0:
@@ -122,14 +125,14 @@ class _Search:
         self._push(self._box(space, low, np.full(3, np.inf), chain))
 
     def _push(self, box: _Box) -> None:
-        if box.bound_ms < self._goal():
+        if box.bound_s < self._goal():
             heapq.heappush(self.queue, box)
 
     def _parts(self, box: _Box) -> Iterator[_Box]:
         """Smaller boxes that hold every better plan of a box."""
         weights = self.weights[box.space]
         with np.errstate(divide="ignore"):
-            cut = np.where(weights > 0, box.low + (self.outcome.cost_ms - box.bound_ms) / weights, np.inf)
+            cut = np.where(weights > 0, box.low + (self.best.cost_s - box.bound_s) / weights, np.inf)
         high = np.minimum(box.high, cut)
         if (high < box.chain.largest).any():
             if (chain := self._chain(box.space, high)) is not None:

@@ -1,41 +1,72 @@
-"""Does a training step fit, and where does what lie? Device, host memory and drives beside what a cluster has.
+"""Does a training step fit, where does what lie, and how large may a model be?
 
 With offload, a share of the states leaves the device: enough that the device holds the rest, and no more than host and
-drives take. Without, everything is on the device, as `memory` counts it.
+drives take. Without, everything is on the device, as `memory` counts it. The largest model is searched among GPT-2-like
+shapes, wider and deeper, until a step does not fit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
 
+from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
+from madmax_lib.simulator.offload.hosts import host_of
 from madmax_lib.simulator.offload.placement import (
     METHODS,
     PLACES,
     Policy,
     as_table,
+    bytes_by_place,
     device_peak,
     normalised,
     off_device,
-    place,
-    usable_host_bytes,
 )
-from madmax_lib.specs import Cluster, Host, Model
+from madmax_lib.specs import Cluster, Model, Transformer
 
-__all__ = ["FitsResult", "fits", "host_of", "room_bytes", "shares_that_fit"]
+__all__ = [
+    "SIZE_METHODS",
+    "FitsResult",
+    "LargestModel",
+    "fits",
+    "gpt_shape",
+    "largest_model",
+    "room_bytes",
+    "shares_that_fit",
+]
 
 _SHARES, _ROUNDS = np.linspace(0.0, 1.0, 101), 3  # the least share to 1e-8
+_HOST_RESERVED = 0.05  # of host memory, for the system and the processes; a round number
+# method: (fields of its Plan, whether all that may leave the device does)
+SIZE_METHODS = {
+    "ddp": ({"zero": 0}, False),
+    "zero-1": ({"zero": 1}, False),
+    "zero-2": ({"zero": 2}, False),
+    "zero-3": ({"zero": 3}, False),
+    "zero-offload": ({"zero": 2, "offload": "optimizer"}, False),
+    "zero-3-offload": ({"zero": 3, "offload": "all"}, True),
+    "zero-infinity": ({"zero": 3, "offload": "nvme"}, True),
+    "chunks": ({"zero": 3, "offload": "chunks"}, False),
+    "chunks-static": ({"zero": 3, "offload": "chunks"}, True),
+}
+_WIDTHS = (512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 10240, 12288, 16384, 20480, 25600)
+_HEAD_DIM, _SEQUENCE, _VOCAB = 128, 1024, 50257  # GPT-2's vocabulary and sequence, as in the sources compared with
+_FLATTEST, _DEEPEST = 16, 1 / 24  # layers at least, and at most per unit of width
 
 
 @dataclass(frozen=True)
 class FitsResult:
-    """fits: whether a step can be run. table: component, place (device, host, nvme), size_bytes, on the fullest device
-    and of a node; usable_bytes and margin_bytes of the place at its fullest moment. The components of a device do not
-    all exist at that moment, so their sum may be more. share: of what may leave the device, NaN without offload.
+    """Whether a step can be run, and what it holds where.
+
+    fits: whether every place has room for its fullest moment.
+    table: component, place (device, host, nvme), size_bytes of the fullest device or of a node, usable_bytes and
+        margin_bytes of the place. Not all components of a device exist at once, so their sum may be above its peak.
+    share: of what may leave the device, 0..1 (default NaN: without offload).
     """
 
     fits: bool
@@ -45,17 +76,48 @@ class FitsResult:
     @property
     def margins_bytes(self) -> dict[str, float]:
         """What is left by place, negative where it is too little."""
-        return dict(self.table.drop_duplicates("place").set_index("place")["margin_bytes"])
+        return dict(self._places()["margin_bytes"])
 
     @property
     def bound(self) -> str:
         """The place with the smallest share of its room left."""
-        places = self.table.drop_duplicates("place").set_index("place")
+        places = self._places()
         return str((places["margin_bytes"] / places["usable_bytes"]).idxmin())
 
+    def _places(self) -> pd.DataFrame:
+        return self.table.drop_duplicates("place").set_index("place")
 
-def fits(model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, sequence: int | None = None,
-         dtype: str = "bf16", stack: str | None = None, policy: Policy | None = None) -> FitsResult:  # fmt: skip
+
+@dataclass(frozen=True)
+class LargestModel:
+    """The largest model that fits; every smaller one of its width fits too.
+
+    model: its shape.
+    plan: how it is trained.
+    result: what `fits` says about it.
+    """
+
+    model: Transformer
+    plan: Plan
+    result: FitsResult = field(repr=False)
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+        return self.model.parameters
+
+
+def fits(
+    model: Model,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    global_batch: int,
+    sequence: int | None = None,
+    dtype: str = "bf16",
+    stack: str | None = None,
+    policy: Policy | None = None,
+) -> FitsResult:
     """Whether a step of a model under a plan fits a cluster, with the place of every component.
 
     sequence: tokens per sample, the model's own if None. stack: whose software, as in `memory` (without offload).
@@ -68,46 +130,42 @@ def fits(model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, seque
     [False, True]
     """
     plan.check(model, cluster, global_batch, sequence or 0)
-    plan.micro_batches(global_batch)
     if plan.offload is None:
         table = memory(model, plan, sequence=sequence, dtype=dtype, global_batch=global_batch, stack=stack)
         return _result(_fullest(table), {"device": peak_bytes(table)}, room_bytes(cluster, plan))
-    plan, policy, room = normalised(plan, model, dtype), policy or Policy(), room_bytes(cluster, plan)
-    shape = {"sequence": sequence, "dtype": dtype, "global_batch": global_batch}
-    possible = shares_that_fit(model, cluster, plan, policy, room=room, **shape)
+    case = normalised(Case(model, cluster, plan, global_batch, sequence or 0, dtype))
+    policy, room = policy or Policy(), room_bytes(cluster, plan)
+    possible = shares_that_fit(case, policy, room)
     share = float(possible[0]) if len(possible) else 1.0 if policy.share is None else policy.share
-    sizes = place(model, plan, share, policy, **shape)
-    devices = cluster.devices_per_node
+    sizes, devices = bytes_by_place(case, share, policy), cluster.devices_per_node
     peaks = {"device": float(device_peak(sizes).max())}
-    peaks |= {where: devices * float(off_device(sizes, where).max()) for where in PLACES[1:]}
+    peaks |= {place: devices * float(off_device(sizes, place).max()) for place in PLACES[1:]}
     return _result(as_table(sizes, devices), peaks, room, share)
 
 
-def shares_that_fit(model: Model, cluster: Cluster, plan: Plan, policy: Policy, *, sequence: int | None = None,
-                    dtype: str = "bf16", global_batch: int | None = None, room: dict[str, float] | None = None
-                    ) -> np.ndarray:  # fmt: skip
+def shares_that_fit(case: Case, policy: Policy, room: dict[str, float]) -> np.ndarray:
     """Shares in ascending order that device, host and drives can hold: those of a grid, and the least of all.
 
-    room: of `room_bytes`, if it is known already.
+    room: of `room_bytes`.
     """
-    tried = _SHARES if policy.share is None else np.array([policy.share])
-    shape = {"sequence": sequence, "dtype": dtype, "global_batch": global_batch}
-    room, devices = room or room_bytes(cluster, plan), cluster.devices_per_node
+    devices = case.cluster.devices_per_node
 
     def held(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        sizes = place(model, plan, shares.reshape(-1, 1), policy, **shape)
-        beside = [devices * off_device(sizes, where).max(axis=-1) <= room[where] for where in PLACES[1:]]
+        """Whether the device, and whether host and drives, hold their part."""
+        sizes = bytes_by_place(case, shares.reshape(-1, 1), policy)
+        beside = [devices * off_device(sizes, place).max(axis=-1) <= room[place] for place in PLACES[1:]]
         return device_peak(sizes).max(axis=-1) <= room["device"], np.logical_and.reduce(beside)
 
-    on_device, beside = held(tried)
+    shares = _SHARES if policy.share is None else np.array([policy.share])
+    on_device, beside = held(shares)
     for _ in range(_ROUNDS if policy.share is None and on_device.any() else 0):  # closer to what the device needs
         first = int(on_device.argmax())
         if first == 0:
             break
-        between = np.linspace(tried[first - 1], tried[first], len(_SHARES))[1:]
-        tried = np.concatenate([between, tried[first + 1 :]])
-        on_device, beside = held(tried)
-    return tried[on_device & beside]
+        between = np.linspace(shares[first - 1], shares[first], len(_SHARES))[1:]
+        shares = np.concatenate([between, shares[first + 1 :]])
+        on_device, beside = held(shares)
+    return shares[on_device & beside]
 
 
 def room_bytes(cluster: Cluster, plan: Plan) -> dict[str, float]:
@@ -118,14 +176,44 @@ def room_bytes(cluster: Cluster, plan: Plan) -> dict[str, float]:
     host = host_of(cluster)
     if METHODS[plan.offload].to == "nvme" and not host.nvme_bytes:
         raise ValueError(f"offload=nvme, but {host.name} has no drives")
-    return room | {"host": usable_host_bytes(host), "nvme": host.nvme_bytes}
+    return room | {"host": (1 - _HOST_RESERVED) * host.memory_bytes, "nvme": host.nvme_bytes}
 
 
-def host_of(cluster: Cluster) -> Host:
-    """The host of a node. Raises ValueError where it is not known."""
-    if cluster.host is None:
-        raise ValueError(f"{cluster.name}: offload needs a host, but data/hosts.csv has none for it")
-    return cluster.host
+def largest_model(cluster: Cluster, method: str) -> LargestModel:
+    """The largest GPT-2-like model of a method on all devices of a cluster, by data parallelism alone.
+
+    method: a name of `SIZE_METHODS`. Full recompute, one sample of 1,024 tokens per device, heads of 128 channels, 16
+    layers or more and at most one per 24 channels.
+    Raises ValueError for an unknown method, or one whose smallest model does not fit.
+    """
+    if method not in SIZE_METHODS:
+        raise ValueError(f"method={method!r} is not one of {', '.join(SIZE_METHODS)}")
+    choices, static = SIZE_METHODS[method]
+    plan = Plan(dp=cluster.world_size, recompute="full", **choices)
+    policy = Policy(share=1.0 if static else None)
+    room = room_bytes(cluster, plan)
+
+    def holds(width: int, layers: int) -> bool:
+        case = Case(gpt_shape(width, layers), cluster, plan, plan.dp, dtype="fp16")
+        if plan.offload:
+            return len(shares_that_fit(case, policy, room)) > 0
+        return peak_bytes(memory(case.model, plan, global_batch=plan.dp, dtype="fp16")) <= room["device"]
+
+    best: tuple[int, int] | None = None
+    for width in _WIDTHS:
+        least = _FLATTEST if best is None else max(_FLATTEST, _layers_beyond(gpt_shape(*best), width))
+        if layers := _deepest(holds, width, least):
+            best = width, layers
+    if best is None:
+        raise ValueError(f"{method} on {cluster.name}: not even {_WIDTHS[0]} channels and {_FLATTEST} layers fit")
+    model = gpt_shape(*best)
+    return LargestModel(model, plan, fits(model, cluster, plan, global_batch=plan.dp, dtype="fp16", policy=policy))
+
+
+def gpt_shape(hidden: int, layers: int, sequence: int = _SEQUENCE, heads: int = 0) -> Transformer:
+    """A GPT-2-like model of any size."""
+    name = f"gpt-{hidden}x{layers}"
+    return Transformer(name, layers, hidden, heads or hidden // _HEAD_DIM, 4 * hidden, sequence, _VOCAB)
 
 
 def _fullest(table: pd.DataFrame) -> pd.DataFrame:
@@ -135,8 +223,26 @@ def _fullest(table: pd.DataFrame) -> pd.DataFrame:
     return part.assign(place="device")[["component", "place", "size_bytes"]].reset_index(drop=True)
 
 
-def _result(table: pd.DataFrame, peaks: dict[str, float], room: dict[str, float], share: float = float("nan")
-            ) -> FitsResult:  # fmt: skip
-    margins = {where: room[where] - peak for where, peak in peaks.items()}
+def _result(
+    table: pd.DataFrame, peaks: dict[str, float], room: dict[str, float], share: float = float("nan")
+) -> FitsResult:
+    margins = {place: room[place] - peak for place, peak in peaks.items()}
     table = table.assign(usable_bytes=table["place"].map(room), margin_bytes=table["place"].map(margins))
     return FitsResult(all(margin >= 0 for margin in margins.values()), table, share)
+
+
+def _deepest(holds: Callable[[int, int], bool], width: int, least: int) -> int:
+    """Largest number of layers that fits, 0 if not even `least` do."""
+    low, high = least, max(int(width * _DEEPEST), _FLATTEST)
+    if low > high or not holds(width, low):
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(width, middle) else (low, middle - 1)
+    return low
+
+
+def _layers_beyond(model: Transformer, width: int) -> int:
+    """Layers of this width with which a model is larger than another one."""
+    one, two = (gpt_shape(width, layers).parameters for layers in (1, 2))
+    return max((model.parameters - one) // (two - one) + 2, 1)

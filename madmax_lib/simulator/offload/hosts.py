@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from madmax_lib.simulator.offload.fits import host_of
-from madmax_lib.simulator.offload.placement import Method, Split
-from madmax_lib.specs import Cluster
+import numpy as np
 
-__all__ = ["ACCUMULATE_BYTES", "ADAM_BYTES", "ADAM_SHARE", "Offloaded", "Rates", "rates"]
+from madmax_lib.simulator.offload.placement import Method, Split
+from madmax_lib.specs import Cluster, Host
+
+__all__ = ["ACCUMULATE_BYTES", "ADAM_BYTES", "ADAM_SHARE", "Offloaded", "Rates", "host_of", "rates"]
 
 ADAM_BYTES = 28  # fp32 weight, two moments, 16-bit gradient and copy, rounded to whole numbers of fp32
 ACCUMULATE_BYTES = 6  # a 16-bit gradient and the sum so far read, the sum written
@@ -23,7 +24,12 @@ ADAM_SHARE = 0.45
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes/s that one device has of its host: link (one way), adam (achieved host memory traffic), drives."""
+    """What one device has of its host, in bytes/s.
+
+    link: copies to or from the device, one way.
+    adam: achieved traffic of host memory.
+    nvme_read, nvme_write: of the drives (default 0: there are none).
+    """
 
     link: float
     adam: float
@@ -35,18 +41,36 @@ class Rates:
         return ADAM_BYTES * parameters / self.adam
 
 
+def host_of(cluster: Cluster) -> Host:
+    """The host of a node. Raises ValueError where it is not known."""
+    if cluster.host is None:
+        raise ValueError(f"{cluster.name}: offload needs a host, but data/hosts.csv has none for it")
+    return cluster.host
+
+
 def rates(cluster: Cluster) -> Rates:
     """Rates of each device while all devices of its node are at work. Raises ValueError for a cluster without host."""
     host, devices = host_of(cluster), cluster.devices_per_node
     link = host.link_bytes_per_s * min(1.0, (host.uplinks or devices) / devices)
-    link = min(link, host.memory_bandwidth_bytes_per_s / devices)
-    return Rates(link, ADAM_SHARE * host.memory_bandwidth_bytes_per_s / devices,
-                 host.nvme_read_bytes_per_s / devices, host.nvme_write_bytes_per_s / devices)  # fmt: skip
+    return Rates(
+        link=min(link, host.memory_bandwidth_bytes_per_s / devices),
+        adam=ADAM_SHARE * host.memory_bandwidth_bytes_per_s / devices,
+        nvme_read=host.nvme_read_bytes_per_s / devices,
+        nvme_write=host.nvme_write_bytes_per_s / devices,
+    )
 
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What an offloaded step needs to know beside its plan. checkpoint_bytes: of a layer, 0 if they stay."""
+    """What an offloaded step needs to know beside its plan.
+
+    method: what may leave the device.
+    split: shares that have left it; arrays for many shares at once.
+    rates: of the host.
+    micro_batches: per step.
+    delayed: the update runs beside the next step (default False).
+    checkpoint_bytes: of a layer and micro-batch (default 0: they stay on the device).
+    """
 
     method: Method
     split: Split
@@ -56,9 +80,9 @@ class Offloaded:
     checkpoint_bytes: float = 0.0
 
     @property
-    def returned(self) -> float:
+    def returned(self) -> float | np.ndarray:
         """Share of the weights that is on the device, but updated by the host."""
-        return min(self.split.states, 1 - self.split.weights)
+        return np.minimum(self.split.states, 1 - self.split.weights)
 
     @property
     def drives(self) -> bool:

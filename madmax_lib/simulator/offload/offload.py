@@ -7,21 +7,20 @@ they are made leave a tail; and the update takes as long as the slower of device
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from madmax_lib.plan import Plan
+from madmax_lib.case import Case
+from madmax_lib.plans import owned
 from madmax_lib.simulator.memory.memory import held_layers
 from madmax_lib.simulator.memory.states import stage_parameters
-from madmax_lib.simulator.offload.fits import shares_that_fit
-from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, ADAM_BYTES, Offloaded, Rates, rates
-from madmax_lib.simulator.offload.placement import Policy, Split, normalised, split_of, streams_gradients
+from madmax_lib.simulator.offload.fits import room_bytes, shares_that_fit
+from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, Offloaded, rates
+from madmax_lib.simulator.offload.placement import Policy, Split, split_of, streams_gradients
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.inputs import Work
 from madmax_lib.simulator.step.step_time import achieved_rates, head_passes, layer_passes, pieces
-from madmax_lib.specs import Cluster, Transformer
 
 __all__ = ["OffloadTimes", "best_offload", "offload_times"]
 
@@ -30,8 +29,13 @@ _WIDTH = 2  # bytes of a weight or gradient on its way
 
 @dataclass(frozen=True)
 class OffloadTimes:
-    """Exposed seconds of a step by share, (k,) each. passes_s: passes that wait for weights or checkpoints; drain_s:
-    gradients after the last pass; update_s: of the device's share of the states; host_s: what the host's takes longer.
+    """Exposed seconds of a step, (k,) each.
+
+    share: of what may leave the device.
+    passes_s: passes that wait for weights or checkpoints.
+    drain_s: gradients after the last pass.
+    update_s: the device updates its share of the states.
+    host_s: what the host takes longer for its own.
     """
 
     share: np.ndarray
@@ -46,143 +50,186 @@ class OffloadTimes:
         return self.passes_s + self.drain_s + self.update_s + self.host_s
 
 
-def best_offload(model: Transformer, cluster: Cluster, plan: Plan, work: Work, parameters: Parameters, *,
-                 global_batch: int, sequence: int | None = None, dtype: str = "bf16", policy: Policy | None = None
-                 ) -> tuple[Offloaded, OffloadTimes]:  # fmt: skip
-    """The share of a plan's states that makes its step shortest, among those that device, host and drives can hold.
+def best_offload(
+    case: Case, work: Work, parameters: Parameters, policy: Policy | None = None
+) -> tuple[Offloaded, OffloadTimes]:
+    """The share of the states that makes a step shortest, among those that device, host and drives can hold.
 
-    Tried are hundredths from 0.01 and the least share that the device needs; of equal times, the smallest one. work: of
-    the plan as `normalised` gives it. Returns what the engine needs to know, and the times of that share alone.
+    Tried are hundredths from 0.01 and the least share that the device needs; of equal times, the smallest one. case:
+    as `normalised` gives it; work: of it. Returns what the engine needs to know, and the times of that share alone.
     Raises ValueError when no share fits, with what is missing.
     """
-    plan, policy = normalised(plan, model, dtype), policy or Policy()
-    shape = {"sequence": sequence, "dtype": dtype, "global_batch": global_batch}
-    shares = shares_that_fit(model, cluster, plan, policy, **shape)
+    policy = policy or Policy()
+    shares = shares_that_fit(case, policy, room_bytes(case.cluster, case.plan))
     shares = shares[shares > 0] if policy.share is None else shares  # a plan with offload offloads something
     if not len(shares):
-        raise ValueError(f"{model.name} under {plan} does not fit {cluster.name}: see mm.fits")
-    times = offload_times(model, cluster, plan, work, parameters, shares, policy, global_batch=global_batch,
-                          sequence=sequence)  # fmt: skip
+        raise ValueError(f"{case.model.name} under {case.plan} does not fit {case.cluster.name}: see mm.fits")
+    times = offload_times(case, work, parameters, shares, policy)
     at = int(np.argmin(times.total_s))
-    split = split_of(policy.method(plan), shares[at])
-    known = Offloaded(policy.method(plan), Split(float(split.states), float(split.weights)), rates(cluster),
-                      plan.micro_batches(global_batch), policy.delayed,
-                      _checkpoint_bytes(model, plan, policy, sequence))  # fmt: skip
-    return known, OffloadTimes(**{name: value[at : at + 1] for name, value in vars(times).items()})
+    offloaded = _offloaded(case, shares[at], policy)
+    split = Split(float(offloaded.split.states), float(offloaded.split.weights))
+    best = {field.name: getattr(times, field.name)[at : at + 1] for field in fields(times)}
+    return replace(offloaded, split=split), OffloadTimes(**best)
 
 
-def offload_times(model: Transformer, cluster: Cluster, plan: Plan, work: Work, parameters: Parameters,
-                  shares: np.ndarray, policy: Policy | None = None, *, global_batch: int, sequence: int | None = None
-                  ) -> OffloadTimes:  # fmt: skip
-    """Seconds that each share costs. plan: as `normalised` gives it; work: of it."""
-    policy = policy or Policy()
-    method, rate, batches = policy.method(plan), rates(cluster), plan.micro_batches(global_batch)
-    split = split_of(method, shares)
-    drives = method.to == "nvme"
-    unit = _units(model, plan)
-    found = _passes(work, parameters)
-    checkpoint_s = _checkpoint_bytes(model, plan, policy, sequence) / rate.link
-    summed = batches > 1 and streams_gradients(plan)
-    drain = _drain(unit, split, rate, summed, drives)
-    reads = _reads(unit, split, rate, drives)
-    slower = _pace(unit, reads, checkpoint_s, drain.drive_s, found)
-    passes_s = (batches + plan.pp - 1) * (slower.start_s + slower.steady_s)
-    batch_s = unit.layers * (found.forward_s + found.backward_s) + sum(found.head_s) + slower.start_s + slower.steady_s
-    drain_s = _tail(unit, drain, slower, batches if streams_gradients(plan) else 1, batch_s)
-    update_s = float(np.ravel(pieces(work, parameters)["optimizer_s"])[0]) * (1 - split.states)
-    host_s, copy_s = _update(unit, method, split, rate, drives)
-    if policy.delayed:
-        whole_s = batches * (batch_s - slower.start_s - slower.steady_s) + passes_s + drain_s
-        after_s = np.maximum(host_s - whole_s, np.maximum(update_s, copy_s))
+def offload_times(
+    case: Case, work: Work, parameters: Parameters, shares: np.ndarray, policy: Policy | None = None
+) -> OffloadTimes:
+    """Seconds that each share costs. case: as `normalised` gives it; work: of it."""
+    plan, offloaded = case.plan, _offloaded(case, shares, policy or Policy())
+    batches = offloaded.micro_batches
+    stage = _first_stage(case, work, parameters, offloaded)
+    passes_s = (batches + plan.pp - 1) * (stage.start_s + stage.wait_s)
+    drain_s = stage.tail_s(batches if streams_gradients(plan) else 1)
+    update_s = float(np.ravel(pieces(work, parameters)["optimizer_s"])[0]) * (1 - offloaded.split.states)
+    host_s, copy_s = _update(stage, offloaded)
+    if offloaded.delayed:
+        step_s = batches * stage.computed_s + passes_s + drain_s
+        after_s = np.maximum(host_s - step_s, np.maximum(update_s, copy_s))
     else:
-        tiles = unit.layers + 2
-        after_s = np.maximum(update_s, np.maximum(host_s, copy_s) + np.minimum(host_s, copy_s) / tiles)
+        after_s = np.maximum(update_s, np.maximum(host_s, copy_s) + np.minimum(host_s, copy_s) / stage.tiles)
     return OffloadTimes(np.asarray(shares, dtype=float), passes_s, drain_s, update_s, after_s - update_s)
 
 
-def _units(model: Transformer, plan: Plan) -> SimpleNamespace:
-    """Parameters that a device of the first stage owns: of a layer, embedding, head; layers; all of them."""
-    layers, mixtures = held_layers(model, plan)
-    count = stage_parameters(model, plan, np.arange(plan.pp), layers, mixtures)
-    sharing = plan.shard or plan.dp * plan.cp if plan.zero else 1
-    dense, experts = count.dense[0] / sharing, np.ravel(count.experts)[0] / max(sharing / plan.ep, 1)
-    embedding = model.embedding_parameters / plan.tp / sharing
-    head = count.ends[0] / sharing - embedding
-    return SimpleNamespace(layers=int(layers[0]), layer=(dense + experts - embedding - head) / layers[0],
-                           embedding=embedding, head=head, all=dense + experts)  # fmt: skip
+def _offloaded(case: Case, shares, policy: Policy) -> Offloaded:
+    """What leaves the device, and the host that takes it, for a share or an array of them."""
+    plan, method = case.plan, policy.method(case.plan)
+    checkpoint_bytes = 0.0
+    if method.checkpoints:
+        checkpoint_bytes = _WIDTH * case.tokens * case.model.hidden / (plan.tp if plan.sequence_parallel else 1)
+    split, batches = split_of(method, shares), plan.micro_batches(case.global_batch)
+    return Offloaded(method, split, rates(case.cluster), batches, policy.delayed, checkpoint_bytes)
 
 
-def _passes(work: Work, parameters: Parameters) -> SimpleNamespace:
-    """Seconds of a layer's passes, and of the head's (forward, backward)."""
+@dataclass(frozen=True)
+class Unit:
+    """Seconds on the links of the weights and gradients of a layer, the embedding or the head, (k,) each.
+
+    read_s: weights from the drives. load_s: weights to the device.
+    copy_s: gradients to the host. sum_s: the host adds them up. drive_s: they are written.
+    """
+
+    read_s: np.ndarray
+    load_s: np.ndarray
+    copy_s: np.ndarray
+    sum_s: np.ndarray
+    drive_s: np.ndarray
+
+    @property
+    def drain_s(self) -> np.ndarray:
+        """The slowest way of the gradients."""
+        return np.maximum.reduce([self.copy_s, self.sum_s, self.drive_s])
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The first pipeline stage: what a device computes for a micro-batch, and what its links carry meanwhile.
+
+    layers: of the stage. parameters: that a device owns. layer, embedding, head: seconds on the links.
+    forward_s, backward_s: passes of a layer. head_forward_s, head_backward_s: of the head.
+    checkpoint_s: a layer's checkpoint to the device.
+    """
+
+    layers: int
+    parameters: float
+    layer: Unit
+    embedding: Unit
+    head: Unit
+    forward_s: float
+    backward_s: float
+    head_forward_s: float
+    head_backward_s: float
+    checkpoint_s: float
+
+    @property
+    def tiles(self) -> int:
+        """In which the states are updated: layers, embedding and head."""
+        return self.layers + 2
+
+    @property
+    def computed_s(self) -> float:
+        """Passes of a micro-batch that waits for nothing."""
+        return self.layers * (self.forward_s + self.backward_s) + (self.head_forward_s + self.head_backward_s)
+
+    @property
+    def start_s(self) -> np.ndarray:
+        """Until the passes of a micro-batch begin to compute, forward and backward."""
+        layer, embedding, head = self.layer, self.embedding, self.head
+        first_s = embedding.read_s + np.maximum(embedding.load_s, layer.read_s) + layer.load_s
+        back_s = head.read_s + np.maximum(head.load_s, layer.read_s) + (layer.load_s + self.checkpoint_s)
+        return first_s + np.maximum(back_s - self.head_backward_s, head.read_s + head.load_s)
+
+    @property
+    def backward_link_s(self) -> np.ndarray:
+        """A layer's time on its slowest link in the backward pass, where one drive reads and writes."""
+        drive_s = np.where(self.layer.read_s > 0, self.layer.read_s + self.layer.drive_s, 0.0)
+        return np.maximum(self.layer.load_s + self.checkpoint_s, drive_s)
+
+    @property
+    def wait_s(self) -> np.ndarray:
+        """Waits of a micro-batch's passes layer by layer.
+
+        A layer waits for its own link alone, since each link is a unit further ahead than the next.
+        """
+        forward_s = _over(np.maximum(self.layer.load_s, self.layer.read_s), self.forward_s)
+        layers_s = (self.layers - 1) * (forward_s + _over(self.backward_link_s, self.backward_s))
+        return layers_s + _over(self.head.load_s, self.forward_s) + _over(self.embedding.load_s, self.backward_s)
+
+    def tail_s(self, batches: int) -> np.ndarray:
+        """Gradients after the last pass: the last ones, or the queue since some micro-batch of `batches` began."""
+        layer, embedding = self.layer, self.embedding
+        batch_s = self.computed_s + self.start_s + self.wait_s
+        layer_s = np.maximum(self.backward_link_s, self.backward_s)
+        last_s = layer.copy_s + (embedding.copy_s + embedding.sum_s + embedding.drive_s)
+        whole_s = self.layers * layer.drain_s + embedding.drain_s
+        since_first_s = whole_s - (self.layers - 1) * layer_s
+        since_head_s = self.head.drain_s + whole_s - self.layers * layer_s
+        queue_s = batches * (self.head.drain_s + whole_s)
+        since_begin_s = queue_s - (batches - 1) * batch_s - self.layers * layer_s
+        return np.maximum.reduce([last_s, since_first_s, since_head_s, since_begin_s])
+
+
+def _first_stage(case: Case, work: Work, parameters: Parameters, offloaded: Offloaded) -> Stage:
+    model, plan = case.model, case.plan
     rate = achieved_rates(work, parameters)
     forward, backward = (float(np.ravel(sum(causes.values()))[0]) for causes in layer_passes(work, parameters, rate))
-    heads = [float(np.ravel(s)[0]) for s in head_passes(work, parameters, rate)]
-    return SimpleNamespace(forward_s=forward, backward_s=backward, head_s=heads)
+    head_forward, head_backward = (float(np.ravel(s)[0]) for s in head_passes(work, parameters, rate))
+    layers, mixtures = held_layers(model, plan)
+    count = stage_parameters(model, plan, np.arange(plan.pp), layers, mixtures)
+    sharing = plan.sharing if plan.zero else 1
+    whole = owned(count.dense[0], np.ravel(count.experts)[0], sharing, plan.ep)
+    embedding = model.embedding_parameters / plan.tp / sharing
+    head = count.ends[0] / sharing - embedding
+    sums = offloaded.micro_batches > 1 and streams_gradients(plan)
+    units = [_unit(size, offloaded, sums) for size in ((whole - embedding - head) / layers[0], embedding, head)]
+    checkpoint_s = offloaded.checkpoint_bytes / offloaded.rates.link
+    return Stage(int(layers[0]), whole, *units, forward, backward, head_forward, head_backward, checkpoint_s)
 
 
-def _reads(unit: SimpleNamespace, split: Split, rate: Rates, drives: bool) -> dict[str, tuple]:
-    """Seconds of a layer's, the embedding's and the head's weights: (from the drives, to the device)."""
-    sizes = {name: _WIDTH * split.weights * getattr(unit, name) for name in ("layer", "embedding", "head")}
-    return {name: (size / rate.nvme_read if drives else 0 * size, size / rate.link) for name, size in sizes.items()}
+def _unit(parameters: float, offloaded: Offloaded, sums: bool) -> Unit:
+    """Seconds of so many parameters. sums: the host adds up the gradients of micro-batches."""
+    rate, drives, split = offloaded.rates, offloaded.drives, offloaded.split
+    weights_bytes, count = _WIDTH * split.weights * parameters, split.states * parameters
+    copy_s = _WIDTH * count / rate.link
+    return Unit(
+        read_s=weights_bytes / rate.nvme_read if drives else 0 * weights_bytes,
+        load_s=weights_bytes / rate.link,
+        copy_s=copy_s,
+        sum_s=ACCUMULATE_BYTES * count / rate.adam * sums,
+        drive_s=(1 + sums) * _WIDTH * count / rate.nvme_write if drives else 0 * copy_s,
+    )
 
 
-def _drain(unit: SimpleNamespace, split: Split, rate: Rates, summed: bool, drives: bool) -> SimpleNamespace:
-    """Seconds of the gradients of a layer and of the ends: copied, summed by the host, written."""
-
-    def of(count: float) -> tuple:
-        copy_s, sum_s = _WIDTH * count / rate.link, ACCUMULATE_BYTES * count / rate.adam * summed
-        return copy_s, sum_s, (1 + summed) * _WIDTH * count / rate.nvme_write if drives else 0 * copy_s
-
-    layer, embedding, head = (of(split.states * getattr(unit, name)) for name in ("layer", "embedding", "head"))
-    return SimpleNamespace(layer=layer, embedding=embedding, layer_s=np.maximum.reduce(layer), drive_s=layer[2],
-                           ends_s=np.maximum.reduce(embedding), head_s=np.maximum.reduce(head))  # fmt: skip
-
-
-def _pace(unit: SimpleNamespace, reads: dict, checkpoint_s: float, written_s, found: SimpleNamespace
-          ) -> SimpleNamespace:  # fmt: skip
-    """Seconds that a micro-batch's passes take longer: until they begin to compute, and layer by layer.
-
-    A layer waits for its own link alone, since each link is a unit further ahead than the next.
-    """
-    (read_s, copy_s), (read_e, copy_e), (read_h, copy_h) = reads["layer"], reads["embedding"], reads["head"]
-    back_s = copy_s + checkpoint_s
-    ahead, behind = np.maximum(copy_s, read_s), np.maximum(back_s, np.where(read_s > 0, read_s + written_s, 0.0))
-    first_s = read_e + np.maximum(copy_e, read_s) + copy_s
-    ready_s = read_h + np.maximum(copy_h, read_s) + back_s
-    start_s = first_s + np.maximum(ready_s - found.head_s[1], read_h + copy_h)
-    waits = (unit.layers - 1) * (_over(ahead, found.forward_s) + _over(behind, found.backward_s))
-    steady_s = waits + _over(copy_h, found.forward_s) + _over(copy_e, found.backward_s)
-    return SimpleNamespace(start_s=start_s, steady_s=steady_s, layer_s=np.maximum(behind, found.backward_s))
-
-
-def _tail(unit: SimpleNamespace, drain: SimpleNamespace, slower: SimpleNamespace, batches: int, batch_s) -> np.ndarray:
-    """Seconds that gradients need after the last pass: the last ones, or the queue since some micro-batch began."""
-    last_s = drain.layer[0] + sum(drain.embedding)
-    whole_s = unit.layers * drain.layer_s + drain.ends_s
-    since_first_s = whole_s - (unit.layers - 1) * slower.layer_s
-    since_head_s = drain.head_s + whole_s - unit.layers * slower.layer_s
-    since_begin_s = batches * (drain.head_s + whole_s) - (batches - 1) * batch_s - unit.layers * slower.layer_s
-    return np.maximum.reduce([last_s, since_first_s, since_head_s, since_begin_s])
-
-
-def _update(unit: SimpleNamespace, method, split: Split, rate: Rates, drives: bool) -> tuple:
+def _update(stage: Stage, offloaded: Offloaded) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of the host's update, with drives beside it, and of the copies that return."""
-    count, tiles = split.states * unit.all, unit.layers + 2
-    adam_s = ADAM_BYTES * count / rate.adam
-    copy_s = _WIDTH * unit.all * np.minimum(split.states, 1 - split.weights) / rate.link
-    if not drives:
+    method, rate, count = offloaded.method, offloaded.rates, offloaded.split.states * stage.parameters
+    adam_s, copy_s = rate.adam_s(count), _WIDTH * stage.parameters * offloaded.returned / rate.link
+    if not offloaded.drives:
         return adam_s, copy_s
     read_s = (method.optimizer + method.gradients) * count / rate.nvme_read
-    write_s = (method.optimizer + _WIDTH * split.weights) * count / rate.nvme_write
-    return np.maximum((read_s + write_s) / tiles + adam_s, read_s + write_s + adam_s / tiles), copy_s
-
-
-def _checkpoint_bytes(model: Transformer, plan: Plan, policy: Policy, sequence: int | None) -> float:
-    """Of a layer and micro-batch, 0 where they stay on the device."""
-    if not policy.method(plan).checkpoints:
-        return 0.0
-    tokens = plan.micro_batch * (sequence or model.sequence) / plan.cp
-    return _WIDTH * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
+    write_s = (method.optimizer + _WIDTH * offloaded.split.weights) * count / rate.nvme_write
+    drive_s = read_s + write_s
+    return np.maximum(drive_s / stage.tiles + adam_s, drive_s + adam_s / stage.tiles), copy_s
 
 
 def _over(needed_s, had_s):

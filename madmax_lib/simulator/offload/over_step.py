@@ -10,10 +10,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory.memory import held_layers
 from madmax_lib.simulator.offload.fits import fits, room_bytes
-from madmax_lib.simulator.offload.placement import Policy, device_peak, normalised, place
+from madmax_lib.simulator.offload.placement import Policy, bytes_by_place, device_peak, normalised
 from madmax_lib.specs import Cluster, Transformer
 
 __all__ = ["moments"]
@@ -22,8 +23,16 @@ _MODEL = ("weights", "gradients", "optimizer", "chunk tails")
 _PASS = ("buckets", "gathered weights")
 
 
-def moments(model: Transformer, cluster: Cluster, plan: Plan, *, global_batch: int, sequence: int | None = None,
-            dtype: str = "bf16", policy: Policy | None = None) -> pd.DataFrame:  # fmt: skip
+def moments(
+    model: Transformer,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    global_batch: int,
+    sequence: int | None = None,
+    dtype: str = "bf16",
+    policy: Policy | None = None,
+) -> pd.DataFrame:
     """One micro-batch and the update of the fullest stage: a row per layer and pass, of a device and its node's host.
 
     phase (start, forward, loss, backward, update), layer, other_bytes (all on the device but the model's states),
@@ -33,13 +42,14 @@ def moments(model: Transformer, cluster: Cluster, plan: Plan, *, global_batch: i
     """
     if plan.offload is None:
         raise ValueError(f"moments are those of an offloaded step, but {plan} offloads nothing")
-    policy, plan = policy or Policy(), normalised(plan, model, dtype)
-    shape = {"sequence": sequence, "dtype": dtype, "global_batch": global_batch}
-    share = fits(model, cluster, plan, policy=policy, **shape).share
-    sizes = place(model, plan, share, policy, **shape)
+    policy = policy or Policy()
+    case = normalised(Case(model, cluster, plan, global_batch, sequence or 0, dtype))
+    options = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
+    share = fits(model, cluster, case.plan, policy=policy, **options).share
+    sizes = bytes_by_place(case, share, policy)
     stage = int(np.argmax(device_peak(sizes)))
     held = {key: float(size[..., stage]) for key, size in sizes.items()}
-    table = _others(held, int(held_layers(model, plan)[0][stage]))
+    table = _others(held, int(held_layers(model, case.plan)[0][stage]))
     room, devices = room_bytes(cluster, plan), cluster.devices_per_node
     on_device = sum(held.get((name, "device"), 0.0) for name in _MODEL)
     off_device = sum(size for (name, where), size in held.items() if where == "host" and name in _MODEL)

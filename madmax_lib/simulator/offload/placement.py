@@ -14,28 +14,48 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
+from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory.memory import FRAGMENTATION, PHASES, by_phase, held_layers, moment_peak, stage_bytes
-from madmax_lib.simulator.memory.states import stage_parameters
+from madmax_lib.simulator.memory.states import STACKS, stage_parameters, state_bytes
 from madmax_lib.simulator.offload.chunks import best_chunks
-from madmax_lib.specs import DLRM, Host, Model, Transformer
+from madmax_lib.specs import DLRM
 
-__all__ = ["METHODS", "PLACES", "Method", "Policy", "Split", "as_table", "device_peak", "normalised", "off_device",
-           "place", "split_of", "streams_gradients", "usable_host_bytes"]  # fmt: skip
+__all__ = [
+    "METHODS",
+    "PLACES",
+    "Method",
+    "Policy",
+    "Split",
+    "as_table",
+    "bytes_by_place",
+    "device_peak",
+    "normalised",
+    "off_device",
+    "split_of",
+    "streams_gradients",
+]
 
 PLACES = ("device", "host", "nvme")
-_PHASES = PHASES | {"gradients on their way": "backward", "checkpoints on their way": "backward",
-                    "chunk tails": "always", "staging": "always"}  # fmt: skip
-_HOST_RESERVED = 0.05  # of host memory, for the system and the processes; a round number
+_PHASES = PHASES | {
+    "gradients on their way": "backward",
+    "checkpoints on their way": "backward",
+    "chunk tails": "always",
+    "staging": "always",
+}
+_MOMENTS_BYTES = 8  # of Adam, fp32, per parameter
 _WINDOW = 2  # layers whose gradients or checkpoints are on their way at once: one is copied, one is filled
 
 
 @dataclass(frozen=True)
 class Method:
-    """Bytes per parameter of 16-bit training with Adam, and what may leave the device.
+    """What 16-bit training with Adam holds, and what of it may leave the device.
 
-    weights, gradients, optimizer: bytes per parameter. moves_weights: weights leave the device too. to: host or nvme.
-    buffer: bytes reserved for each byte kept there. checkpoints: those of activations leave too.
+    gradients, optimizer, weights: bytes per parameter (weights: default 2).
+    moves_weights: weights leave the device too (default True).
+    to: where the states go, host (default) or nvme.
+    buffer: bytes reserved there for each byte kept (default 1).
+    checkpoints: those of activations leave too (default False).
     """
 
     gradients: float
@@ -60,12 +80,13 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Policy:
-    """How states leave the device, where that is not left to be found.
+    """How states leave the device. Raises ValueError for a share outside 0..1 or negative bytes.
 
-    share: of what may leave the device (1: static full offload), None to find it. gradient_bytes: per parameter beside
-    the weights, None for the method's. checkpoints: of full recompute go to the host, None as the method does. delayed:
-    the update runs beside the next step's passes, one step late [arXiv 2101.06840, section 5.2].
-    Raises ValueError for a share outside 0..1 or negative bytes.
+    share: 0..1 of what may leave the device, 1 for static full offload (default None: the best one is searched).
+    gradient_bytes: per parameter beside the weights (default None: the method's).
+    checkpoints: of full recompute go to the host (default None: as the method does).
+    delayed: the update runs beside the next step's passes, one step late (default False) [arXiv 2101.06840, section
+        5.2].
     """
 
     share: float | None = None
@@ -81,34 +102,39 @@ class Policy:
 
     def method(self, plan: Plan) -> Method:
         """The plan's method with what this policy changes."""
-        found = METHODS[plan.offload]
-        gradients = found.gradients if self.gradient_bytes is None else self.gradient_bytes
-        checkpoints = found.checkpoints if self.checkpoints is None else self.checkpoints
-        return replace(found, gradients=gradients, checkpoints=checkpoints and plan.recompute == "full")
+        method = METHODS[plan.offload]
+        gradients = method.gradients if self.gradient_bytes is None else self.gradient_bytes
+        checkpoints = method.checkpoints if self.checkpoints is None else self.checkpoints
+        return replace(method, gradients=gradients, checkpoints=checkpoints and plan.recompute == "full")
 
 
 @dataclass(frozen=True)
 class Split:
-    """Shares (0..1) of the optimizer's states with the gradients, and of the weights, that lie off the device."""
+    """What lies off the device, each a share 0..1 or an array of them.
 
-    states: float
-    weights: float
+    states: of the optimizer's states and of the gradients.
+    weights: of the 16-bit weights.
+    """
+
+    states: float | np.ndarray
+    weights: float | np.ndarray
 
 
-def normalised(plan: Plan, model: Model, dtype: str = "bf16") -> Plan:
-    """The plan with the sharding that its offload implies: chunks, and all on one device, are sharded as by ZeRO-3.
+def normalised(case: Case) -> Case:
+    """The case with the sharding that its offload implies: chunks, and all on one device, are sharded as by ZeRO-3.
 
     Raises ValueError for what offload is not modelled for.
     """
-    if isinstance(model, DLRM):
-        raise ValueError(f"{model.name}: offload={plan.offload} is for transformers")
-    if dtype not in ("bf16", "fp16"):
-        raise ValueError(f"offload={plan.offload} is modelled for 16-bit training, not dtype={dtype!r}")
+    plan, offload = case.plan, f"offload={case.plan.offload}"
+    if isinstance(case.model, DLRM):
+        raise ValueError(f"{case.model.name}: {offload} is for transformers")
+    if case.dtype not in ("bf16", "fp16"):
+        raise ValueError(f"{offload} is modelled for 16-bit training, not dtype={case.dtype!r}")
     if plan.offload == "optimizer" or plan.zero == 3:
-        return plan
+        return case
     if plan.offload != "chunks" and plan.dp * plan.cp > 1:
-        raise ValueError(f"offload={plan.offload} needs zero=3, but zero={plan.zero}")
-    return replace(plan, zero=3)
+        raise ValueError(f"{offload} needs zero=3, but zero={plan.zero}")
+    return replace(case, plan=replace(plan, zero=3))
 
 
 def split_of(method: Method, share) -> Split:
@@ -123,26 +149,18 @@ def streams_gradients(plan: Plan) -> bool:
     return plan.zero == 3 or plan.dp * plan.cp == 1 or (plan.zero == 2 and plan.pp == 1)
 
 
-def usable_host_bytes(host: Host) -> float:
-    """Memory of a node's host that training can have."""
-    return (1 - _HOST_RESERVED) * host.memory_bytes
-
-
-def place(model: Transformer, plan: Plan, share, policy: Policy | None = None, *, sequence: int | None = None,
-          dtype: str = "bf16", global_batch: int | None = None) -> dict[tuple[str, str], np.ndarray]:  # fmt: skip
+def bytes_by_place(case: Case, share, policy: Policy) -> dict[tuple[str, str], np.ndarray]:
     """Bytes of one device's part of each stage: {(component, place): (..., pp)}; the host's part is per device too.
 
-    plan: as `normalised` gives it. share: of what may leave the device, a number or an array of shape (k, 1).
+    case: as `normalised` gives it. share: of what may leave the device, a number or an array of shape (k, 1).
     """
-    policy = policy or Policy()
-    method, share = policy.method(plan), np.asarray(share, dtype=float)
-    layers, mixtures = held_layers(model, plan)
-    stages, batches = np.arange(plan.pp), _batches(plan, global_batch)
-    parts = stage_bytes(model, plan, stages, layers, mixtures, stack="deepspeed", sequence=sequence, dtype=dtype,
-                        micro_batches=batches)  # fmt: skip
+    model, plan, method = case.model, case.plan, policy.method(case.plan)
+    stages, (layers, mixtures) = np.arange(plan.pp), held_layers(model, plan)
+    options = {"sequence": case.sequence, "dtype": case.dtype, "micro_batches": case.micro_batches}
+    parts = stage_bytes(model, plan, stages, layers, mixtures, stack="deepspeed", **options)
     count = stage_parameters(model, plan, stages, layers, mixtures)
-    split = split_of(method, share)
-    sizes = _states(plan, count, method, split, batches > 1)
+    share = np.asarray(share, dtype=float)
+    sizes = _states(case, count, method, split_of(method, share))
     for name in ("buckets", "gathered weights", "activations", "logits", "block at work", "context"):
         sizes[name, "device"] = parts[name]
     if plan.zero < 3:
@@ -151,8 +169,9 @@ def place(model: Transformer, plan: Plan, share, policy: Policy | None = None, *
         _with_tails(sizes, best_chunks(model).waste)
     if method.checkpoints:
         _move_checkpoints(sizes, layers)
-    if method.to == "nvme":
-        sizes["staging", "host"] = _staging(plan, count, method)
+    if method.to == "nvme":  # pinned host memory: weights of a few layers, two tiles of the optimizer's states
+        window = (plan.prefetch + 2) * method.weights + _WINDOW * (method.optimizer + method.gradients)
+        sizes["staging", "host"] = window * (count.block / plan.sharing)
     sizes["fragmentation", "device"] = FRAGMENTATION * (device_peak(sizes) - sizes["context", "device"])
     shape = np.broadcast_shapes(share.shape, stages.shape)
     return {key: np.broadcast_to(size, shape) for key, size in sizes.items()}
@@ -166,39 +185,31 @@ def device_peak(sizes: dict[tuple[str, str], np.ndarray]) -> np.ndarray:
 
 def off_device(sizes: dict[tuple[str, str], np.ndarray], where: str) -> np.ndarray:
     """Bytes of one device's part of each stage that lie in host memory or on drives."""
-    return sum(size * (at == where) for (_, at), size in sizes.items())
+    return sum(size * (place == where) for (_, place), size in sizes.items())
 
 
 def as_table(sizes: dict[tuple[str, str], np.ndarray], devices: int) -> pd.DataFrame:
     """component, place, size_bytes: of the fullest device, and of all `devices` of a node for host and drives."""
     fullest = int(np.argmax(device_peak(sizes)))
-    rows = [(name, where, float(size[..., fullest]) * (1 if where == "device" else devices))
-            for (name, where), size in sizes.items()]  # fmt: skip
-    table = pd.DataFrame(rows, columns=["component", "place", "size_bytes"])
-    order = table["place"].map(PLACES.index)
-    return table[table["size_bytes"] > 0].assign(order=order).sort_values("order", kind="stable").drop(
-        columns="order").reset_index(drop=True)  # fmt: skip
+    rows = [
+        (name, place, float(size[..., fullest]) * (1 if place == "device" else devices))
+        for (name, place), size in sorted(sizes.items(), key=lambda item: PLACES.index(item[0][1]))
+    ]
+    return pd.DataFrame([row for row in rows if row[-1] > 0], columns=["component", "place", "size_bytes"])
 
 
-def _states(plan: Plan, count, method: Method, split: Split, accumulates: bool) -> dict:
+def _states(case: Case, count, method: Method, split: Split) -> dict[tuple[str, str], np.ndarray]:
     """Weights, gradients and optimizer states by place."""
-    ranks = plan.dp * plan.cp
-    sharing = plan.shard or ranks
-    whole = count.dense + count.experts
-    shard = count.dense / sharing + count.experts / np.maximum(sharing / plan.ep, 1)
-    weights = method.weights * (shard if plan.zero == 3 else whole)
-    owned = shard if plan.zero >= 1 else whole
-    gradients, optimizer = method.gradients * (shard if plan.zero >= 2 else whole), method.optimizer * owned
-    on_device = 0.0 if streams_gradients(plan) or not accumulates else method.weights * whole
-    return {
-        ("weights", "device"): weights * (1 - split.weights),
-        ("gradients", "device"): np.maximum(gradients * (1 - split.states), on_device),
-        ("optimizer", "device"): optimizer * (1 - split.states),
-        ("optimizer temporaries", "device"): 4 * owned * (1 - split.states),
-        ("weights", method.to): method.buffer * weights * split.weights,
-        ("gradients", method.to): method.buffer * gradients * split.states,
-        ("optimizer", method.to): method.buffer * optimizer * split.states,
-    }
+    widths = {"gradients": method.gradients, "copy": method.optimizer - _MOMENTS_BYTES, "accumulator": 0}
+    software = replace(STACKS["deepspeed"], weights=method.weights, **widths)
+    states = state_bytes(case.plan, count, software, "adam", 1.0)
+    names = "weights", "gradients", "optimizer"
+    away = dict(zip(names, (split.weights, split.states, split.states), strict=True))
+    sizes = {(name, "device"): states[name] * (1 - away[name]) for name in names}
+    if case.micro_batches > 1 and not streams_gradients(case.plan):  # they are summed as wide as the weights
+        sizes["gradients", "device"] = np.maximum(sizes["gradients", "device"], states["weights"])
+    sizes["optimizer temporaries", "device"] = states["optimizer temporaries"] * (1 - split.states)
+    return sizes | {(name, method.to): method.buffer * states[name] * away[name] for name in names}
 
 
 def _with_tails(sizes: dict, waste: float) -> None:
@@ -215,14 +226,3 @@ def _move_checkpoints(sizes: dict, layers: np.ndarray) -> None:
     sizes["activations", "device"] = 0 * held
     sizes["checkpoints on their way", "device"] = on_their_way
     sizes["activations", "host"] = held
-
-
-def _staging(plan: Plan, count, method: Method) -> np.ndarray:
-    """Pinned host memory between drives and devices: weights of a few layers, two tiles of the optimizer's states."""
-    sharing = plan.shard or plan.dp * plan.cp
-    block = count.block / sharing
-    return (plan.prefetch + 2) * method.weights * block + _WINDOW * (method.optimizer + method.gradients) * block
-
-
-def _batches(plan: Plan, global_batch: int | None) -> float:
-    return np.inf if global_batch is None else float(np.ceil(global_batch / (plan.dp * plan.micro_batch)))

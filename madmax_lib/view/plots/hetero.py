@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from madmax_lib.planner.hetero.solve import Planned
+from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.view.drawing import fill_of, keep_data, new_axes
 
 __all__ = ["plot_alone", "plot_stage_memory", "plot_stages"]
@@ -62,7 +62,7 @@ def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
 
 
 def plot_alone(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Cost of the best plan of each GPU type alone and of all, see `hetero.study.alone`."""
+    """Cost of the best plan of each GPU type alone and of all, see `hetero.alone`."""
     ax = ax or new_axes(height=1.0 + 0.4 * len(table), width=6.0)
     finite = table[np.isfinite(table["cost_ms"])]
     for place, row in enumerate(table.itertuples()):

@@ -1,0 +1,113 @@
+"""What is planned: which layers at which prices, on which GPUs, by which rules? Inputs read and checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from madmax_lib.planner.hetero.model import clusters_of, nodes_of, simulated_prices
+from madmax_lib.planner.hetero.nodes import Node, load_cluster
+from madmax_lib.planner.hetero.prices import Fleet, Prices, fleets, prices_of
+from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
+from madmax_lib.specs import Cluster, Model
+
+__all__ = ["CostRules", "HeteroProblem", "problem"]
+
+
+@dataclass(frozen=True)
+class CostRules:
+    """What a plan is charged for.
+
+    global_batch: samples of a step.
+    hidden, sequence: elements of an activation per token, and tokens of a sample (4096 and 1024).
+    bytes_per_element: of an activation sent between stages (2).
+    memory_factor: bytes needed per byte of the prices (1); 0 is no limit.
+    tp_in_node: whether the GPUs of a replica must lie in one node (False).
+    """
+
+    global_batch: int
+    hidden: int = 4096
+    sequence: int = 1024
+    bytes_per_element: float = 2.0
+    memory_factor: float = 1.0
+    tp_in_node: bool = False
+
+    def __post_init__(self):
+        for name in ("global_batch", "hidden", "sequence", "bytes_per_element"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if not self.memory_factor >= 0:
+            raise ValueError(f"memory_factor={self.memory_factor} must not be negative")
+
+    @property
+    def sample_bytes(self) -> float:
+        """Activations of one sample between two stages."""
+        return self.sequence * self.hidden * self.bytes_per_element
+
+
+@dataclass(frozen=True, eq=False)
+class HeteroProblem:
+    """What `plan` and `cost` look at: prices, nodes, the cluster in every order of its types, and the rules."""
+
+    prices: Prices
+    nodes: tuple[Node, ...]
+    fleets: tuple[Fleet, ...]
+    rules: CostRules
+
+    def fleet(self, order: Sequence[str]) -> Fleet:
+        """The cluster in one order of its types. Raises ValueError for other types."""
+        for fleet in self.fleets:
+            if fleet.types == tuple(order):
+                return fleet
+        raise ValueError(f"node_sequence {', '.join(order)} is no order of {', '.join(self.fleets[0].types)}")
+
+    def batch_counts(self) -> list[int]:
+        """Numbers of micro-batches that divide the batch, ascending."""
+        return [count for count in range(1, self.rules.global_batch + 1) if self.rules.global_batch % count == 0]
+
+
+def problem(
+    *,
+    profiles: Profiles | str | Path | None = None,
+    model: Model | None = None,
+    hostfile: str | Path | None = None,
+    clusterfile: str | Path | None = None,
+    cluster: Cluster | Sequence[Cluster | Node] | None = None,
+    layers: int | None = None,
+    global_batch: int,
+    **rules,
+) -> HeteroProblem:
+    """The inputs of `plan` and `cost`.
+
+    profiles (a folder or `Profiles`) or model: where prices come from. hostfile and clusterfile, or cluster (a Cluster,
+    several, or nodes): the GPUs, all of which are used. layers: with embedding and head; all there are if None. rules:
+    fields of `CostRules`, for a model tp_in_node by default; and for a model recompute (none and full by default,
+    chosen per stage), dtype and parameters. Raises ValueError for bad input, OSError for files.
+    """
+    if (profiles is None) == (model is None):
+        raise ValueError("give either profiles or model")
+    if (cluster is None) == (hostfile is None or clusterfile is None):
+        raise ValueError("give either hostfile and clusterfile, or cluster")
+    members = [cluster] if isinstance(cluster, Cluster) else cluster or []
+    clusters = [member for member in members if isinstance(member, Cluster)]
+    if clusters:
+        nodes = nodes_of(clusters, rules.get("parameters"))
+    else:
+        nodes = load_cluster(hostfile, clusterfile) if cluster is None else tuple(members)
+    if profiles is not None:
+        prices = prices_of(profiles if isinstance(profiles, Profiles) else load_profiles(profiles))
+    else:
+        options = {name: rules.pop(name) for name in ("dtype", "recompute", "parameters") if name in rules}
+        sequence = rules.pop("sequence", None) or getattr(model, "sequence", None)
+        types = {one.device.name: one for one in clusters} or clusters_of(nodes)
+        prices = simulated_prices(model, types, global_batch=global_batch, sequence=sequence, **options)
+        rules = {"hidden": model.hidden, "sequence": sequence, "tp_in_node": True} | rules
+    checked_rules = CostRules(global_batch, **rules)
+    if layers is not None and layers != prices.layers:
+        raise ValueError(f"layers={layers}, but there are prices for {prices.layers} layers, ends included")
+    orders = tuple(fleets(nodes))
+    for name in orders[0].types:
+        if name not in prices.optimizer_s:
+            raise ValueError(f"no profile for {name}; there are {', '.join(prices.optimizer_s)}")
+    return HeteroProblem(prices, tuple(nodes), orders, checked_rules)

@@ -1,0 +1,22 @@
+"""The shipped constants are those of the known rows, and shipping them again changes nothing."""
+
+from dataclasses import replace
+from importlib.resources import files
+
+from madmax_lib.calibration.ship import _same, ship
+from madmax_lib.simulator.rates.parameters import shipped
+
+
+def test_a_second_time_leaves_the_file_as_it_is(rows, tmp_path):
+    path, committed = tmp_path / "parameters.json", (files("madmax_lib") / "data" / "parameters.json").read_bytes()
+    path.write_bytes(committed)
+    ship(path)
+    assert path.read_bytes() == committed
+
+
+def test_other_constants_are_others():
+    name = shipped().fitted[0]
+    for factor, same in ((1 + 1e-6, True), (1.001, False)):
+        moved = shipped().constants | {name: factor * shipped().constants[name]}
+        assert _same(shipped(), replace(shipped(), constants=moved)) == same
+    assert not _same(shipped(), replace(shipped(), provenance={"sha256": "of other rows"}))
