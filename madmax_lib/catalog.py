@@ -26,6 +26,7 @@ __all__ = ["cluster", "clusters", "data_file", "device", "device_named", "device
 _UNITS = {"": 1.0, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0, "us": 1e-6}
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
 _DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
+_DEVICE_CLASSES = ("family", "rate_class")  # text, no number
 _USER_FOLDER = "MADMAX_CATALOG"
 
 
@@ -71,10 +72,11 @@ def models() -> list[str]:
 def device(name: str) -> Device:
     """A device by name or alias. Raises ValueError for an unknown one."""
     name, rows = _rows("device", name)
-    values = _quantities(rows)
+    is_class = rows["quantity"].isin(_DEVICE_CLASSES)
+    values, classes = _quantities(rows[~is_class]), dict(rows.loc[is_class, ["quantity", "value"]].to_numpy())
     peaks = {key: value for key, value in values.items() if key in _DTYPES}
     rest = (values.get(quantity, math.nan) for quantity in ("tdp", "price"))
-    return Device(name, values["memory"], values["memory_bandwidth"], peaks, *rest)
+    return Device(name, values["memory"], values["memory_bandwidth"], peaks, *rest, **classes)
 
 
 def device_named(text: str) -> Device | None:

@@ -139,15 +139,17 @@ class Verdict:
         return words
 
 
-def legal(case: Case) -> Verdict:
+def legal(case: Case, further: tuple[Rule, ...] = ()) -> Verdict:
     """Judge all plans of a case: their fields, then the cluster, the model's shape and the batch, where they are given.
+
+    further: rules of the caller, after those of the book.
 
     >>> from madmax_lib.catalog import model
     >>> verdict = legal(Case(model("gpt2"), None, Plans(cp=np.array([2, 3]))))
     >>> verdict.mask.tolist(), verdict.words()[1]
     ([True, False], 'cp=3 does not divide 1024 tokens of gpt2')
     """
-    rules = rules_of(case)
+    rules = rules_of(case) + further
     place = np.full(case.plan.shape, -1)
     with np.errstate(divide="ignore", invalid="ignore"):
         for number, rule in enumerate(rules):

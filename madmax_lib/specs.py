@@ -16,9 +16,16 @@ _DTYPE_FALLBACK = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp8": "bf16"
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. peak_flops: dense peak by dtype (fp64 fp32 tf32 fp16 bf16 fp8 mxfp8 nvfp4 int8).
+    """One accelerator.
 
-    tdp_w, usd_per_hour: NaN where the catalog has none.
+    name: in the catalog.
+    memory_bytes: capacity.
+    memory_bandwidth_bytes_per_s: of that memory.
+    peak_flops: dense peak in FLOP/s by dtype (fp64 fp32 tf32 fp16 bf16 fp8 mxfp8 nvfp4 int8).
+    tdp_w: power limit in W (default NaN: unknown).
+    usd_per_hour: price of an hour (default NaN: unknown).
+    family: architecture whose fitted constants it has (default other: none are fitted).
+    rate_class: device whose fitted constant `device_rate` it has (default other: the family's rate is its own).
     """
 
     name: str
@@ -27,6 +34,8 @@ class Device:
     peak_flops: Mapping[str, float] = field(hash=False)
     tdp_w: float = float("nan")
     usd_per_hour: float = float("nan")
+    family: str = "other"
+    rate_class: str = "other"
 
     def __post_init__(self):
         _positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s")

@@ -14,7 +14,7 @@ import numpy as np
 
 from madmax_lib import catalog
 from madmax_lib.plan import Plan
-from madmax_lib.simulator.estimate import family, machine_fields, matrix_fields, model_fields, plan_fields
+from madmax_lib.simulator.estimate import machine_fields, matrix_fields, model_fields, plan_fields
 from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.specs import Cluster, Device, Transformer
 
@@ -36,7 +36,7 @@ def run_fields(
     kernels: str = "eager",
 ) -> tuple[dict, dict]:
     """Fields and classes of a step whose model, cluster and plan are known; kernels: as in `machine_fields`."""
-    fields, classes = machine_fields(cluster, dtype, stack=kernels)
+    fields, classes = machine_fields(cluster, dtype, kernels=kernels)
     fields |= model_fields(model, sequence) | matrix_fields(cluster.device, dtype) | plan_fields(plan, global_batch)
     return fields, classes | {"mixture": "graph" if model.experts else "none"}
 
@@ -60,10 +60,12 @@ def machine_of(raw: dict, row: dict, device: Device) -> dict:
     if not name:
         raise ValueError(f"no default cluster of {device.name}, name one in a column cluster")
     cluster = replace(_cluster(name), device=device)
-    software = facts["software"] or _default_software(raw, family(device))
+    software = facts["software"] or _default_software(raw, device.family)
     compiled = software == "eager" and re.search(r"\bcompile\b", _remarks(raw))
     dtype = _dtype(text_of(raw, "precision").lower(), device)
-    fields, classes = machine_fields(cluster, dtype, stack="compiled" if compiled else software.removesuffix("-plain"))
+    fields, classes = machine_fields(
+        cluster, dtype, kernels="compiled" if compiled else software.removesuffix("-plain")
+    )
     if not stated:
         network = {"domain": facts["domain"], "link": 1e9 * facts["link_gb_per_s"], "nic": 1e9 * facts["nic_gb_per_s"]}
         fields |= {name: value for name, value in network.items() if value}

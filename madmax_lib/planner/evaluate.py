@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.planner.space import Layout, Space, namespace, passes, shards
+from madmax_lib.case import Case
+from madmax_lib.planner.space import Layout, Space, passes, shards
+from madmax_lib.plans import Plans
 from madmax_lib.simulator.estimate import work_of
 from madmax_lib.simulator.memory.peaks import plans_peak_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
@@ -103,11 +105,9 @@ def _of_layout(problem: Problem, at: Layout) -> Iterator[tuple]:
 
 
 def _of_block(problem: Problem, at: Layout, rows: dict, columns: dict, place: int) -> tuple:
-    plans = namespace(at, rows | columns)
-    times = step_time(work_of(problem.model, problem.cluster, plans, problem.global_batch, problem.sequence,
-                              problem.dtype), problem.parameters)  # fmt: skip
-    memory = plans_peak_bytes(problem.model, vars(at), rows, columns, global_batch=problem.global_batch,
-                              sequence=problem.sequence, dtype=problem.dtype)  # fmt: skip
+    plans = Plans(**vars(at), **rows, **columns)
+    case = Case(problem.model, problem.cluster, plans, problem.global_batch, problem.sequence, problem.dtype)
+    times, memory = step_time(work_of(case), problem.parameters), plans_peak_bytes(case)
     fits = memory <= problem.room_bytes
     values = {"step_s": times["step_s"], "memory_bytes": memory} | _costs(problem, times)
     wanted = np.where(fits, values[OBJECTIVES[problem.objective]], np.inf)

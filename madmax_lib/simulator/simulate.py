@@ -9,9 +9,11 @@ import pandas as pd
 
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
+from madmax_lib.plan_rules import enforce
+from madmax_lib.plans import rules_of
 from madmax_lib.simulator.estimate import work_of
 from madmax_lib.simulator.layers.ops import storage_bytes
-from madmax_lib.simulator.layers.workload import blocks, chunk_blocks
+from madmax_lib.simulator.layers.workload import chunk_blocks
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy, normalised
 from madmax_lib.simulator.rates.collectives import MeasuredCollectives
@@ -20,7 +22,7 @@ from madmax_lib.simulator.rates.topology import Group, member_name
 from madmax_lib.simulator.schedule.engine import Program, to_timeline
 from madmax_lib.simulator.schedule.layout import MicroBatch, StepBuilder
 from madmax_lib.simulator.schedule.prices import DataSheet, Fitted
-from madmax_lib.specs import DLRM, Cluster, Model, Transformer
+from madmax_lib.specs import DLRM, Cluster, Model
 from madmax_lib.timeline import Meta, Timeline
 
 __all__ = ["lay_out", "simulate"]
@@ -58,9 +60,8 @@ def simulate(
     >>> {rank: len(devices) for rank, devices in step.meta.represents.items()}
     {0: 64, 64: 64}
     """
-    step, program = lay_out(model, cluster, plan, global_batch=global_batch, sequence=sequence, dtype=dtype,
-                            parameters=parameters, imbalance=imbalance, collectives=collectives,
-                            policy=policy)  # fmt: skip
+    case = Case(model, cluster, plan, global_batch, sequence or 0, dtype)
+    step, program = lay_out(case, parameters, imbalance=imbalance, collectives=collectives, policy=policy)
     offloaded = step.offloaded
     width = plan.world_size // plan.pp
     meta = Meta(
@@ -80,47 +81,42 @@ def simulate(
     return _with_device_ranks(to_timeline(program, meta), plan, step.groups)
 
 
-def lay_out(model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, sequence: int | None = None,
-            dtype: str = "bf16", parameters: Parameters | None = None, imbalance: float = 1.0,
-            collectives: pd.DataFrame | None = None, policy: Policy | None = None
-            ) -> tuple[StepBuilder, Program]:  # fmt: skip
+def lay_out(
+    case: Case,
+    parameters: Parameters | None = None,
+    *,
+    imbalance: float = 1.0,
+    collectives: pd.DataFrame | None = None,
+    policy: Policy | None = None,
+) -> tuple[StepBuilder, Program]:
     """Operations of `simulate` before they are timed, one rank per pipeline stage; arguments and errors as there."""
-    plan.check(model, cluster, global_batch, sequence or 0)
+    enforce(rules_of(case), case.plan, case)
     offloaded = None
-    if plan.offload is not None:
-        case = normalised(Case(model, cluster, plan, global_batch, sequence or 0, dtype))
-        plan = case.plan
-        work = work_of(model, cluster, plan, global_batch, sequence, dtype)
-        offloaded, _ = best_offload(case, work, parameters or shipped(), policy)
-    micro_batches, short = plan.micro_batches(global_batch), plan.last_micro_batch(global_batch)
-    shapes = [replace(plan, micro_batch=samples) for samples in dict.fromkeys((plan.micro_batch, short))]
-    batches = [
-        MicroBatch(
-            chunk_blocks(model, shape, sequence, dtype=dtype, imbalance=imbalance),
-            _prices(model, shape, cluster, global_batch, sequence, dtype, parameters),
-            0.0 if isinstance(model, DLRM) else _activation_bytes(model, shape, sequence, dtype),
-        )
-        for shape in shapes
-    ]
+    if case.plan.offload is not None:
+        case = normalised(case)
+        offloaded, _ = best_offload(case, work_of(case), parameters or shipped(), policy)
+    plan = case.plan
+    sizes = dict.fromkeys((plan.micro_batch, plan.last_micro_batch(case.global_batch)))
+    batches = [_micro_batch(case, samples, parameters, imbalance) for samples in sizes]
     measured = None if collectives is None else MeasuredCollectives(collectives)
-    step = StepBuilder(plan, cluster, dtype, batches[0], batches[-1], measured, offloaded)
-    return step, step.build(micro_batches)
+    step = StepBuilder(plan, case.cluster, case.dtype, batches[0], batches[-1], measured, offloaded)
+    return step, step.build(plan.micro_batches(case.global_batch))
 
 
-def _prices(model: Model, plan: Plan, cluster: Cluster, global_batch: int, sequence: int | None, dtype: str,
-            parameters: Parameters | None) -> DataSheet:  # fmt: skip
-    """Prices of one micro-batch: the fitted step-time model's, for recommendation models the data sheet's."""
-    if isinstance(model, DLRM):
-        return DataSheet(plan, cluster, parameters or Parameters())
-    even = [block for stage in blocks(model, plan, sequence, dtype=dtype) for block in stage]
-    work = work_of(model, cluster, plan, global_batch, sequence, dtype)
-    return Fitted(work, even, plan, cluster, parameters or shipped())
+def _micro_batch(case: Case, samples: int, parameters: Parameters | None, imbalance: float) -> MicroBatch:
+    """Blocks of a micro-batch of so many samples per device, their prices and the message between stages.
 
-
-def _activation_bytes(model: Transformer, plan: Plan, sequence: int | None, dtype: str) -> float:
-    """Sent from a pipeline stage to the next, per micro-batch and device."""
-    tokens = plan.micro_batch * (sequence or model.sequence) / plan.cp
-    return tokens * model.hidden * storage_bytes(dtype) / plan.tp  # each sends its part [arXiv 2104.04473]
+    Prices are the fitted step-time model's, for recommendation models the data sheet's.
+    """
+    plan = replace(case.plan, micro_batch=samples)
+    case = replace(case, plan=plan)
+    chunks = chunk_blocks(case, imbalance)
+    if isinstance(case.model, DLRM):
+        return MicroBatch(chunks, DataSheet(plan, case.cluster, parameters or Parameters()), 0.0)
+    even = [block for stage in (chunks if imbalance == 1 else chunk_blocks(case)) for chunk in stage for block in chunk]
+    prices = Fitted(work_of(case), even, plan, case.cluster, parameters or shipped())
+    sent_bytes = case.tokens * case.model.hidden * storage_bytes(case.dtype)
+    return MicroBatch(chunks, prices, sent_bytes / plan.tp)  # each tp rank sends its part [arXiv 2104.04473]
 
 
 def _with_device_ranks(timeline: Timeline, plan: Plan, groups: dict[str, Group]) -> Timeline:

@@ -3,12 +3,12 @@
 import warnings
 
 import pytest
+from oracles.op_table import ops
 
 pytest.importorskip("torch")
 
 from madmax_lib.plan import Plan
 from madmax_lib.runs.model import models
-from madmax_lib.simulator.layers.workload import ops
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:FSDP2-wrapped module:UserWarning"

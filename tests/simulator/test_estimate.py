@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
+from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import estimate, machine_fields, matrix_fields, model_fields, plan_fields
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, load, save, shipped
@@ -140,7 +141,7 @@ def test_engine_and_closed_form_are_equal_where_streams_are_uniform(plan, parame
     """All but gradients and update, in float seconds; without a vocabulary the stages are equal."""
     plan = Plan.parse(plan)
     model, cluster = replace(GPT, vocab=0), replace(CLUSTER, nodes=1, devices_per_node=plan.world_size)
-    _, program = lay_out(model, cluster, plan, global_batch=64, parameters=parameters)
+    _, program = lay_out(Case(model, cluster, plan, 64), parameters)
     ends = zip(run(program)[1], program.name, program.group, strict=True)
     engine_s = max(end for end, name, group in ends if name not in ("adam", "host work") and group != "dp")
     closed = estimate(model, cluster, plan, global_batch=64, parameters=parameters).iloc[0]

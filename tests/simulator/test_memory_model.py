@@ -12,10 +12,12 @@ from support import local_or_skip
 
 import madmax_lib as mm
 from madmax_lib import catalog
+from madmax_lib.case import Case
 from madmax_lib.plan_layers import stage_layers
+from madmax_lib.plans import Plans
 from madmax_lib.simulator.memory.activations import in_flight, layer_bytes
 from madmax_lib.simulator.memory.memory import PHASES, memory, peak_bytes, stage_bytes, usable_bytes
-from madmax_lib.simulator.memory.states import STACKS, default_stack
+from madmax_lib.simulator.memory.states import SOFTWARE, default_software
 from madmax_lib.simulator.schedule.schedules import order
 from madmax_lib.specs import Transformer
 
@@ -54,11 +56,11 @@ def facts(quantity):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(("stack", "per_parameter"), [("torch", 16), ("deepspeed", 16), ("megatron", 18)])
-def test_one_device_holds_16_bytes_per_parameter(stack, per_parameter, dtype):
+@pytest.mark.parametrize(("software", "per_parameter"), [("torch", 16), ("deepspeed", 16), ("megatron", 18)])
+def test_one_device_holds_16_bytes_per_parameter(software, per_parameter, dtype):
     """Megatron-LM sums gradients in fp32: 18; in fp32 all hold 4 + 4 + 8."""
     for model in (GPT, LLAMA, MIXTURE, mm.model("vit-huge"), mm.model("deepseek-v2-lite")):
-        states = sizes(model, "dp1", stack=stack, dtype=dtype)[STATES].sum()
+        states = sizes(model, "dp1", software=software, dtype=dtype)[STATES].sum()
         assert states / model.parameters == pytest.approx(16 if dtype == "fp32" else per_parameter)
 
 
@@ -66,9 +68,15 @@ def test_one_device_holds_16_bytes_per_parameter(stack, per_parameter, dtype):
 def test_zero_paper(fact):
     """arXiv 1910.02054 Table 1, to the digits printed."""
     plan, parameters = mm.Plan.parse(fact.plan), float(fact.model.split()[0])
-    states = sizes(GPT, plan, stack="deepspeed", dtype="fp16")[STATES].sum() / GPT.parameters * parameters
+    states = sizes(GPT, plan, software="deepspeed", dtype="fp16")[STATES].sum() / GPT.parameters * parameters
     last_digit = 10.0 ** -len(f"{fact.value:g}".partition(".")[2])  # some are rounded, some cut off
     assert states / 1e9 == pytest.approx(fact.value, abs=last_digit)
+
+
+def layer(model, tokens, sequence, *, mixture=False, product_width=None, **plan):
+    """What a layer keeps of so many tokens."""
+    case = Case(model, None, Plans(micro_batch=tokens / sequence, **plan), sequence=sequence)
+    return layer_bytes(case, mixture=mixture, product_width=product_width)
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -78,10 +86,10 @@ def test_layer_of_the_recompute_paper(size, tp):
     model, tokens = paper_model(size), 2048.0
     h, core = model.hidden, 5 * model.heads * 2048 / model.hidden
     unit = tokens * h
-    plain = layer_bytes(model, tokens, 2048, tp=tp, flash=False)
+    plain = layer(model, tokens, 2048, tp=tp, attention="unfused", sequence_parallel=False)
     assert plain.whole / unit == pytest.approx(10 + 24 / tp + core / tp)
     assert plain.kept("full") / unit == 2
-    split = layer_bytes(model, tokens, 2048, tp=tp, sequence_parallel=True, flash=False)
+    split = layer(model, tokens, 2048, tp=tp, attention="unfused", sequence_parallel=True)
     assert split.whole / unit == pytest.approx((34 + core) / tp)
     assert split.kept("selective") / unit == pytest.approx(34 / tp)
 
@@ -103,7 +111,7 @@ def test_first_stage_of_the_recompute_paper(size, recompute):
 def test_states_of_the_recompute_paper(size):
     """Parameters and optimizer over all stages against 12 L h^2 (1 + 13/12h + (V + s)/12Lh) [arXiv 2104.04473]."""
     layers, h, _, tp, pp, _, _ = PAPER[size]
-    table = memory(paper_model(size), mm.Plan(tp=tp, pp=pp), stack="megatron")
+    table = memory(paper_model(size), mm.Plan(tp=tp, pp=pp), software="megatron")
     states = table[table["component"].isin(STATES)]["size_bytes"].sum() * tp
     count = 12 * layers * h**2 * (1 + 13 / (12 * h) + (51200 + 2048) / (12 * layers * h))
     assert states / (18 * count) == pytest.approx(1, rel=0.03)
@@ -112,30 +120,32 @@ def test_states_of_the_recompute_paper(size):
 def test_facts_of_the_recompute_paper():
     """Share that selective recompute saves, and the outputs that Megatron frees and DeepSpeed keeps."""
     for fact in facts("saved by selective recompute"):
-        layer = layer_bytes(paper_model({"gpt3-175b": "175B"}.get(fact.model, "530B")), 1.0, 2048, flash=False)
-        assert 1 - layer.kept("selective") / layer.whole == pytest.approx(fact.value, abs=0.01)
+        size = {"gpt3-175b": "175B"}.get(fact.model, "530B")
+        held = layer(paper_model(size), 1.0, 2048, attention="unfused")
+        assert 1 - held.kept("selective") / held.whole == pytest.approx(fact.value, abs=0.01)
     plan = mm.Plan(tp=8, pp=35, sequence_parallel=False)
-    kept, freed = (sizes(paper_model("530B"), plan, stack=stack)["activations"] for stack in ("deepspeed", "megatron"))
+    model = paper_model("530B")
+    kept, freed = (sizes(model, plan, software=name)["activations"] for name in ("deepspeed", "megatron"))
     assert (kept - freed) / 2**30 == pytest.approx(facts("stage outputs freed")[0].value, abs=0.01)
 
 
 def test_llama_layer():
     """Grouped queries, gated feed-forward part, fused attention, no dropout, in elements of 2 bytes."""
     h, q, kv, f = 512, 512, 128, 1408
-    layer = layer_bytes(LLAMA, 1.0, 256)
-    assert layer.whole == 2 * (4 * h + 2 * q + 2 * kv + 3 * f) + 4 * LLAMA.heads
-    split = layer_bytes(LLAMA, 1.0, 256, tp=2, sequence_parallel=True)
-    assert split.whole * 2 == layer.whole and split.kept("full") * 2 == layer.kept("full") == 2 * h
-    eight = layer_bytes(LLAMA, 1.0, 256, product_width=1)
-    assert layer.whole - eight.whole == 2 * h + q + f
+    whole = layer(LLAMA, 1.0, 256)
+    assert whole.whole == 2 * (4 * h + 2 * q + 2 * kv + 3 * f) + 4 * LLAMA.heads
+    split = layer(LLAMA, 1.0, 256, tp=2, sequence_parallel=True)
+    assert split.whole * 2 == whole.whole and split.kept("full") * 2 == whole.kept("full") == 2 * h
+    eight = layer(LLAMA, 1.0, 256, product_width=1)
+    assert whole.whole - eight.whole == 2 * h + q + f
 
 
 def test_mixture_layer():
-    dense, mixture = layer_bytes(MIXTURE, 1.0, 256), layer_bytes(MIXTURE, 1.0, 256, mixture=True)
+    dense, mixture = layer(MIXTURE, 1.0, 256), layer(MIXTURE, 1.0, 256, mixture=True)
     used = 3 * 256
     assert mixture.feed_forward == 2 * (3 * used + 2 * 2 * 512) + 8 * 8
     assert dense.hidden == mixture.hidden
-    assert layer_bytes(MIXTURE, 1.0, 256, mixture=True, load=1.5).feed_forward > mixture.feed_forward
+    assert layer(MIXTURE, 1.0, 256, mixture=True, capacity=1.5).feed_forward > mixture.feed_forward
 
 
 @pytest.mark.parametrize(("schedule", "interleave", "held"), [
@@ -158,9 +168,9 @@ def test_micro_batches_in_flight(schedule, interleave, held):
 def test_experts_are_laid_over_data_parallel_ranks():
     """8 experts of 7 layers: ep 4 leaves a quarter of them, and dp / ep ranks to share their states."""
     expert = 7 * 8 * MIXTURE.mlp_parameters(256)
-    whole, part = (sizes(MIXTURE, plan, stack="megatron") for plan in ("dp8", "dp8.ep4"))
+    whole, part = (sizes(MIXTURE, plan, software="megatron") for plan in ("dp8", "dp8.ep4"))
     assert whole["weights"] - part["weights"] == 2 * expert * 3 / 4
-    whole, part = (sizes(MIXTURE, plan, stack="megatron")["optimizer"] for plan in ("dp8.z1", "dp8.ep4.z1"))
+    whole, part = (sizes(MIXTURE, plan, software="megatron")["optimizer"] for plan in ("dp8.z1", "dp8.ep4.z1"))
     assert whole == pytest.approx(part)
 
 
@@ -181,11 +191,11 @@ def test_buffers():
 
 
 def test_logits_are_on_the_last_stage():
-    table = memory(LLAMA, mm.Plan.parse("pp4"), stack="megatron").pivot(index="stage", columns="component",
+    table = memory(LLAMA, mm.Plan.parse("pp4"), software="megatron").pivot(index="stage", columns="component",
                                                                          values="size_bytes")  # fmt: skip
     assert (table["logits"] > 0).tolist() == [False, False, False, True]
     assert table["logits"].max() == 256 * 1024 * 10 + 2 * 256 * 2 * 512
-    fused = sizes(LLAMA, "pp4", stage=3, fused_loss=True, stack="megatron")["logits"]
+    fused = sizes(LLAMA, "pp4", stage=3, fused_loss=True, software="megatron")["logits"]
     assert table["logits"].max() - fused == 256 * 1024 * 6
     assert table["activations"].is_monotonic_decreasing
 
@@ -211,11 +221,11 @@ def test_peak_is_the_fullest_moment():
 # order
 
 
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("software", SOFTWARE)
 @pytest.mark.parametrize("model", [GPT, LLAMA, MIXTURE], ids=lambda m: m.name)
-def test_states_fall_with_every_zero_stage(model, stack):
+def test_states_fall_with_every_zero_stage(model, software):
     held = [*STATES, "buckets", "gathered weights"]
-    stages = [sizes(model, f"dp8.z{zero}", stack=stack)[held] for zero in range(4)]
+    stages = [sizes(model, f"dp8.z{zero}", software=software)[held] for zero in range(4)]
     for before, after in pairwise(stages):
         assert (after[STATES] <= before[STATES]).all() and after.sum() < before.sum()
 
@@ -228,15 +238,15 @@ def test_more_of_what_saves_memory_never_costs_any(name):
         ["dp8.cp1", "dp8.cp2", "dp8.cp4"], ["tp8.nosp", "tp8.sp"], ["dp8.z3.mb4", "dp8.z3.mb2", "dp8.z3"],
         ["tp8", "tp8.selective", "tp8.full"], ["tp8.unfused", "tp8"], ["dp16.z3.hs4", "dp16.z3.hs8", "dp16.z3"],
     ):  # fmt: skip
-        stack = "torch" if "z3" in ladder[-1] else "megatron"
-        peaks = [peak(model, plan, stack=stack, sequence=2048) for plan in ladder]
+        software = "torch" if "z3" in ladder[-1] else "megatron"
+        peaks = [peak(model, plan, software=software, sequence=2048) for plan in ladder]
         assert peaks == sorted(peaks, reverse=True), ladder
 
 
-def test_default_stack_is_monotone_in_zero():
+def test_default_software_is_monotone_in_zero():
     model = mm.model("llama-7b")
-    assert [default_stack(mm.Plan(dp=8, zero=z)) for z in range(4)] == ["torch", "deepspeed", "deepspeed", "torch"]
-    assert default_stack(mm.Plan(tp=2, pp=2, zero=1)) == "megatron"
+    assert [default_software(mm.Plan(dp=8, zero=z)) for z in range(4)] == ["torch", "deepspeed", "deepspeed", "torch"]
+    assert default_software(mm.Plan(tp=2, pp=2, zero=1)) == "megatron"
     peaks = [peak(model, f"dp8.z{zero}.full") for zero in range(4)]
     assert peaks == sorted(peaks, reverse=True)
 
@@ -257,12 +267,12 @@ def test_arrays_of_plans_give_what_single_plans_give():
     plans = [mm.Plan.parse(text) for text in (
         "dp2", "dp8.z3", "dp4.tp2.pp4.z1", "dp4.tp2.pp4.z1.nosp.full", "dp2.pp2.cp2.v2.selective.unfused",
         "dp8.ep4.z2.mb2", "dp8.tp2.z3.hs4", "dp4.pp4.zb", "dp8.z1.reduce-fp32")]  # fmt: skip
-    table = pd.DataFrame([vars(plan) for plan in plans])
+    table = Plans.from_table(pd.DataFrame([vars(plan) for plan in plans]))
     layers = np.array([len(stage_layers(MIXTURE.layers, plan.pp)[0]) for plan in plans])
-    for stack in STACKS:
-        parts = stage_bytes(MIXTURE, table, 0, layers, layers - 1, stack=stack)
+    for software in SOFTWARE:
+        parts = stage_bytes(Case(MIXTURE, None, table, software=software), 0, layers, layers - 1)
         for i, plan in enumerate(plans):
-            alone = sizes(MIXTURE, plan, stack=stack)
+            alone = sizes(MIXTURE, plan, software=software)
             for name, size in parts.items():
                 assert np.broadcast_to(size, len(plans))[i] == pytest.approx(alone[name], rel=1e-12), (name, str(plan))
 
@@ -287,7 +297,7 @@ def test_dlrm_shards_tables_and_copies_dense_layers():
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"stack": "jax"}, "stack='jax' is not one of torch"), ({"dtype": "fp12"}, "dtype='fp12' is not one of"),
+    ({"software": "jax"}, "software='jax' is not one of torch"), ({"dtype": "fp12"}, "dtype='fp12' is not one of"),
     ({"optimizer": "lion"}, "optimizer='lion' is not one of adam"), ({}, "global_batch is needed"),
 ])  # fmt: skip
 def test_errors_name_the_field(options, message):
@@ -316,7 +326,7 @@ def test_vit_huge_on_two_t4():
 @pytest.mark.parametrize("fact", facts("allocated"), ids=lambda fact: fact.plan)
 def test_gpt2_large_on_four_a100(fact):
     plan = replace(mm.Plan.parse(fact.plan), bucket_bytes=1e8)
-    table = memory(mm.model(fact.model), plan, dtype="fp16", stack=fact.stack, sequence=1024)
+    table = memory(mm.model(fact.model), plan, dtype="fp16", software=fact.stack, sequence=1024)
     assert peak_bytes(table, allocated=True) / 2**30 == pytest.approx(fact.value, rel=0.10)
 
 
@@ -334,7 +344,7 @@ def read(row, usable):
     """Model, plan and options of a published row; what the row does not state follows its software."""
     source, recompute, name = row.source, str(row.recompute), row.model.lower()
     era = bool(re.search(ERA, source))
-    stack = "deepspeed" if re.search("bigscience|megatron-turing|ZeRO-3", f"{source} {row.table_row}") else (
+    software = "deepspeed" if re.search("bigscience|megatron-turing|ZeRO-3", f"{source} {row.table_row}") else (
         "torch" if re.search("foundry|torchtitan|fms-fsdp|seed 004", source) else "megatron")  # fmt: skip
     modern = bool(re.search("llama|qwen|deepseek|gpt oss|mpt", name))
     model = Transformer(
@@ -346,10 +356,10 @@ def read(row, usable):
     for pattern, known in (("deepseekv2", "deepseek-v2"), ("qwen3_30b", "qwen3-30b-a3b"), ("gpt oss", "gpt-oss-120b")):
         if pattern in name and known in mm.models():
             model = replace(mm.model(known), layers=model.layers, sequence=model.sequence)
-    pp, zero = number(row.pp, 1), number(row.zero_stage, 0 if era or stack == "torch" else 1)
+    pp, zero = number(row.pp, 1), number(row.zero_stage, 0 if era or software == "torch" else 1)
     if pd.isna(row.zero_stage) and pp == 1 and 6 * model.parameters / number(row.tp, 1) > usable:
         zero = 3  # 16-bit weights and fp32 gradients alone fill the device
-    ends = stack == "deepspeed" and model.layers % pp > 0 and (model.layers + 2) % pp == 0
+    ends = software == "deepspeed" and model.layers % pp > 0 and (model.layers + 2) % pp == 0
     plan = mm.Plan(
         dp=number(row.dp, 1), tp=number(row.tp, 1), pp=pp, cp=number(row.cp, 1), ep=number(row.ep, 1), zero=zero,
         micro_batch=number(row.micro_batch, 1), interleave=number(row.vpp, 1) if pp > 1 else 1,
@@ -361,7 +371,7 @@ def read(row, usable):
     dtype = "fp8" if re.search("fp8|float8|fp4", str(row.precision).lower()) else "bf16"
     fused = "foundry" in source or bool(re.search("torchtitan.*2025", source) and "compile" in str(row.notes))
     batch = None if pd.isna(row.global_batch) else int(row.global_batch)
-    return model, plan, {"dtype": dtype, "stack": "torch" if zero == 3 and stack == "megatron" else stack,
+    return model, plan, {"dtype": dtype, "software": "torch" if zero == 3 and software == "megatron" else software,
                          "global_batch": batch, "fused_loss": fused,
                          "trainable": 0.01 if "LoRA" in str(row.table_row) else 1.0}  # fmt: skip
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from oracles.op_table import blocks
 from support import core_flops
 
 import madmax_lib as mm
 from madmax_lib.kinds import collective_names
 from madmax_lib.simulator.layers.ops import Block, gemm
-from madmax_lib.simulator.layers.workload import blocks
 from madmax_lib.simulator.rates.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
 from madmax_lib.simulator.rates.compute import compute_s
 from madmax_lib.simulator.rates.parameters import Parameters

@@ -1,18 +1,15 @@
 """The op table against torch's FLOP counter, published counts and closed forms of bytes."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
+from oracles.op_table import blocks, ops
 from support import core_flops
 
 import madmax_lib as mm
 from madmax_lib.plan_layers import chunk_layers, stage_layers
 from madmax_lib.simulator.layers.moe import load_factor
 from madmax_lib.simulator.layers.ops import backward, gemm
-from madmax_lib.simulator.layers.transformer import TransformerBlocks
-from madmax_lib.simulator.layers.workload import blocks, ops
 from madmax_lib.specs import Transformer
 
 TINY = Transformer("tiny", layers=4, hidden=64, heads=4, ffn=256, sequence=128, vocab=512)
@@ -106,26 +103,6 @@ def test_devices_share_the_work_of_a_model(plan):
     flat = [block for stage in blocks(model, plan) for block in stage]
     replica = plan.tp * plan.cp
     assert sum(b.flops for b in flat) * replica == pytest.approx(model.forward_flops(1), rel=1e-12)
-
-
-@pytest.mark.parametrize("model", [GATED, MLA])
-@pytest.mark.parametrize("choices", [{}, {"cp": np.array([2, 4]), "dp": 4, "ep": np.array([4, 8])}])
-def test_arrays_of_plans_are_worked_out_at_once(model, choices):
-    if not model.experts:
-        choices = choices | {"ep": 1}
-    degrees = {"tp": np.array([2, 4]), "micro_batch": np.array([1, 3]), "pp": np.array([1, 2])} | choices
-    plan = SimpleNamespace(**{**vars(mm.Plan(tp=2)), **degrees})
-    work = TransformerBlocks(model, plan, 64, "bf16", 1.0)
-    many = [work.embedding(), *work.layers(range(model.layers)), work.head()]
-    for i in range(2):
-        one = mm.Plan(**{name: int(value[i]) if np.ndim(value) else value for name, value in degrees.items()})
-        alone = TransformerBlocks(model, one, 64, "bf16", 1.0)
-        for block, single in zip(
-            many, [alone.embedding(), *alone.layers(range(model.layers)), alone.head()], strict=True
-        ):
-            for name in ("flops", "traffic_bytes", "parameters", "ring_bytes"):
-                value = np.broadcast_to(getattr(block, name), 2)[i]
-                assert value == pytest.approx(getattr(single, name)), (block.name, name)
 
 
 def test_flash_attention_computes_the_causal_half():

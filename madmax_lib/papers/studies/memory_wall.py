@@ -150,7 +150,7 @@ def share_table(model: Transformer, cluster: Cluster, plan: Plan, *, global_batc
     Columns of `OffloadTimes`.
     """
     case = normalised(Case(model, cluster, plan, global_batch, dtype="fp16"))
-    work = work_of(model, cluster, case.plan, global_batch, dtype="fp16")
+    work = work_of(case)
     times = offload_times(case, work, shipped(), np.linspace(0, 1, 101))
     _, best = best_offload(case, work, shipped())
     table = pd.DataFrame(vars(times))

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from madmax_lib import catalog
+from madmax_lib.case import Case
 from madmax_lib.planner.hetero.nodes import GB_BYTES, GB_PER_S, Node
 from madmax_lib.planner.hetero.prices import Price, Prices
 from madmax_lib.plans import Plans
@@ -51,7 +52,7 @@ def simulated_prices(
         rows = [(tp, way, batch) for way in recompute for tp in degrees for batch in _powers(global_batch)]
         tp, way, batch = map(np.array, zip(*rows, strict=True))
         plans = Plans(tp=tp, recompute=way, micro_batch=batch)
-        work = work_of(model, cluster, plans, 1, sequence, dtype)
+        work = work_of(Case(model, cluster, plans, 1, sequence or 0, dtype))
         seconds = pieces(work, parameters)
         layer_s, head_s, update_s = (np.broadcast_to(seconds[part], work.shape) for part in _PARTS)
         base_bytes, held, live = _memory_bytes(model, plans, sequence, dtype)
@@ -73,7 +74,7 @@ def nodes_of(clusters: Sequence[Cluster], parameters: Parameters | None = None) 
     """The nodes of some clusters, with the memory a process can have and the bandwidth that collectives achieve."""
     nodes = []
     for cluster in clusters:
-        work = work_of(catalog.model("gpt2"), cluster, Plans(), 1, None, "bf16")
+        work = work_of(Case(catalog.model("gpt2"), cluster, Plans(), 1))
         rates = achieved_rates(work, parameters or shipped())
         intra, inter = (float(np.ravel(rates[name])[0]) / GB_PER_S for name in ("link", "nic"))
         memory_gb = usable_bytes(cluster.device) / GB_BYTES
@@ -109,11 +110,10 @@ def _memory_bytes(model: Transformer, plans: Plans, sequence: int | None, dtype:
     Differences of stages of a pipeline with two replicas, with one micro-batch in flight.
     """
     in_pipeline = replace(plans, dp=2, pp=3)
+    case = Case(model, None, in_pipeline, 2 * plans.micro_batch, sequence or 0, dtype, software="megatron")
 
     def stage(number: int, layers: int) -> np.ndarray:
-        parts = stage_bytes(
-            model, in_pipeline, number, layers, stack="megatron", sequence=sequence, dtype=dtype, micro_batches=1
-        )
+        parts = stage_bytes(case, number, layers)
         sums = by_phase(parts.items())
         peak = sums["always"] + sums["pass"] + np.maximum(sums["loss"], sums["backward"])
         share = parts["fragmentation"] / (peak - parts["fragmentation"] - parts["context"])

@@ -1,4 +1,4 @@
-"""What has to be computed and moved? A model cut by a plan, as blocks per pipeline stage and as a table of ops.
+"""What has to be computed and moved? A model cut by a plan, as blocks per pipeline stage.
 
 A block is what is computed between two collectives: embedding, attention or feed-forward part of a layer, head.
 Amounts are per device and micro-batch.
@@ -6,89 +6,25 @@ Amounts are per device and micro-batch.
 
 from __future__ import annotations
 
-import math
-
-import pandas as pd
-
-from madmax_lib.plan import Plan
+from madmax_lib.case import Case
 from madmax_lib.plan_layers import chunk_layers
 from madmax_lib.simulator.layers.moe import dlrm_blocks
-from madmax_lib.simulator.layers.ops import Block, Comm, mirror, phases
+from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.layers.transformer import TransformerBlocks
-from madmax_lib.specs import DLRM, Model
+from madmax_lib.specs import DLRM
 
-__all__ = ["blocks", "chunk_blocks", "ops"]
-
-
-def blocks(model: Model, plan: Plan, sequence: int | None = None, *, dtype: str = "bf16", imbalance: float = 1.0
-           ) -> list[list[Block]]:  # fmt: skip
-    """Blocks of each pipeline stage, forward order, one micro-batch: the chunks of `chunk_blocks` in a row."""
-    chunks = chunk_blocks(model, plan, sequence, dtype=dtype, imbalance=imbalance)
-    return [[block for chunk in stage for block in chunk] for stage in chunks]
+__all__ = ["chunk_blocks"]
 
 
-def chunk_blocks(model: Model, plan: Plan, sequence: int | None = None, *, dtype: str = "bf16", imbalance: float = 1.0
-                 ) -> list[list[list[Block]]]:  # fmt: skip
+def chunk_blocks(case: Case, imbalance: float = 1.0) -> list[list[list[Block]]]:
     """Blocks of each chunk of each stage. imbalance: tokens of the busiest expert device over the mean.
 
     Raises ValueError for layers that the stages cannot share, and for a DLRM with more than dp.
     """
-    if isinstance(model, DLRM):
-        return [[dlrm_blocks(model, plan, dtype)]]
-    work = TransformerBlocks(model, plan, sequence or model.sequence, dtype, imbalance)
-    stages = [[work.layers(layers) for layers in stage] for stage in chunk_layers(model.layers, plan)]
+    if isinstance(case.model, DLRM):
+        return [[dlrm_blocks(case)]]
+    work = TransformerBlocks(case, imbalance)
+    stages = [[work.layers(layers) for layers in stage] for stage in chunk_layers(case.model.layers, case.plan)]
     stages[0][0].insert(0, work.embedding())
     stages[-1][-1].append(work.head())
     return stages
-
-
-_COLUMNS = ["stage", "block", "op", "phase", "kind", "dtype", "stream", "flops", "read_bytes", "written_bytes",
-            "collective", "group", "size_bytes"]  # fmt: skip
-
-
-def ops(model: Model, plan: Plan, sequence: int | None = None, dtype: str = "bf16", *, imbalance: float = 1.0
-        ) -> pd.DataFrame:  # fmt: skip
-    """Every op of one micro-batch on one device of each stage, and the optimizer's: a row each.
-
-    Columns: stage, block, op, phase (forward recompute backward optimizer), kind (gemm attention pointwise lookup
-    comm), dtype, stream (compute, or the group's), flops, read_bytes, written_bytes, and collective, group, size_bytes.
-    Gradients and parameters of data parallelism move once per step or layer, not per micro-batch: not listed.
-    """
-    rows: list[tuple] = []
-    for stage, stage_blocks in enumerate(blocks(model, plan, sequence, dtype=dtype, imbalance=imbalance)):
-        held = 0.0
-        for block in stage_blocks:
-            rows += _rows(stage, block, plan)
-            held += 0.0 if block.table else block.parameters
-        owned = held / (plan.shard or plan.dp * plan.cp) if plan.zero else held
-        # fp32 parameter, two moments and gradient read; the first three and a 16-bit copy written
-        rows.append((stage, "optimizer", "adam", "optimizer", "pointwise", "fp32", "compute", 0.0, 16 * owned,
-                     14 * owned, "", "", math.nan))  # fmt: skip
-    return pd.DataFrame(rows, columns=_COLUMNS)
-
-
-def _rows(stage: int, block: Block, plan: Plan) -> list[tuple]:
-    ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "dp": plan.dp}
-
-    def comm(phase: str, comms: tuple[Comm, ...]) -> list[tuple]:
-        return [(stage, block.name, c.kind, phase, "comm", "", c.group, 0.0, 0.0, 0.0, c.kind, c.group, c.size_bytes)
-                for c in comms if c.kind != "copy" and ranks[c.group] > 1]  # fmt: skip
-
-    def ring(phase: str, passes: int) -> list[tuple]:
-        sent = Comm("send_recv", "cp", block.ring_bytes)
-        return comm(phase, (sent,) * passes) if block.ring_bytes else []
-
-    result = []
-    for phase, work in phases(block, plan.recompute).items():
-        named = "backward" if phase == "weight" else phase
-        whole = phase == "forward" or (phase == "recompute" and work == block.ops)
-        before, after = (block.before, block.after) if whole else ((), ())
-        if phase == "backward":
-            before, after = mirror(block.after), mirror(block.before)
-        result += comm(named, before)
-        result += [(stage, block.name, op.name, named, op.kind, op.dtype, "compute", op.flops, op.read_bytes,
-                    op.written_bytes, "", "", math.nan) for op in work]  # fmt: skip
-        if work and phase != "weight":
-            result += ring(named, 2 * plan.cp - 1 if phase == "backward" else plan.cp - 1)
-        result += comm(named, after)
-    return result

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from madmax_lib.case import Case
 from madmax_lib.specs import Transformer
 
-__all__ = ["Layer", "dropout_bytes", "in_flight", "layer_bytes"]
+__all__ = ["LayerBytes", "dropout_bytes", "in_flight", "layer_bytes"]
 
 _MASK_BYTES = 1  # a dropout mask holds one byte per element [arXiv 2205.05198, section 4.1]
 _LOG_SUM_BYTES = 4  # fused attention keeps the fp32 log-sum-exp of each row [arXiv 2205.14135]
@@ -22,7 +23,7 @@ _ROUTER_BYTES = 8  # fp32 logits and probabilities of a mixture's router
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerBytes:
     """Bytes that one layer may keep, one micro-batch; floats or arrays.
 
     input: what full recompute keeps. hidden: inputs of norms and matrix products of width h, with dropout masks.
@@ -58,38 +59,29 @@ def dropout_bytes(model: Transformer) -> int:
 
 
 def layer_bytes(
-    model: Transformer,
-    tokens,
-    sequence,
-    *,
-    tp=1,
-    sequence_parallel=False,
-    width: float = 2.0,
-    product_width: float | None = None,
-    flash=True,
-    mixture: bool = False,
-    load=1.0,
-) -> Layer:
-    """Activations of one layer on one device; tokens, tp, sequence_parallel, flash and load may be arrays.
+    case: Case, *, width: float = 2.0, product_width: float | None = None, mixture: bool = False
+) -> LayerBytes:
+    """Activations of one layer on one device for one micro-batch; the plans of the case may be arrays.
 
-    tokens: of a micro-batch on the device, micro_batch x sequence / cp. sequence: keys per query. width: bytes per
-    element; product_width: of the inputs kept for matrix products, `width` if None. flash: scores are never stored.
-    mixture: the feed-forward part is a mixture of experts, each device getting `load` times its share of the tokens.
+    width: bytes per element; product_width: of the inputs kept for matrix products, `width` if None. mixture: the
+    feed-forward part is a mixture of experts.
     """
+    model, p, tokens, tp = case.model, case.plan, case.tokens, case.plan.tp
     h, heads = model.hidden, model.heads
+    flash, load = p.attention == "flash", np.where(p.capacity > 0, p.capacity, 1.0)
     operand = width if product_width is None else product_width
     dropout = dropout_bytes(model)
-    shards = np.where(sequence_parallel, tp, 1)
+    shards = np.where(p.sequence_parallel, tp, 1)
     halves = 2 if model.gated else 1  # the first product of a gated part is twice as wide
     qkv, latent, values = _attention_widths(model)
     inner, shared, routed, router = _feed_forward_widths(model, mixture)
     inner, routed = load * inner + shared, load * routed
-    scores = heads * sequence / tp
+    scores = heads * case.sequence / tp
     core = np.where(flash, _LOG_SUM_BYTES * heads / tp, scores * (width + (dropout + width if dropout else 0)))
     feed_forward = (width * (halves * inner + routed) + operand * (inner + routed)) / tp + router / shards
     products = (qkv + halves * inner) / tp + 2 * h / shards
     passing = np.maximum((halves + 1) * inner / tp, np.where(flash, 0, 2 * scores)) + 2 * h + routed / tp
-    return Layer(
+    return LayerBytes(
         input=tokens * width * h / shards,
         hidden=tokens * 2 * (width + operand + dropout) * h / shards,
         projections=tokens * ((width * qkv + operand * values) / tp + width * latent / shards),

@@ -9,17 +9,26 @@ their way) and the optimizer (its temporaries); `peak_bytes` takes the largest o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
+from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.plan_layers import chunk_layers
+from madmax_lib.plan_rules import RECOMMENDATION, enforce
+from madmax_lib.plans import Plans
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.simulator.memory.activations import dropout_bytes, in_flight, layer_bytes
-from madmax_lib.simulator.memory.states import default_stack, software_of, stage_parameters, state_bytes, width_of
+from madmax_lib.simulator.memory.states import (
+    StageParameters,
+    default_software,
+    software_of,
+    stage_parameters,
+    state_bytes,
+    width_of,
+)
 from madmax_lib.specs import DLRM, Device, Model, Transformer
 
 __all__ = ["FRAGMENTATION", "PHASES", "by_phase", "dlrm_bytes", "held_layers", "memory", "moment_peak", "peak_bytes",
@@ -46,37 +55,39 @@ def memory(
     dtype: str = "bf16",
     global_batch: int | None = None,
     optimizer: str = "adam",
-    stack: str | None = None,
+    software: str | None = None,
     fused_loss: bool = False,
     trainable: float = 1.0,
+    stack: str | None = None,
 ) -> pd.DataFrame:
     """Bytes on one device of each pipeline stage: columns stage, component, phase, size_bytes.
 
     sequence: tokens per sample, the model's own if None. global_batch: samples per step, which limits the micro-batches
-    a stage can hold; as many as the pipeline wants if None. stack: whose habits, a name of `states.STACKS`,
-    `default_stack` if None. fused_loss: cross entropy without fp32 logits. trainable: share of the parameters with
-    gradients. phase: when the bytes are there, see `peak_bytes`. Offload is not counted, all lies on the device: see
-    `fits` for it.
-    Raises ValueError for an unknown optimizer, stack or dtype, for gpipe without global_batch, a DLRM with tp or pp.
+    a stage can hold; as many as the pipeline wants if None. software: whose habits, a name of `states.SOFTWARE`,
+    `default_software` if None; `stack` is its old name. fused_loss: cross entropy without fp32 logits. trainable: share
+    of the parameters with gradients. phase: when the bytes are there, see `peak_bytes`. Offload is not counted, all
+    lies on the device: see `fits` for it.
+    Raises ValueError for unknown optimizer, software or dtype, for gpipe without global_batch, a DLRM with tp or pp.
 
     >>> gpt = catalog.model("gpt2-large")
     >>> parts = memory(gpt, Plan(dp=4, zero=3)).set_index("component")["size_bytes"]  # FSDP: 4 + 4 + 8 bytes
     >>> (parts[["weights", "gradients", "optimizer"]] / gpt.parameters).tolist()  # of which each rank holds a quarter
     [1.0, 1.0, 2.0]
     """
-    options = {"dtype": dtype, "optimizer": optimizer, "stack": stack or default_stack(plan), "trainable": trainable}
+    case = Case(model, None, plan, global_batch, sequence or 0, dtype, software or stack)
     if isinstance(model, DLRM):
-        stages, parts = np.zeros(1, dtype=int), dlrm_bytes(model, plan, **options)
+        stages, parts = np.zeros(1, dtype=int), dlrm_bytes(case, optimizer=optimizer, trainable=trainable)
     else:
         if plan.schedule == "gpipe" and global_batch is None:
             raise ValueError("schedule='gpipe' keeps every micro-batch, global_batch is needed")
-        batches = np.inf if global_batch is None else np.ceil(global_batch / (plan.dp * plan.micro_batch))
-        layers, mixtures = held_layers(model, plan)
         stages = np.arange(plan.pp)
-        parts = stage_bytes(model, plan, stages, layers, mixtures, sequence=sequence, micro_batches=batches,
-                            fused_loss=fused_loss, **options)  # fmt: skip
-    rows = [(int(stage), name, PHASES[name], float(np.broadcast_to(size, stages.shape)[stage]))
-            for stage in stages for name, size in parts.items()]  # fmt: skip
+        options = {"optimizer": optimizer, "fused_loss": fused_loss, "trainable": trainable}
+        parts = stage_bytes(case, stages, *held_layers(model, plan), **options)
+    rows = [
+        (int(stage), name, PHASES[name], float(np.broadcast_to(size, stages.shape)[stage]))
+        for stage in stages
+        for name, size in parts.items()
+    ]
     return pd.DataFrame(rows, columns=["stage", "component", "phase", "size_bytes"])
 
 
@@ -113,37 +124,30 @@ def usable_bytes(device: Device) -> float:
 
 
 def stage_bytes(
-    model: Transformer,
-    plan: Plan,
+    case: Case,
     stage,
     layers,
     mixtures=0,
     *,
-    stack: str,
-    sequence: int | None = None,
-    dtype: str = "bf16",
-    micro_batches=np.inf,
     optimizer: str = "adam",
     fused_loss: bool = False,
     trainable: float = 1.0,
 ) -> dict[str, np.ndarray]:
-    """Bytes by component of a pipeline stage; plan, stage, layers, mixtures and micro_batches may be arrays.
+    """Bytes by component of a pipeline stage; the plans of the case, stage, layers and mixtures may be arrays.
 
-    plan: a Plan, or anything with its fields, each a value or an array. layers: of the stage; `mixtures` of them have
-    experts. Options as in `memory`. Raises ValueError for an unknown stack, optimizer or dtype.
+    layers: of the stage; `mixtures` of them have experts. Other options as in `memory`.
+    Raises ValueError for unknown software, optimizer or dtype.
     """
-    p, software, width = _fields(plan), software_of(stack, dtype), width_of(dtype)
+    model, p, tokens, micro_batches = case.model, case.plan, case.tokens, case.micro_batches
+    name = case.software or default_software(p)
+    software, width = software_of(name, case.dtype), width_of(case.dtype)
     stage, layers, mixtures = np.asarray(stage), np.asarray(layers), np.asarray(mixtures)
-    sequence = sequence or model.sequence
-    tokens = p.micro_batch * sequence / p.cp
     held = in_flight(p.schedule, stage, p.pp, p.interleave, micro_batches)
-    shapes = {"tp": p.tp, "sequence_parallel": p.sequence_parallel, "width": width, "flash": p.attention == "flash",
-              "product_width": min(BYTES[dtype], width) if software.stored_8bit else width,
-              "load": np.where(p.capacity > 0, p.capacity, 1.0)}  # fmt: skip
+    product_width = min(BYTES[case.dtype], width) if software.stored_8bit else width
     kept, moving = 0.0, 0.0
     for mixture, number in ((False, layers - mixtures), (True, mixtures)):
-        layer = layer_bytes(model, tokens, sequence, mixture=mixture and model.experts > 0, **shapes)
-        one = layer.kept(p.recompute, by_products=stack == "torch")
+        layer = layer_bytes(case, width=width, product_width=product_width, mixture=mixture and model.experts > 0)
+        one = layer.kept(p.recompute, by_products=name == "torch")
         again = np.where(p.recompute == "none", 0.0, layer.whole - one)
         kept = kept + number * one
         moving = np.maximum(moving, np.where(number > 0, again + layer.passing, 0.0))
@@ -162,19 +166,19 @@ def stage_bytes(
     return parts | _overhead(p, parts)
 
 
-def dlrm_bytes(model: DLRM, plan: Plan, *, stack: str, dtype: str, optimizer: str, trainable: float = 1.0) -> dict:
+def dlrm_bytes(case: Case, *, optimizer: str = "adam", trainable: float = 1.0) -> dict[str, np.ndarray]:
     """Bytes by component of a recommendation model: fp16 tables over all devices, fp32 dense layers by ZeRO stage.
 
     Tables are updated in their backward pass by row-wise Adagrad, one fp32 number per row [FBGEMM]. Fields of the plan
     may be arrays. Raises ValueError for tp, pp or cp.
     """
-    p = _fields(plan)
-    if np.any(p.tp * p.pp * p.cp > 1):
-        raise ValueError(f"{model.name}: recommendation models are split by dp only, got {plan}")
-    width_of(dtype)
+    model, p = case.model, case.plan
+    enforce(RECOMMENDATION, p, case)
+    width_of(case.dtype)
     tables, dense = model.embedding_parameters, model.parameters - model.embedding_parameters
-    count = SimpleNamespace(dense=dense, experts=0.0, ends=0.0, block=max(model.mlp_dim**2, 4 * model.attention_dim**2))
-    parts = state_bytes(p, count, software_of(stack, "fp32"), optimizer, trainable)
+    count = StageParameters(dense, experts=0.0, ends=0.0, block=max(model.mlp_dim**2, 4 * model.attention_dim**2))
+    software = software_of(case.software or default_software(p), "fp32")
+    parts = state_bytes(p, count, software, optimizer, trainable)
     parts["weights"] = parts["weights"] + 2 * tables / p.dp
     parts["optimizer"] = parts["optimizer"] + 4 * tables / model.embedding_dim / p.dp
     pooled = 2 * 2 * model.tables * model.embedding_dim  # before and after the exchange, fp16
@@ -186,11 +190,7 @@ def dlrm_bytes(model: DLRM, plan: Plan, *, stack: str, dtype: str, optimizer: st
     return parts | _overhead(p, parts)
 
 
-def _fields(plan) -> SimpleNamespace:
-    return SimpleNamespace(**{name: np.asarray(getattr(plan, name)) for name in Plan.__dataclass_fields__})
-
-
-def _overhead(p, parts: dict) -> dict:
+def _overhead(p: Plans, parts: dict) -> dict:
     """CUDA context and communicators, and what the caching allocator cannot hand out."""
     groups = sum((np.asarray(degree) > 1).astype(int) for degree in (p.tp, p.dp * p.cp, p.pp, p.ep))
     peak = moment_peak(by_phase(parts.items()))

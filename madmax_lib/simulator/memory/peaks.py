@@ -5,46 +5,41 @@ Only stages that can be the fullest are looked at: the first of those with equal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 
-from madmax_lib.plan import DEFAULTS, Plan
+from madmax_lib.case import Case
+from madmax_lib.plan import Plan
+from madmax_lib.plans import Plans
 from madmax_lib.simulator.memory.memory import by_phase, held_layers, moment_peak, stage_bytes
-from madmax_lib.simulator.memory.states import default_stack
+from madmax_lib.simulator.memory.states import default_software
 from madmax_lib.specs import Transformer
 
 __all__ = ["plans_peak_bytes"]
 
 
-def plans_peak_bytes(
-    model: Transformer,
-    degrees: Mapping[str, int],
-    rows: Mapping[str, np.ndarray],
-    columns: Mapping[str, np.ndarray],
-    *,
-    global_batch: int,
-    sequence: int,
-    dtype: str,
-) -> np.ndarray:
-    """Peak bytes (a, b) of the product of rows and columns, each with the software it is usually run with.
+def plans_peak_bytes(case: Case) -> np.ndarray:
+    """Peak bytes (a, b) of a product of plans, each with the software it is usually run with.
 
-    degrees: dp, tp, pp, cp, ep. rows: choices of shape (a, 1); columns: zero and other choices of shape (1, b). Equal
-    to `peak_bytes(memory(model, plan, ...))` plan by plan.
+    case: with single degrees, ZeRO stages of shape (1, b), and other choices (a, 1) or (1, b). Equal to
+    `peak_bytes(memory(model, plan, ...))` plan by plan.
     """
-    stage, layers, mixtures = _candidates(model, degrees["pp"])
-    batches = np.ceil(global_batch / (degrees["dp"] * rows["micro_batch"]))
-    zero = columns["zero"][0]
-    stacks = {z: default_stack(Plan(**degrees, zero=int(z))) for z in np.unique(zero)}
-    result = np.empty((len(rows["micro_batch"]), len(zero)))
-    for stack in dict.fromkeys(stacks.values()):
-        at = np.flatnonzero([stacks[z] == stack for z in zero])
-        plans = DEFAULTS | degrees | rows | {name: choice[:, at] for name, choice in columns.items()}
-        parts = stage_bytes(model, SimpleNamespace(**plans), stage, layers, mixtures, stack=stack, sequence=sequence,
-                            dtype=dtype, micro_batches=batches)  # fmt: skip
-        result[:, at] = np.max(moment_peak(by_phase(parts.items())), axis=0)
+    plans, zero = case.plan, case.plan.zero[0]
+    usual = {z: default_software(Plans(tp=plans.tp, pp=plans.pp, zero=z)) for z in np.unique(zero)}
+    stages = _candidates(case.model, plans.pp)
+    result = np.empty(plans.shape)
+    for software in dict.fromkeys(usual.values()):
+        columns = np.flatnonzero([usual[z] == software for z in zero])
+        part = replace(case, plan=_with_columns(plans, columns), software=software)
+        result[:, columns] = np.max(moment_peak(by_phase(stage_bytes(part, *stages).items())), axis=0)
     return result
+
+
+def _with_columns(plans: Plans, columns: np.ndarray) -> Plans:
+    """Some columns of a product."""
+    choices = {name: value for name, value in vars(plans).items() if np.ndim(value) == 2 and value.shape[1] > 1}
+    return replace(plans, **{name: choice[:, columns] for name, choice in choices.items()})
 
 
 def _candidates(model: Transformer, pp: int) -> np.ndarray:

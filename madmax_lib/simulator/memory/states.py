@@ -6,19 +6,18 @@ Model states follow ZeRO [arXiv 1910.02054].
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 
-from madmax_lib.plan import Plan
+from madmax_lib.plans import Plans, owned
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.specs import Transformer
 
-__all__ = ["STACKS", "Stack", "default_stack", "software_of", "stage_parameters", "state_bytes", "width_of"]
+__all__ = ["SOFTWARE", "Software", "default_software", "software_of", "stage_parameters", "state_bytes", "width_of"]
 
 
 @dataclass(frozen=True)
-class Stack:
+class Software:
     """What a training software holds in 16-bit training, in bytes per parameter unless said otherwise.
 
     copy: fp32 weights of the optimizer, 0 if the weights are fp32 themselves. casts: copies that compute uses instead
@@ -48,17 +47,17 @@ class Stack:
 #   16 bits, as fp32 softmax and its gradient [megatron/core/tensor_parallel/cross_entropy.py]; Transformer Engine.
 # deepspeed: 2 + 2 + 12 [arXiv 1910.02054]; the gradient shard becomes fp32 for the update; BF16_Optimizer adds fp32
 #   gradients; pipeline outputs live until their backward pass (Megatron frees them, arXiv 2205.05198 appendix B).
-STACKS = {
-    "torch": Stack(weights=4, gradients=4, casts=2, buckets=4, temporary=4, weights_from=2, logits=12),
-    "megatron": Stack(weights=2, gradients=4, copy=4, stored_8bit=True),
-    "deepspeed": Stack(weights=2, gradients=2, copy=4, accumulator=4, temporary=4, engine=True),
+SOFTWARE = {
+    "torch": Software(weights=4, gradients=4, casts=2, buckets=4, temporary=4, weights_from=2, logits=12),
+    "megatron": Software(weights=2, gradients=4, copy=4, stored_8bit=True),
+    "deepspeed": Software(weights=2, gradients=2, copy=4, accumulator=4, temporary=4, engine=True),
 }
 _MOMENTS = {"adam": 8, "momentum": 4, "sgd": 0}  # fp32 optimizer state, bytes per parameter
 _LIVE_PARAMETERS = 1e9  # DeepSpeed stage3_max_live_parameters, default
 _HPZ_DEVICES = 8  # a node, over which ZeRO++ shards its second copy of the weights [arXiv 2306.10209]
 
 
-def default_stack(plan: Plan) -> str:
+def default_software(plan: Plans) -> str:
     """The software such a plan is usually run with.
 
     DDP and FSDP are torch's; tensor and pipeline parallelism without FSDP are Megatron's; ZeRO 1 and 2 alone are
@@ -74,17 +73,33 @@ def width_of(dtype: str) -> float:
     return max(_known("dtype", dtype, BYTES), 2)
 
 
-def software_of(stack: str, dtype: str) -> Stack:
-    """Habits of a stack; in fp32 training everything is as wide as the weights and nothing is copied."""
-    software = _known("stack", stack, STACKS)
+def software_of(name: str, dtype: str) -> Software:
+    """Habits of a training software; in fp32 training everything is as wide as the weights and nothing is copied."""
+    software = _known("software", name, SOFTWARE)
     if width_of(dtype) == 2:
         return software
-    return replace(software, weights=4, gradients=4, copy=0, casts=0, accumulator=0,
-                   temporary=software.temporary if stack == "torch" else 0)  # fmt: skip
+    temporary = software.temporary if name == "torch" else 0
+    return replace(software, weights=4, gradients=4, copy=0, casts=0, accumulator=0, temporary=temporary)
 
 
-def stage_parameters(model: Transformer, p, stage, layers, mixtures) -> SimpleNamespace:
-    """Parameters on a device before ZeRO: dense, experts, ends (embedding and head) and block, its largest layer."""
+@dataclass(frozen=True)
+class StageParameters:
+    """Parameters of a pipeline stage on one device, before ZeRO shards them; numbers or arrays.
+
+    dense: all but routed experts.
+    experts: routed experts, after ep has split them.
+    ends: those of embedding and head, which `dense` includes.
+    block: of the largest layer.
+    """
+
+    dense: float
+    experts: float
+    ends: float
+    block: float
+
+
+def stage_parameters(model: Transformer, p: Plans, stage, layers, mixtures) -> StageParameters:
+    """Parameters of a stage with so many layers, `mixtures` of them with experts."""
     expert = model.mlp_parameters(model.expert_ffn) / p.tp
     experts = model.experts * expert / p.ep
     router = model.moe_parameters - (model.experts + model.shared_experts) * model.mlp_parameters(model.expert_ffn)
@@ -97,39 +112,37 @@ def stage_parameters(model: Transformer, p, stage, layers, mixtures) -> SimpleNa
     ends = ends + last * model.norm_parameters
     dense = layers * attention + (layers - mixtures) * feed_forward + mixtures * beside + ends
     block = attention + np.maximum((layers > mixtures) * feed_forward, (mixtures > 0) * (experts + beside))
-    return SimpleNamespace(dense=dense, experts=mixtures * experts, ends=ends, block=block)
+    return StageParameters(dense, mixtures * experts, ends, block)
 
 
-def state_bytes(p, count, software: Stack, optimizer: str, trainable: float) -> dict:
+def state_bytes(p: Plans, count: StageParameters, software: Software, optimizer: str, trainable: float) -> dict:
     """Weights, gradients, optimizer and the buffers that move them.
 
     ZeRO shards over dp x cp, or `shard` of them, and experts over what of it expert parallelism leaves.
     """
     moments = _known("optimizer", optimizer, _MOMENTS)
-    ranks = p.dp * p.cp
-    sharing = np.where(p.shard > 0, p.shard, ranks)
     whole = count.dense + count.experts
-    shard = count.dense / sharing + count.experts / np.maximum(sharing / p.ep, 1)
+    shard = owned(count.dense, count.experts, p.sharing, p.ep)
     gradients = software.gradients + software.accumulator * p.reduce_fp32
     updated = trainable * np.where(p.zero >= 1, shard, whole)
     return {
         "weights": software.weights * np.where(p.zero >= software.weights_from, shard, whole),
         "gradients": trainable * gradients * np.where(p.zero >= 2, shard, whole),
         "optimizer": (moments + software.copy) * updated,
-        "buckets": np.where(ranks > 1, trainable * _buckets(p, software, whole), 0.0),
+        "buckets": np.where(p.dp * p.cp > 1, trainable * _buckets(p, software, whole), 0.0),
         "gathered weights": _gathered(p, software, count, whole, gradients),
         "optimizer temporaries": software.temporary * updated * (moments > 0),
     }
 
 
-def _buckets(p, software: Stack, whole):
+def _buckets(p: Plans, software: Software, whole):
     """DDP copies all gradients into its buckets; DeepSpeed has one bucket to reduce and one to gather."""
     if software.engine:
         return np.where(p.zero >= 1, 2 * np.minimum(p.bucket_bytes, software.weights * whole), 0.0)
     return np.where(p.zero < 2, software.buckets * whole, 0.0)
 
 
-def _gathered(p, software: Stack, count, whole, gradients):
+def _gathered(p: Plans, software: Software, count: StageParameters, whole, gradients):
     """Weights beside the owned ones while a pass runs, and the gradients of a block before they are scattered.
 
     ZeRO 3: the block at work and those gathered ahead; torch keeps embedding and head whole, with their gradients.

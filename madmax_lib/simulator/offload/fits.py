@@ -131,7 +131,7 @@ def fits(
     """
     plan.check(model, cluster, global_batch, sequence or 0)
     if plan.offload is None:
-        table = memory(model, plan, sequence=sequence, dtype=dtype, global_batch=global_batch, stack=stack)
+        table = memory(model, plan, sequence=sequence, dtype=dtype, global_batch=global_batch, software=stack)
         return _result(_fullest(table), {"device": peak_bytes(table)}, room_bytes(cluster, plan))
     case = normalised(Case(model, cluster, plan, global_batch, sequence or 0, dtype))
     policy, room = policy or Policy(), room_bytes(cluster, plan)

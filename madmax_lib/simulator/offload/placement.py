@@ -17,7 +17,7 @@ import pandas as pd
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory.memory import FRAGMENTATION, PHASES, by_phase, held_layers, moment_peak, stage_bytes
-from madmax_lib.simulator.memory.states import STACKS, stage_parameters, state_bytes
+from madmax_lib.simulator.memory.states import SOFTWARE, stage_parameters, state_bytes
 from madmax_lib.simulator.offload.chunks import best_chunks
 from madmax_lib.specs import DLRM
 
@@ -156,8 +156,7 @@ def bytes_by_place(case: Case, share, policy: Policy) -> dict[tuple[str, str], n
     """
     model, plan, method = case.model, case.plan, policy.method(case.plan)
     stages, (layers, mixtures) = np.arange(plan.pp), held_layers(model, plan)
-    options = {"sequence": case.sequence, "dtype": case.dtype, "micro_batches": case.micro_batches}
-    parts = stage_bytes(model, plan, stages, layers, mixtures, stack="deepspeed", **options)
+    parts = stage_bytes(replace(case, software="deepspeed"), stages, layers, mixtures)
     count = stage_parameters(model, plan, stages, layers, mixtures)
     share = np.asarray(share, dtype=float)
     sizes = _states(case, count, method, split_of(method, share))
@@ -201,7 +200,7 @@ def as_table(sizes: dict[tuple[str, str], np.ndarray], devices: int) -> pd.DataF
 def _states(case: Case, count, method: Method, split: Split) -> dict[tuple[str, str], np.ndarray]:
     """Weights, gradients and optimizer states by place."""
     widths = {"gradients": method.gradients, "copy": method.optimizer - _MOMENTS_BYTES, "accumulator": 0}
-    software = replace(STACKS["deepspeed"], weights=method.weights, **widths)
+    software = replace(SOFTWARE["deepspeed"], weights=method.weights, **widths)
     states = state_bytes(case.plan, count, software, "adam", 1.0)
     names = "weights", "gradients", "optimizer"
     away = dict(zip(names, (split.weights, split.states, split.states), strict=True))

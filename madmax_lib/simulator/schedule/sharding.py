@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from madmax_lib.plan import Plan
+from madmax_lib.plans import owned
 from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.rates.topology import Group
 from madmax_lib.simulator.schedule.engine import Program
@@ -38,8 +39,8 @@ class Sharding:
 
     def owned(self, blocks: list[Block]) -> float:
         """Parameters that a device updates; looked-up rows of tables are updated in their own backward pass."""
-        sums = {expert: _parameters(blocks, expert) for expert in (False, True)}
-        return sum(n / (self.groups[self.group(e)].ranks if self.plan.zero else 1) for e, n in sums.items())
+        dense, experts = (_parameters(blocks, expert) for expert in (False, True))
+        return float(owned(dense, experts, self.plan.sharing if self.plan.zero else 1, self.plan.ep))
 
     def gathers_ahead(self, phase: str, first: bool, units: int) -> int | None:
         """Units whose parameters a pass gathers ahead, None if it gathers none."""

@@ -46,7 +46,7 @@ CLASSES = {
     "device": ("device_rate",),
     "gemm": ("gemm_efficiency",),
     "attention": ("attention_efficiency",),
-    "stack": ("pointwise_factor", "launch_s", "weight_bytes"),
+    "kernels": ("pointwise_factor", "launch_s", "weight_bytes"),
     "network": ("network_share",),
     "mixture": ("moe_launch_s", "moe_pointwise"),
 }
@@ -95,11 +95,20 @@ class Work:
         return np.where(self.experts > 0, 1 - self.dense_layers / self.layers, 0.0)
 
     @property
+    def dense_weights(self) -> np.ndarray:
+        """Weights of the mean layer beside its routed experts."""
+        dense = (1 - self.mixture_share) * self.ffn + self.mixture_share * self.shared_experts * self.expert_ffn
+        return self.attention_weights + (2 + self.gated) * self.hidden * dense
+
+    @property
+    def expert_weights(self) -> np.ndarray:
+        """Weights of the routed experts of the mean layer, which are split over ep."""
+        return self.mixture_share * self.experts / self.ep * (2 + self.gated) * self.hidden * self.expert_ffn
+
+    @property
     def layer_weights(self) -> np.ndarray:
-        """Weights of the mean layer that data parallelism shares: experts are split over ep."""
-        mixture, matrices = self.mixture_share, 2 + self.gated
-        experts = (self.experts / self.ep + self.shared_experts) * matrices * self.hidden * self.expert_ffn
-        return self.attention_weights + (1 - mixture) * matrices * self.hidden * self.ffn + mixture * experts
+        """Weights of the mean layer on a device before tensor and data parallelism split them."""
+        return self.dense_weights + self.expert_weights
 
     @property
     def end_weights(self) -> np.ndarray:

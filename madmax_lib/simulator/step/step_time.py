@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from madmax_lib.plans import owned
 from madmax_lib.simulator.rates.collectives import send_s
 from madmax_lib.simulator.rates.compute import attention_flops, gemm_s, longer_of, optimizer_bytes, unfused_attention_s
 from madmax_lib.simulator.rates.parameters import Parameters
@@ -205,9 +206,11 @@ def _slowest_stage(w: Work, piece) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _owned(w: Work):
-    """Weights whose optimizer state a device holds."""
-    held = (w.layers * w.layer_weights + w.end_weights) / (w.tp * w.pp)
-    return held / np.where(w.zero >= 2, w.shard, np.where(w.zero >= 1, w.dp * w.cp, 1))
+    """Weights whose optimizer state a device of the mean stage owns."""
+    replicas = np.where(w.shard > 1, w.shard, w.dp * w.cp)
+    sharing = np.where(w.zero >= 2, w.shard, np.where(w.zero >= 1, replicas, 1))
+    dense, experts = w.layers * w.dense_weights + w.end_weights, w.layers * w.expert_weights
+    return owned(dense, experts, sharing, w.ep) / (w.tp * w.pp)
 
 
 def _overlapped(w: Work, busy_s, gather_s, reduce_s, p: Parameters):
