@@ -39,8 +39,11 @@ if TYPE_CHECKING:
     from madmax_lib.view.plots.fits import (
         plot_constants as plot_constants,
         plot_correlations as plot_correlations,
+        plot_errors as plot_errors,
+        plot_predicted as plot_predicted,
         plot_residuals as plot_residuals,
         plot_spread as plot_spread,
+        plot_vision as plot_vision,
     )
     from madmax_lib.view.plots.hetero import (
         plot_alone as plot_alone,
@@ -73,14 +76,12 @@ if TYPE_CHECKING:
         plot_what_if as plot_what_if,
     )
     from madmax_lib.view.plots.runs import (
-        memory_table as memory_table,
         plot_losses as plot_losses,
         plot_run as plot_run,
         plot_run_memory as plot_run_memory,
         plot_run_phases as plot_run_phases,
         plot_shares as plot_shares,
         plot_speed as plot_speed,
-        trace_breakdowns as trace_breakdowns,
     )
     from madmax_lib.view.plots.search import (
         plot_front as plot_front,
@@ -93,10 +94,6 @@ if TYPE_CHECKING:
         plot_parts as plot_parts,
         plot_predicted_steps as plot_predicted_steps,
     )
-    from madmax_lib.view.plots.validation import (
-        plot_errors as plot_errors,
-        plot_predicted as plot_predicted,
-        plot_vision as plot_vision,
-    )
+    from madmax_lib.view.run_tables import memory_table as memory_table, trace_breakdowns as trace_breakdowns
 
 __all__ = open_room(__name__)

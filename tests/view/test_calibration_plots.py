@@ -6,8 +6,14 @@ import pandas as pd
 from madmax_lib.calibration.identifiability import constants_of, correlations
 from madmax_lib.simulator.rates.parameters import bounds, shipped
 from madmax_lib.view.drawing import figure_data
-from madmax_lib.view.plots.fits import plot_constants, plot_correlations, plot_residuals, plot_spread
-from madmax_lib.view.plots.validation import plot_errors, plot_vision
+from madmax_lib.view.plots.fits import (
+    plot_constants,
+    plot_correlations,
+    plot_errors,
+    plot_residuals,
+    plot_spread,
+    plot_vision,
+)
 
 RESIDUALS = pd.DataFrame({
     "source": ["a", "a", "b", "b"], "model": "m", "gpu": ["h100", "a100", "h100", "a100"], "family": "hopper",

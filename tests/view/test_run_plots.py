@@ -15,6 +15,7 @@ from madmax_lib.runs.read import PHASES, read_run
 from madmax_lib.simulator.memory.memory import peak_bytes
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.plots import runs as run_plots
+from madmax_lib.view.run_tables import memory_table, trace_breakdowns
 
 RECORDED = PROJECT / "traces" / "runs" / "llm"
 ALONE, SHARDED = "moe-tiny_dp1", "moe-tiny_dp2.z3"
@@ -44,7 +45,7 @@ def test_shares_come_from_breakdowns_or_traces(runs, tmp_path):
     (directory / "breakdown.csv").unlink()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        shares = run_plots.trace_breakdowns({ALONE: runs[ALONE], SHARDED: read_run(directory)})
+        shares = trace_breakdowns({ALONE: runs[ALONE], SHARDED: read_run(directory)})
     assert (shares[["compute", "exposed_comm", "idle"]].sum(axis=1) <= 1.0 + 1e-9).all()
     files = {f"{ALONE}/breakdown.csv", f"{SHARDED}/trace_rank0.json.gz"}
     assert set(shares.attrs["provenance"]["files"]) == files
@@ -54,19 +55,19 @@ def test_shares_come_from_breakdowns_or_traces(runs, tmp_path):
 def test_predicted_memory_stands_beside_the_measured(runs):
     run = runs[SHARDED]
     states = run.env["job"]["local_parameters"] * 4 * 4
-    cpu = run_plots.memory_table({SHARDED: run})
+    cpu = memory_table({SHARDED: run})
     assert cpu["measured_bytes"].isna().all() and cpu["predicted_bytes"].iloc[0] > states  # and activations
     ranks = [{"rank": rank, "memory_peak_bytes": size} for rank, size in enumerate((3e6, 4e6))]
     gpu = replace(runs[ALONE], summary={**runs[ALONE].summary, "ranks": ranks})
     failure = {"status": "out-of-memory", "error": "CUDA out of memory"}
     full = replace(run, spec=replace(run.spec, strategy="dp2"), steps=run.steps[:0], summary=failure)
     side_by_side = {ALONE: gpu, "moe-tiny_dp2": full, SHARDED: run}
-    table = run_plots.memory_table(side_by_side).set_index("strategy")
+    table = memory_table(side_by_side).set_index("strategy")
     assert table["measured_bytes"].dropna().to_dict() == {"dp1": 4e6}
     assert table.loc["dp2", ["plan", "status"]].tolist() == ["dp2.mb4", "out-of-memory"]
     alone = mm.memory(run.spec.shapes, Plan(micro_batch=8), dtype="fp32", stack="torch")
     assert table.loc["dp1", "predicted_bytes"] == peak_bytes(alone, allocated=True)
     assert table.loc["dp1", "predicted_bytes"] > table.loc["dp2", "predicted_bytes"]
-    assert figure_data(run_plots.plot_run_memory(side_by_side))["predicted_bytes"].gt(0).all()
+    assert figure_data(run_plots.plot_run_memory(memory_table(side_by_side)))["predicted_bytes"].gt(0).all()
     with pytest.raises(ValueError, match="moe-tiny_dp2 made no step: out-of-memory CUDA out of memory"):
         run_plots.plot_run(full)

@@ -16,14 +16,12 @@ if TYPE_CHECKING:
         figure_data as figure_data,
         finish as finish,
         keep_data as keep_data,
-        kind_legend as kind_legend,
         legend as legend,
         log_axis as log_axis,
         new_axes as new_axes,
         note as note,
         panels as panels,
         published as published,
-        rank_axis as rank_axis,
     )
     from madmax_lib.view.drawing.shapes import (
         areas as areas,
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
         grid as grid,
         lines as lines,
         ours_and_theirs as ours_and_theirs,
+        rank_labels as rank_labels,
         row_label as row_label,
         rows_of as rows_of,
         visible_blocks as visible_blocks,

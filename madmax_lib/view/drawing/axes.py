@@ -11,23 +11,22 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from madmax_lib.timeline import Timeline
-from madmax_lib.view.drawing.style import PAPER, kinds_key
+from madmax_lib.view.drawing.style import PAPER
 
 __all__ = [
     "empty",
     "figure_data",
     "finish",
     "keep_data",
-    "kind_legend",
     "legend",
     "log_axis",
     "new_axes",
     "note",
     "panels",
     "published",
-    "rank_axis",
 ]
 
+_LONG = 40  # characters of a row's label, beyond which all are small
 _BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
 
 
@@ -109,7 +108,8 @@ def finish(
     if title is not None:
         ax.set_title(title)
     if rows is not None:
-        ax.set_yticks(range(len(rows)), rows)
+        small = {"fontsize": 7} if max(map(len, rows), default=0) > _LONG else {}
+        ax.set_yticks(range(len(rows)), rows, **small)
         ax.set_ylim(len(rows) - 0.4, -0.6)
     if reach is not None:
         ax.set_xlim(0, max(reach, 1e-9))
@@ -139,14 +139,3 @@ def keep_data(ax: Axes, data: pd.DataFrame, origin: Timeline | pd.DataFrame | No
 def figure_data(ax: Axes) -> pd.DataFrame | None:
     """The table a picture shows."""
     return getattr(ax, "_madmax_data", None)
-
-
-def rank_axis(ax: Axes, ranks: pd.Series) -> None:
-    """A row per rank, the first on top."""
-    ax.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    ax.set_ylim(len(ranks) - 0.4, -0.6)
-
-
-def kind_legend(ax: Axes, kinds: list[str], labels: dict[str, str] | None = None) -> None:
-    """Legend of kinds below the axes."""
-    legend(ax, kinds_key(kinds, labels))

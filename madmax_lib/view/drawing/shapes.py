@@ -16,15 +16,27 @@ from madmax_lib.units import NS_PER_S
 from madmax_lib.view.drawing.axes import note
 from madmax_lib.view.drawing.style import DARK, Fill, fill_of, ink_on
 
-__all__ = ["areas", "bars", "blocks", "grid", "lines", "ours_and_theirs", "row_label", "rows_of", "visible_blocks"]
+__all__ = [
+    "areas",
+    "bars",
+    "blocks",
+    "grid",
+    "lines",
+    "ours_and_theirs",
+    "rank_labels",
+    "row_label",
+    "rows_of",
+    "visible_blocks",
+]
 
+_FEW_CELLS = 12  # rows of a grid up to which there is room for lines between them
 _SMALLEST = 1 / 3000  # of the time axis: gaps below are not drawn, so that pictures of any trace stay small
 
 
 def bars(
     ax: Axes,
     lengths: pd.DataFrame | Sequence[float],
-    fill: Fill | Sequence[Fill] | Mapping[str, Fill] = "compute",
+    fill: Fill | Sequence[Fill] | Mapping[str, Fill] | None = None,
     *,
     source: str | None = None,
     places: Sequence[float] | None = None,
@@ -38,14 +50,15 @@ def bars(
 ) -> np.ndarray:
     """A bar per row, or for a table a bar per row of its columns end to end; returns where the bars end.
 
-    fill: kind, colour or patch options: one, one per row, or for a table one per column by name.
+    fill: kind, colour or patch options: one ("compute"), one per row, or for a table one per column by name; columns
+    that are named by kinds need none.
     source: "simulated" hatches. places: rows to draw on, by default 0, 1, ... slot: (k, n) is the k-th of n bars that
     share a row. error: low and high ends of an interval. notes: texts behind the ends, inside: texts on the bars.
 
     >>> from madmax_lib.view.drawing import new_axes
     >>> ax = new_axes(height=1.5)
     >>> step_ms = pd.DataFrame({"compute": [3.0, 4.0], "comm": [1.0, 2.0]})
-    >>> bars(ax, step_ms, {"compute": "compute", "comm": "comm"}, notes=["a", "b"])
+    >>> bars(ax, step_ms, notes=["a", "b"])
     array([4., 6.])
     """
     number, of = slot
@@ -54,6 +67,8 @@ def bars(
     rows = np.arange(count) if places is None else np.asarray(places, float)
     rows = rows + (number - (of - 1) / 2) * 0.8 / of
     stacked = isinstance(lengths, pd.DataFrame)
+    if fill is None:
+        fill = dict(zip(lengths, lengths, strict=True)) if stacked else "compute"
     columns = list(fill) if stacked else [None]
     begin = np.broadcast_to(np.asarray(left, float), count)
     for column in columns:
@@ -76,7 +91,7 @@ def bars(
         reach = np.fmax(begin, high)
     for row, end, text in zip(rows, reach, notes if notes is not None else (), strict=False):
         place, shift = ((row, end), {"dx": 0, "dy": 5, "ha": "center"}) if upright else ((end, row), {})
-        note(ax, *place, text, **shift)
+        note(ax, *place, text, fontsize=7 if height > 0.3 else 6, **shift)
     return begin
 
 
@@ -189,7 +204,7 @@ def areas(
 def blocks(
     ax: Axes,
     spans: pd.DataFrame,
-    fills: Mapping[str, Fill],
+    kinds: Sequence[str] | Mapping[str, Fill],
     *,
     reach_ns: int,
     source: str | None = None,
@@ -199,14 +214,17 @@ def blocks(
 ) -> pd.DataFrame:
     """Blocks of time on rows: what touches is one block, what is too thin to see is widened.
 
-    spans: place (row), kind, start_ns, dur_ns. fills: by kind, in the order of drawing. reach_ns: length of the time
-    axis. wider: kinds that are drawn wider than they are, by a factor of the least width. Returns the blocks that are
-    drawn: place, kind, start_s, dur_s.
+    spans: place (row), kind, start_ns, dur_ns. kinds: in the order of drawing, with a fill where the kind's own colour
+    is not meant. reach_ns: length of the time axis. wider: kinds whose least width is a multiple of the usual one.
+    Returns the blocks that are drawn: place, kind, start_s, dur_s.
     """
+    fills = kinds if isinstance(kinds, Mapping) else dict(zip(kinds, kinds, strict=True))
     drawn = []
     for place, row in spans.groupby("place"):
         for kind, fill in fills.items():
             of_kind = row[row["kind"] == kind]
+            if not len(of_kind):
+                continue
             least = (wider or {}).get(kind, 1) * reach_ns
             seen = visible_blocks(pack(of_kind["start_ns"], of_kind["dur_ns"]), least)
             start_s, dur_s = seen[:, 0] / NS_PER_S, (seen[:, 1] - seen[:, 0]) / NS_PER_S
@@ -237,6 +255,11 @@ def row_label(rank: int, stream: int) -> str:
     return f"rank {rank} · " + (f"stream {stream}" if stream >= 0 else f"thread {-stream}")
 
 
+def rank_labels(ranks: pd.Series) -> list[str]:
+    """Texts for a row per rank."""
+    return [f"rank {rank}" for rank in ranks]
+
+
 def grid(
     ax: Axes,
     values: pd.DataFrame,
@@ -251,7 +274,8 @@ def grid(
     texts: written on the cells. limits: values of the first and the last colour. label: of a colour bar, if any.
     """
     ax.set_facecolor("#dddddd")
-    image = ax.pcolormesh(values.to_numpy(float), cmap=colors, vmin=limits[0], vmax=limits[1], edgecolor="white", lw=1)
+    lines_between = {"edgecolor": "white", "lw": 1} if len(values) <= _FEW_CELLS else {}
+    image = ax.pcolormesh(values.to_numpy(float), cmap=colors, vmin=limits[0], vmax=limits[1], **lines_between)
     if texts is not None:
         cells = image.cmap(image.norm(values.to_numpy(float)))
         for (row, column), text in np.ndenumerate(texts.to_numpy()):

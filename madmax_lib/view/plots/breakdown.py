@@ -16,6 +16,7 @@ from madmax_lib.view.drawing import (
     kinds_key,
     new_axes,
     plural,
+    rank_labels,
     row_label,
     rows_of,
 )
@@ -36,15 +37,14 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, *, step: int | Non
     part = _one_step(timeline, step)
     spans = part.spans[part.spans["kind"].isin(BUSY_KINDS)]
     if not len(spans):
-        raise ValueError("empty to draw: no span of kind " + ", ".join(BUSY_KINDS))
+        raise ValueError("nothing to draw: no span of kind " + ", ".join(BUSY_KINDS))
     zero_ns = spans["start_ns"].min()
     reach_ns = int((spans["start_ns"] + spans["dur_ns"]).max() - zero_ns)
     rows = rows_of(spans)
     ax = ax or new_axes(height=0.9 + 0.24 * len(rows))
     lanes = pd.DataFrame(rows, columns=["rank", "stream"]).assign(place=range(len(rows)))
     placed = spans.merge(lanes, on=["rank", "stream"]).assign(start_ns=lambda table: table["start_ns"] - zero_ns)
-    fills = {kind: kind for kind in BUSY_KINDS}
-    drawn = blocks(ax, placed, fills, reach_ns=reach_ns, source=timeline.meta.source, wider=_WIDER)
+    drawn = blocks(ax, placed, BUSY_KINDS, reach_ns=reach_ns, source=timeline.meta.source, wider=_WIDER)
     drawn = drawn.merge(lanes, on="place")[["rank", "stream", "kind", "start_s", "dur_s"]]
     numbered = set(spans["step"]) - {-1, 0}
     which = f"Step {min(numbered)}" if numbered else "One step"
@@ -73,11 +73,11 @@ def plot_breakdown(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     parts = breakdown_parts(table)
     shares = parts.div(table["total_s"].where(table["total_s"] > 0), axis=0)
     texts = shares.map(lambda share: f"{share:.0%}" if share > 0.08 else "")
-    bars(ax, parts * 1e3, {kind: kind for kind in parts}, source=table.attrs.get("source"), inside=texts)
+    bars(ax, parts * 1e3, source=table.attrs.get("source"), inside=texts)
     total_s = max(table["total_s"].sum(), 1e-12)
     names = {"compute": "compute", "comm": "exposed communication", "idle": "idle"}
     title = ", ".join(f"{parts[kind].sum() / total_s:.0%} {name}" for kind, name in names.items())
-    return finish(ax, table, title, x="time [ms]", rows=rank_labels(table), key=parts_key(parts))
+    return finish(ax, table, title, x="time [ms]", rows=rank_labels(table["rank"]), key=parts_key(parts))
 
 
 def plot_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -85,10 +85,10 @@ def plot_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax = ax or new_axes(height=1.1 + 0.28 * len(table))
     parts = pd.DataFrame({"hidden": table["comm_s"] - table["exposed_comm_s"], "comm": table["exposed_comm_s"]})
     notes = table["overlap"].map("{:.1%} hidden".format).where(table["overlap"].notna(), "no communication")
-    bars(ax, parts * 1e3, {kind: kind for kind in parts}, source=table.attrs.get("source"), notes=notes)
+    bars(ax, parts * 1e3, source=table.attrs.get("source"), notes=notes)
     exposed = table["exposed_comm_s"].sum() / max(table["comm_s"].sum(), 1e-12)
     title, reach_ms = f"{exposed:.0%} of the communication is exposed", 1.18e3 * table["comm_s"].max()
-    rows, key = rank_labels(table), kinds_key(_HIDDEN, _HIDDEN)
+    rows, key = rank_labels(table["rank"]), kinds_key(_HIDDEN, _HIDDEN)
     return finish(ax, table, title, x="communication [ms]", rows=rows, reach=reach_ms, key=key)
 
 
@@ -99,7 +99,7 @@ def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     mean = mean.sort_values("exposed_s", ascending=False)
     ax = ax or new_axes(height=1.2 + 0.32 * len(mean))
     parts = pd.DataFrame({"comm": mean["exposed_s"], "hidden": mean["comm_s"] - mean["exposed_s"]})
-    bars(ax, parts * 1e3, {kind: kind for kind in parts}, source=table.attrs.get("source"))
+    bars(ax, parts * 1e3, source=table.attrs.get("source"))
     names = [name.replace("_", "-") for name in mean.index]
     title = "No communication is exposed" if len(mean) else "No communication"
     if mean["exposed_s"].sum() > 0:
@@ -141,11 +141,6 @@ def plot_advice(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 10)
     )
     rows = [f"{row.cause}: {row.where}"[:60] for row in shown.itertuples()]
     return finish(ax, shown, title, x=x, rows=rows, reach=gain_ms.max() * 1.12, origin=table)
-
-
-def rank_labels(table: pd.DataFrame) -> list[str]:
-    """Row labels of a table with a row per rank."""
-    return [f"rank {rank}" for rank in table["rank"]]
 
 
 def _one_step(timeline: Timeline, step: int | None) -> Timeline:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from madmax_lib.kinds import COLLECTIVES
 from madmax_lib.units import format_bytes, format_s
-from madmax_lib.view.drawing import COLORS, fill_of, keep_data, kind_legend, new_axes, rank_axis
+from madmax_lib.view.drawing import (
+    COLORS,
+    bars,
+    empty,
+    fill_of,
+    finish,
+    kinds_key,
+    legend,
+    line_key,
+    log_axis,
+    mark_key,
+    new_axes,
+    rank_labels,
+)
 
 __all__ = ["plot_bandwidth", "plot_clock_offsets", "plot_groups", "plot_skew", "plot_stragglers"]
 
 _MARKERS = dict(zip((*COLLECTIVES, "send", "recv"), "osD^vPXhd<>*p12"[: len(COLLECTIVES) + 2], strict=True))
-_MOST_ROWS, _MOST_POINTS = 16, 1000  # points beyond are drawn as pixels, so that pictures of any trace stay small
-_US = 1e6
+_MOST_ROWS, _MOST_RANKS = 16, 64
+_MOST_POINTS = 1000  # points beyond are drawn as pixels, so that pictures of any trace stay small
 
 
 def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -26,29 +35,24 @@ def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
     At most the 16 that take most time; of a single rank the waiting is not known and counts as transfer.
     """
+    columns = ["group", "collective", "ranks", "total_s", "wait_s"]
     shown = table.head(_MOST_ROWS).reset_index(drop=True)
     if not len(shown):
-        return _empty(ax, "No communication in this trace", shown, table)
+        return empty(ax, shown, "No communication in this trace", table)
     ax = ax or new_axes(height=1.3 + 0.32 * len(shown))
-    wait_ms = shown["wait_s"].fillna(0) / shown["ranks"] * 1e3
-    transfer_ms = shown["total_s"] / shown["ranks"] * 1e3 - wait_ms
-    source = table.attrs.get("source")
-    ax.barh(range(len(shown)), transfer_ms, height=0.7, **fill_of("comm", source))
-    ax.barh(range(len(shown)), wait_ms, left=transfer_ms, height=0.7, **fill_of("idle", source))
-    labels = [_label(group, collective) for group, collective in zip(shown["group"], shown["collective"], strict=True)]
-    ax.set_yticks(range(len(shown)), labels)
-    ax.set(ylim=(len(shown) - 0.4, -0.6), xlabel="time per rank [ms]")
+    wait_s = shown["wait_s"].fillna(0)
+    per_rank_ms = pd.DataFrame({"comm": shown["total_s"] - wait_s, "idle": wait_s}).div(shown["ranks"] / 1e3, axis=0)
+    bars(ax, per_rank_ms, source=table.attrs.get("source"))
+    total_s = max(table["total_s"].sum(), 1e-12)
     if table["wait_s"].notna().any():
-        share = table["wait_s"].sum() / max(table["total_s"].sum(), 1e-12)
-        ax.set_title(f"{share:.0%} of the communication is waiting for the last rank")
-        kind_legend(ax, ["comm", "idle"], {"comm": "transfer", "idle": "waiting"})
+        title = f"{table['wait_s'].sum() / total_s:.0%} of the communication is waiting for the last rank"
+        key = kinds_key(["comm", "idle"], {"comm": "transfer", "idle": "waiting"})
     else:
         top = shown.iloc[0]
-        share = top["total_s"] / max(table["total_s"].sum(), 1e-12)
-        ax.set_title(f"{_name(top['collective']).capitalize()} takes {share:.0%} of the communication")
-        kind_legend(ax, ["comm"], {"comm": "transfer and waiting (one rank: not told apart)"})
-    columns = ["group", "collective", "ranks", "total_s", "wait_s"]
-    return keep_data(ax, shown[columns], table)
+        title = f"{_name(top['collective']).capitalize()} takes {top['total_s'] / total_s:.0%} of the communication"
+        key = kinds_key(["comm"], {"comm": "transfer and waiting (one rank: not told apart)"})
+    rows = [_group_label(row.group, row.collective) for row in shown.itertuples()]
+    return finish(ax, shown[columns], title, x="time per rank [ms]", rows=rows, key=key, origin=table)
 
 
 def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -56,129 +60,108 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
     The marker is the rank with the shortest time, which hardly waits; the line below it reaches to the slowest rank.
     """
-    own = pd.Series(-1 - np.arange(len(table)), index=table.index)
-    units = table.assign(call=table["call"].where(table["call"] >= 0, own)).groupby(["collective", "call"], sort=False)
-    points = units.agg(
+    own = pd.Series(-1 - np.arange(len(table)), index=table.index)  # a call that was not matched counts alone
+    calls = table.assign(call=table["call"].where(table["call"] >= 0, own)).groupby(["collective", "call"], sort=False)
+    points = calls.agg(
         size_bytes=("size_bytes", "mean"),
         bus_bytes_per_s=("bus_bytes_per_s", "max"),
         slowest_bytes_per_s=("bus_bytes_per_s", "min"),
     )
     points = points[(points["size_bytes"] > 0) & (points["bus_bytes_per_s"] > 0)].reset_index().drop(columns="call")
     if not len(points):
-        return _empty(ax, "No bandwidth: no call tells its size", points, table)
+        return empty(ax, points, "No bandwidth: no call tells its size", table)
     ax = ax or new_axes(height=3.6)
-    many = len(points) > _MOST_POINTS
-    ends = points["slowest_bytes_per_s"] / 1e9, points["bus_bytes_per_s"] / 1e9
-    ax.vlines(points["size_bytes"], *ends, color=COLORS["hidden"], linewidth=0.8, zorder=1, rasterized=many)
-    style = fill_of("comm", table.attrs.get("source")) | {"edgecolor": "white", "linewidth": 0.4}
+    many, size_bytes = len(points) > _MOST_POINTS, points["size_bytes"]
+    low, high = points["slowest_bytes_per_s"] / 1e9, points["bus_bytes_per_s"] / 1e9
+    ax.vlines(size_bytes, low, high, color=COLORS["hidden"], linewidth=0.8, zorder=1, rasterized=many)
+    style = fill_of("comm", table.attrs.get("source")) | {"linewidth": 0.4, "rasterized": many}
     for name, part in points.groupby("collective", sort=False):
-        ax.scatter(part["size_bytes"], part["bus_bytes_per_s"] / 1e9, s=34, marker=_MARKERS.get(name, "o"),
-                   label=_name(name), zorder=2, rasterized=many, **style)  # fmt: skip
-    _log_axis(ax, "x", points["size_bytes"].min(), points["size_bytes"].max(), format_bytes)
-    _log_axis(ax, "y", ends[0].min(), ends[1].max(), "{:g}".format)
-    ax.set(xlabel="message size", ylabel="bus bandwidth [GB/s]")
+        mark = {"marker": _MARKERS.get(name, "o"), "s": 34, "label": _name(name)}
+        ax.scatter(part["size_bytes"], part["bus_bytes_per_s"] / 1e9, zorder=2, **mark, **style)
+    log_axis(ax, "x", size_bytes.min(), size_bytes.max(), format_bytes)
+    log_axis(ax, "y", low.min(), high.max(), "{:g}".format)
     ax.grid(axis="y")
+    legend(ax, where="beside")
     best = points.loc[points["bus_bytes_per_s"].idxmax()]
     rate = f"{best['bus_bytes_per_s'] / 1e9:.3g} GB/s"
-    ax.set_title(f"{_name(best['collective']).capitalize()} reaches {rate} with {format_bytes(best['size_bytes'])}")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    return keep_data(ax, points, table)
+    title = f"{_name(best['collective']).capitalize()} reaches {rate} with {format_bytes(best['size_bytes'])}"
+    return finish(ax, points, title, x="message size", y="bus bandwidth [GB/s]", origin=table)
 
 
 def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Last arrival minus first arrival of each call of `skew`, by collective; the bar is the median."""
-    by_median = table.groupby("collective")["skew_s"].median().sort_values(ascending=False)
     drawn = table[["step", "group", "collective", "last_rank", "skew_s", "transfer_s"]]
-    if not (table["skew_s"] > 0).any():
-        text = "All ranks arrive together" if len(table) else "No skew: no call has two ranks here"
-        return _empty(ax, text, drawn, table)
+    late = table[table["skew_s"] > 0]
+    if not len(late):
+        title = "All ranks arrive together" if len(table) else "No skew: no call has two ranks here"
+        return empty(ax, drawn, title, table)
+    by_median = table.groupby("collective")["skew_s"].median().sort_values(ascending=False)
     ax = ax or new_axes(height=1.3 + 0.55 * len(by_median))
-    style = fill_of("comm", table.attrs.get("source")) | {"edgecolor": "white", "linewidth": 0.3}
+    style = fill_of("comm", table.attrs.get("source")) | {"linewidth": 0.3, "rasterized": len(table) > _MOST_POINTS}
     for place, (name, median_s) in enumerate(by_median.items()):
-        skew_s = table.loc[(table["collective"] == name) & (table["skew_s"] > 0), "skew_s"]
+        skew_s = late.loc[late["collective"] == name, "skew_s"]
         height = place + (np.arange(len(skew_s)) % 7 - 3) * 0.07  # side by side, and the same in every run
-        ax.scatter(skew_s, height, s=22, rasterized=len(table) > _MOST_POINTS, **style)
+        ax.scatter(skew_s, height, s=22, **style)
         ax.vlines(median_s or np.nan, place - 0.38, place + 0.38, color="black", linewidth=1.2)
-    ax.set_yticks(range(len(by_median)), [_name(name) for name in by_median.index])
-    late_s = table.loc[table["skew_s"] > 0, "skew_s"]
-    _log_axis(ax, "x", late_s.min(), late_s.max(), format_s)
-    ax.set(ylim=(len(by_median) - 0.4, -0.6), xlabel="last arrival - first arrival (bar: median)")
+    log_axis(ax, "x", late["skew_s"].min(), late["skew_s"].max(), format_s)
     skew_s, transfer_s = table["skew_s"].median(), table["transfer_s"].median()
-    ax.set_title(f"Median skew {format_s(skew_s)}, {skew_s / max(transfer_s, 1e-12):.2g} times the median transfer")
-    return keep_data(ax, drawn, table)
+    title = f"Median skew {format_s(skew_s)}, {skew_s / max(transfer_s, 1e-12):.2g} times the median transfer"
+    x, rows = "last arrival - first arrival (bar: median)", [_name(name) for name in by_median.index]
+    return finish(ax, drawn, title, x=x, rows=rows, origin=table)
 
 
 def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """What the others wait for each rank, of `stragglers`: exposed and hidden; the share of calls it is last in."""
-    table = table.sort_values("rank").nlargest(_MOST_ROWS, "cost_s", keep="all").head(_MOST_ROWS).sort_values("rank")
-    if not len(table) or not table["cost_s"].max() > 0:
-        text = "No rank waits for another" if len(table) else "No stragglers: no call has two ranks here"
-        return _empty(ax, text, table, table)
-    ax = ax or new_axes(height=1.3 + 0.28 * len(table))
-    exposed_ms, hidden_ms = table["exposed_cost_s"] * 1e3, (table["cost_s"] - table["exposed_cost_s"]) * 1e3
-    source = table.attrs.get("source")
-    ax.barh(range(len(table)), exposed_ms, height=0.75, **fill_of("comm", source))
-    ax.barh(range(len(table)), hidden_ms, left=exposed_ms, height=0.75, **fill_of("hidden", source))
-    for place, (cost_s, share) in enumerate(zip(table["cost_s"], table["share"], strict=True)):
-        text = f"last in {share:.0%}" if share else "never last"
-        ax.annotate(text, (cost_s * 1e3, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
-    rank_axis(ax, table["rank"])
-    top = table.loc[table["cost_s"].idxmax()]
-    ax.set(xlabel="waiting of the other ranks [ms]", xlim=(0, table["cost_s"].max() * 1e3 * 1.15))
+    shown = table.sort_values("rank").nlargest(_MOST_ROWS, "cost_s", keep="all").head(_MOST_ROWS).sort_values("rank")
+    if not (shown["cost_s"] > 0).any():
+        title = "No rank waits for another" if len(shown) else "No stragglers: no call has two ranks here"
+        return empty(ax, shown, title, table)
+    ax = ax or new_axes(height=1.3 + 0.28 * len(shown))
+    exposed_s = shown["exposed_cost_s"]
+    cost_ms = pd.DataFrame({"comm": exposed_s, "hidden": shown["cost_s"] - exposed_s}) * 1e3
+    notes = [f"last in {share:.0%}" if share else "never last" for share in shown["share"]]
+    bars(ax, cost_ms, source=table.attrs.get("source"), notes=notes)
+    top = shown.loc[shown["cost_s"].idxmax()]
     cost = f"costs the others {format_s(top['cost_s'])}"
-    ax.set_title(f"Rank {top['rank']:.0f} is last in {top['share']:.0%} of its calls and {cost}")
-    kind_legend(ax, ["comm", "hidden"], {"comm": "exposed", "hidden": "hidden under compute"})
-    return keep_data(ax, table)
+    title = f"Rank {top['rank']:.0f} is last in {top['share']:.0%} of its calls and {cost}"
+    rows, reach_ms = rank_labels(shown["rank"]), shown["cost_s"].max() * 1.15e3
+    key = kinds_key(["comm", "hidden"], {"comm": "exposed", "hidden": "hidden under compute"})
+    x = "waiting of the other ranks [ms]"
+    return finish(ax, shown, title, x=x, rows=rows, reach=reach_ms, key=key, origin=table)
 
 
 def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """How far the clock of each rank is ahead, of `clock_offsets`, with the spread of its ends; at most 64 ranks."""
-    drawn = table.iloc[table["offset_s"].abs().argsort(kind="stable").iloc[::-1][:64]].sort_values("rank")
+    farthest = table["offset_s"].abs().argsort(kind="stable").iloc[::-1][:_MOST_RANKS]
+    drawn = table.iloc[farthest].sort_values("rank")
     if not table["calls"].sum():
-        return _empty(ax, "Clocks cannot be compared: no call has two ranks here", drawn, table)
+        return empty(ax, drawn, "Clocks cannot be compared: no call has two ranks here", table)
     ax = ax or new_axes(height=1.1 + 0.24 * len(drawn))
-    color = {"color": COLORS["comm"], "ecolor": COLORS["hidden"], "fmt": "o", "markersize": 5, "elinewidth": 3}
-    spread_us = drawn["spread_s"].fillna(0) * _US
-    ax.errorbar(drawn["offset_s"] * _US, range(len(drawn)), xerr=spread_us, **color)
-    rank_axis(ax, drawn["rank"])
+    offset_us, spread_us = drawn["offset_s"] * 1e6, drawn["spread_s"].fillna(0) * 1e6
+    style = {"color": COLORS["comm"], "ecolor": COLORS["hidden"], "markersize": 5, "elinewidth": 3}
+    ax.errorbar(offset_us, range(len(drawn)), xerr=spread_us, fmt="o", **style)
     ax.axvline(0, color="black", linewidth=0.8, zorder=0)
-    ax.set(xlabel="clock ahead of the reference [µs]")
-    largest, spread = table["offset_s"].abs().max(), table["spread_s"].median()
-    if largest <= table["spread_s"].max():
-        ax.set_title(f"Clocks agree: {format_s(largest)} apart at most, ends scatter by {format_s(spread)}")
-    else:
-        ax.set_title(f"Clocks lie up to {format_s(largest)} apart, ends scatter by {format_s(spread)}")
-    handles = [
-        Line2D([], [], color=COLORS["comm"], marker="o", linestyle=""),
-        Line2D([], [], color=COLORS["hidden"], lw=3),
+    largest_s, spread_s = table["offset_s"].abs().max(), table["spread_s"].median()
+    agree = largest_s <= table["spread_s"].max()
+    apart = f"agree: {format_s(largest_s)} apart at most" if agree else f"lie up to {format_s(largest_s)} apart"
+    title = f"Clocks {apart}, ends scatter by {format_s(spread_s)}"
+    key = [
+        mark_key("offset", "o", COLORS["comm"], hollow=False),
+        line_key("spread of the ends", COLORS["hidden"], lw=3),
     ]
-    below = -0.75 / ax.figure.get_figheight()
-    ax.legend(handles, ["offset", "spread of the ends"], ncols=2, loc="upper right", bbox_to_anchor=(1.0, below))
-    return keep_data(ax, drawn, table)
-
-
-def _empty(ax: Axes | None, title: str, drawn: pd.DataFrame, table: pd.DataFrame) -> Axes:
-    ax = ax or new_axes(height=0.6)
-    ax.set(title=title, xticks=[], yticks=[])
-    return keep_data(ax, drawn, table)
-
-
-def _log_axis(ax: Axes, which: str, low: float, high: float, text: Callable[[float], str]) -> None:
-    """Logarithmic from low to high with some room, ticks as text: at 1, 2 and 5 of a decade where there are few."""
-    ax.set(**{f"{which}scale": "log", f"{which}lim": (low / 1.8, high * 1.8)})
-    axis = ax.xaxis if which == "x" else ax.yaxis
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1e3 else (1,)))
-    axis.set_major_formatter(lambda value, _: text(value))
-    axis.set_minor_formatter(NullFormatter())
+    rows = rank_labels(drawn["rank"])
+    return finish(ax, drawn, title, x="clock ahead of the reference [µs]", rows=rows, key=key, origin=table)
 
 
 def _name(collective: str) -> str:
     return collective.replace("_", "-")
 
 
-def _label(group: str, collective: str) -> str:
+def _group_label(group: str, collective: str) -> str:
     """Collective and group, whose list of ranks is shortened."""
     head, _, ranks = group.partition(" [")
     ranks = ranks.rstrip("]")
-    short = ranks if len(ranks) <= 12 else f"{ranks.split(',')[0]} … {ranks.split(',')[-1].strip()}"
-    return f"{_name(collective)} · {head} [{short}]" if ranks else _name(collective) + (f" · {group}" if group else "")
+    if len(ranks) > 12:
+        ranks = f"{ranks.split(',')[0]} … {ranks.split(',')[-1].strip()}"
+    about = f"{head} [{ranks}]" if ranks else group
+    return f"{_name(collective)} · {about}" if about else _name(collective)

@@ -7,18 +7,38 @@ import re
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 
 from madmax_lib.traces.diff import op_names
 from madmax_lib.traces.operators.ops import OUTSIDE
-from madmax_lib.view.drawing import COLORS, LABELS, fill_of, keep_data, kind_legend, new_axes, rank_axis
+from madmax_lib.view.drawing import (
+    COLORS,
+    LABELS,
+    bars,
+    empty,
+    finish,
+    kinds_key,
+    new_axes,
+    note,
+    patch_key,
+    percent,
+    plural,
+    rank_labels,
+    shorten,
+)
 
 __all__ = ["plot_kernel_types", "plot_kernels", "plot_mfu", "plot_modules", "plot_operators", "plot_roofline"]
 
-_DTYPE_COLORS = {"fp64": "#8c564b", "fp32": "#529d3f", "tf32": "#8d6bb8", "fp16": "#e1812c", "bf16": "#3b75af",
-                 "fp8": "#c44e52", "int8": "#7f7f7f"}  # fmt: skip
+_DTYPE_COLORS = {
+    "fp64": "#8c564b",
+    "fp32": "#529d3f",
+    "tf32": "#8d6bb8",
+    "fp16": "#e1812c",
+    "bf16": "#3b75af",
+    "fp8": "#c44e52",
+    "int8": "#7f7f7f",
+}
 _TALKS = re.compile(r"^(c10d|nccl|gloo|hccl):|^record_param_comms|^(all_|reduce_scatter|broadcast|send_recv)")
-_LONGEST = 38  # characters of a label
 
 
 def plot_kernels(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
@@ -26,7 +46,7 @@ def plot_kernels(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12
     names = pd.Series(op_names(table["name"].astype(str)), index=table.index, dtype=object)
     rows = table.assign(name=names.replace("generic", "collective"), kind=table["kind"].astype(str))
     rows = rows.groupby(["name", "kind"])[["total_s", "count"]].sum().reset_index()
-    return _bars(rows, "total_s", ax, count, table, "time, all ranks [ms]", "the work")
+    return _longest(ax, rows, "total_s", table, count, x="time, all ranks [ms]", whole="the work")
 
 
 def plot_operators(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
@@ -37,16 +57,16 @@ def plot_operators(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 
     rows = table.assign(name=names).groupby("name")[["self_device_s", "count"]].sum().reset_index()
     talks = rows["name"].map(lambda name: bool(_TALKS.search(name))).to_numpy(dtype=bool)
     rows["kind"] = np.where(rows["name"] == OUTSIDE, "other", np.where(talks, "comm", "compute"))
-    return _bars(rows, "self_device_s", ax, count, table, "time without operators inside, all ranks [ms]",
-                 "the time")  # fmt: skip
+    x = "time without operators inside, all ranks [ms]"
+    return _longest(ax, rows, "self_device_s", table, count, x=x, whole="the time")
 
 
 def plot_modules(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
     """The types of modules that take most device time of their own (without modules inside), of `modules`."""
     rows = table.assign(modules=1).groupby("type")[["self_device_s", "count", "modules"]].sum().reset_index()
     rows = rows.rename(columns={"type": "name"}).assign(kind="compute")
-    return _bars(rows, "self_device_s", ax, count, table, "device time without modules inside, with backward [ms]",
-                 "the modules' time")  # fmt: skip
+    x = "device time without modules inside, with backward [ms]"
+    return _longest(ax, rows, "self_device_s", table, count, x=x, whole="the modules' time")
 
 
 def plot_roofline(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 8) -> Axes:
@@ -54,103 +74,97 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 8
 
     Ranks together. Area: device time; colour: dtype; the `count` longest are numbered. Only operators with FLOPs.
     """
-    ax = ax or new_axes(height=3.6, width=7.4)
     rows = _products(table)
     if not len(rows):
-        ax.set(title="No operator has FLOPs: shapes were not recorded", xticks=[], yticks=[])
-        return keep_data(ax, rows, table)
+        return empty(ax, rows, "No operator has FLOPs: shapes were not recorded", table)
+    ax = ax or new_axes(height=3.6, width=7.4)
     peaks = rows.dropna(subset="peak_flops").drop_duplicates("dtype").set_index("dtype")["peak_flops"]
-    bandwidth = rows["peak_bytes_per_s"].iloc[0]
-    low, high = rows["flops_per_byte"].min() / 2, max([rows["flops_per_byte"].max() * 2, *(peaks / bandwidth * 4)])
+    bandwidth, intensity = rows["peak_bytes_per_s"].iloc[0], rows["flops_per_byte"]
+    low, high = intensity.min() / 2, max([intensity.max() * 2, *(peaks / bandwidth * 4)])
     for dtype, peak in peaks.items():
         ridge, color = max(peak / bandwidth, low), _DTYPE_COLORS.get(dtype, "black")
-        x = np.array([low, ridge, high])
-        ax.plot(x, np.minimum(x * bandwidth, peak) / 1e12, color=color, linewidth=1, zorder=1)
-        ax.annotate(f"{dtype}: {peak / 1e12:,.4g} TFLOP/s", (ridge, peak / 1e12), (0, 3), textcoords="offset points",
-                    ha="right" if ridge > 3 * low else "left", fontsize=7, color=color)  # fmt: skip
+        roof = np.array([low, ridge, high])
+        ax.plot(roof, np.minimum(roof * bandwidth, peak) / 1e12, color=color, linewidth=1, zorder=1)
+        side = "right" if ridge > 3 * low else "left"
+        text = f"{dtype}: {peak / 1e12:,.4g} TFLOP/s"
+        note(ax, ridge, peak / 1e12, text, dx=0, dy=3, va="baseline", ha=side, color=color)
     area = 12 + 400 * rows["device_s"] / rows["device_s"].sum()
-    colors, y = rows["dtype"].map(_DTYPE_COLORS).fillna("black"), rows["flops_per_s"] / 1e12
-    ax.scatter(rows["flops_per_byte"], y, s=area, c=colors, alpha=0.6, edgecolor="white", linewidth=0.4, zorder=2)
-    ax.set(xscale="log", yscale="log", xlim=(low, high), xlabel="FLOPs per byte", ylabel="TFLOP/s")
-    ax.set_ylim(y.min() / 2, max([y.max(), *(peaks / 1e12)]) * 2.5)
+    colors, rate = rows["dtype"].map(_DTYPE_COLORS).fillna("black"), rows["flops_per_s"] / 1e12
+    ax.scatter(intensity, rate, s=area, c=colors, alpha=0.6, edgecolor="white", linewidth=0.4, zorder=2)
+    limits = {"xlim": (low, high), "ylim": (rate.min() / 2, max([rate.max(), *(peaks / 1e12)]) * 2.5)}
+    ax.set(xscale="log", yscale="log", **limits)
     ax.grid(True, axis="both")
-    _number(ax, rows["flops_per_byte"].head(count), y)
-    key = [f"{number}  {_short(row.name)}  {_percent(row.roof)} of its roof\n    {_shapes(row.shapes)}"
-           for number, row in enumerate(rows.head(count).itertuples(), start=1)]  # fmt: skip
-    ax.annotate("\n".join(key), (1.02, 1.0), xycoords="axes fraction", va="top", fontsize=6.5, linespacing=1.25)
-    top = rows.iloc[0]
-    ax.set_title(f"{_short(top['name'])} runs at {_percent(top['roof'])} of its {top['bound']} roof "
-                 f"on {table.attrs.get('device') or 'its device'}")  # fmt: skip
-    return keep_data(ax, rows, table)
+    _number(ax, intensity.head(count), rate)
+    key = [
+        f"{number}  {_short(row.name)}  {percent(row.roof)} of its roof\n    {_shapes(row.shapes)}"
+        for number, row in enumerate(rows.head(count).itertuples(), start=1)
+    ]
+    ax.text(1.02, 1.0, "\n".join(key), transform=ax.transAxes, va="top", fontsize=6.5, linespacing=1.25)
+    top, device = rows.iloc[0], table.attrs.get("device") or "its device"
+    title = f"{_short(top['name'])} runs at {percent(top['roof'])} of its {top['bound']} roof on {device}"
+    return finish(ax, rows, title, x="FLOPs per byte", y="TFLOP/s", origin=table)
 
 
 def plot_kernel_types(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Busy time of each rank by the kinds that run side by side, of `kernel_types`."""
-    grid = table.pivot_table(index="rank", columns="kinds", values="total_s", aggfunc="sum", observed=False)
-    ax = ax or new_axes(height=1.2 + 0.28 * len(grid))
-    if not len(grid):
-        ax.set(title="Nothing ran", xticks=[], yticks=[])
-        return keep_data(ax, table)
-    grid = grid[grid.sum().sort_values(ascending=False).index].fillna(0.0) * 1e3
-    left = np.zeros(len(grid))
-    labels = {kinds: " + ".join(LABELS[kind] for kind in kinds.split(" + ")) for kinds in grid}
-    for kinds, name in labels.items():
-        fill = fill_of(kinds.split(" + ")[0], table.attrs.get("source"))
-        if "+" in kinds:  # side by side: hidden communication as elsewhere, else between the colours of both
-            mixed = np.mean([to_rgb(COLORS[kind]) for kind in kinds.split(" + ")], axis=0)
-            fill["facecolor"] = COLORS["hidden"] if kinds == "compute + comm" else tuple(mixed)
-        ax.barh(range(len(grid)), grid[kinds], left=left, height=0.75, label=name, **fill)
-        left = left + grid[kinds].to_numpy()
-    rank_axis(ax, grid.index.to_series())
-    ax.set_xlabel("busy time [ms]")
-    ax.legend(ncols=3, loc="upper right", bbox_to_anchor=(1.0, -0.75 / ax.figure.get_figheight()))
-    first = grid.sum().idxmax()
-    how = "side by side" if "+" in first else "alone"
-    ax.set_title(f"{grid[first].sum() / grid.to_numpy().sum():.0%} of the busy time is {labels[first]} {how}")
-    return keep_data(ax, table)
+    if not len(table):
+        return empty(ax, table, "Nothing ran")
+    busy_s = table.pivot_table(index="rank", columns="kinds", values="total_s", aggfunc="sum", observed=False)
+    busy_s = busy_s[busy_s.sum().sort_values(ascending=False).index].fillna(0.0)
+    ax = ax or new_axes(height=1.2 + 0.28 * len(busy_s))
+    fills = {kinds: _blend(kinds.split(" + ")) for kinds in busy_s}
+    bars(ax, busy_s * 1e3, fills, source=table.attrs.get("source"))
+    names = {kinds: " + ".join(LABELS[kind] for kind in kinds.split(" + ")) for kinds in busy_s}
+    first = busy_s.sum().idxmax()
+    share = busy_s[first].sum() / busy_s.to_numpy().sum()
+    title = f"{share:.0%} of the busy time is {names[first]} {'side by side' if '+' in first else 'alone'}"
+    key = [patch_key(names[kinds], fill) for kinds, fill in fills.items()]
+    rows = rank_labels(busy_s.index)
+    return finish(ax, table, title, x="busy time [ms]", rows=rows, key=key, columns=3)
 
 
 def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Model FLOPs utilisation of each rank, of `mfu`: the median of its steps as a bar, each step as a point."""
-    known = table.dropna(subset="mfu")
-    ranks = sorted(known["rank"].unique())
-    ax = ax or new_axes(height=1.1 + 0.28 * max(len(ranks), 1))
-    if not len(known):
-        ax.set(title="No utilisation: no FLOPs are known", xticks=[], yticks=[])
-        return keep_data(ax, table)
-    median = known.groupby("rank")["mfu"].median()
-    ax.barh(range(len(ranks)), median * 100, height=0.75, **fill_of("compute", table.attrs.get("source")))
-    ax.plot(known["mfu"] * 100, known["rank"].map(ranks.index), "o", color="black", markersize=2.5)
-    for place, value in enumerate(median):
-        right = known.loc[known["rank"] == ranks[place], "mfu"].max() * 100
-        ax.annotate(_percent(value), (right, place), (5, 0), textcoords="offset points", va="center", fontsize=7)
-    rank_axis(ax, pd.Series(ranks))
-    ax.set(xlabel="model FLOPs utilisation [%]", xlim=(0, known["mfu"].max() * 112))
-    ax.set_title(f"{_percent(known['mfu'].median())} of the peak in the median step")
-    return keep_data(ax, table)
+    steps = table.dropna(subset="mfu")
+    if not len(steps):
+        return empty(ax, table, "No utilisation: no FLOPs are known")
+    by_rank = steps.groupby("rank")["mfu"]
+    median, most = by_rank.median(), by_rank.max()
+    ax = ax or new_axes(height=1.1 + 0.28 * len(median))
+    bars(ax, median * 100, source=table.attrs.get("source"))
+    ax.plot(steps["mfu"] * 100, steps["rank"].map(list(median.index).index), "o", color="black", markersize=2.5)
+    for place, (value, right) in enumerate(zip(median, most, strict=True)):
+        note(ax, right * 100, place, percent(value), dx=5)
+    title = f"{percent(steps['mfu'].median())} of the peak in the median step"
+    rows, x = rank_labels(median.index), "model FLOPs utilisation [%]"
+    return finish(ax, table, title, x=x, rows=rows, reach=most.max() * 112)
 
 
-def _bars(rows: pd.DataFrame, column: str, ax: Axes | None, count: int, table: pd.DataFrame, label: str,
-          whole: str) -> Axes:  # fmt: skip
+def _longest(
+    ax: Axes | None, rows: pd.DataFrame, column: str, table: pd.DataFrame, count: int, *, x: str, whole: str
+) -> Axes:
     """Bars of the largest values in ms, coloured by kind, each with its share of all and its number of calls."""
     rows = rows.assign(share=rows[column] / max(rows[column].sum(), 1e-12))
     most = rows.sort_values([column, "name"], ascending=[False, True]).head(count)
     most = most[most["share"] >= 0.0005].reset_index(drop=True)
-    ax = ax or new_axes(height=1.1 + 0.25 * max(len(most), 1))
     if not len(most):
-        ax.set(title=f"Nothing is recorded of {whole}", xticks=[], yticks=[])
-        return keep_data(ax, most, table)
-    for place, row in most.iterrows():
-        ax.barh(place, row[column] * 1e3, height=0.75, **fill_of(row["kind"], table.attrs.get("source")))
-        number, what = (row["modules"], "module") if "modules" in row else (row["count"], "call")
-        text = f"{row['share']:.1%}, {number:,} {what}{'s' if number != 1 else ''}"
-        ax.annotate(text, (row[column] * 1e3, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
-    ax.set_yticks(range(len(most)), [_short(name) for name in most["name"]])
-    ax.set(ylim=(len(most) - 0.4, -0.6), xlim=(0, most[column].max() * 1e3 * 1.25), xlabel=label)
-    if most["kind"].nunique() > 1:
-        kind_legend(ax, [kind for kind in LABELS if kind in set(most["kind"])])
-    ax.set_title(f"{_short(most['name'][0])} takes {_percent(most['share'][0])} of {whole}")
-    return keep_data(ax, most, table)
+        return empty(ax, most, f"Nothing is recorded of {whole}", table)
+    ax = ax or new_axes(height=1.1 + 0.25 * len(most))
+    number, noun = ("modules", "module") if "modules" in most else ("count", "call")
+    notes = [f"{share:.1%}, {plural(n, noun)}" for share, n in zip(most["share"], most[number], strict=True)]
+    value_ms, kinds = most[column] * 1e3, list(most["kind"])
+    bars(ax, value_ms, kinds, source=table.attrs.get("source"), notes=notes)
+    title = f"{_short(most['name'][0])} takes {percent(most['share'][0])} of {whole}"
+    key = kinds_key(kind for kind in LABELS if kind in kinds) if len(set(kinds)) > 1 else None
+    labels = [_short(name) for name in most["name"]]
+    return finish(ax, most, title, x=x, rows=labels, reach=value_ms.max() * 1.25, key=key, origin=table)
+
+
+def _blend(kinds: list[str]) -> str:
+    """Colour of kinds side by side: of hidden communication as elsewhere, else between the colours of all."""
+    if kinds == ["compute", "comm"]:
+        return COLORS["hidden"]
+    return to_hex(np.mean([to_rgb(COLORS[kind]) for kind in kinds], axis=0))
 
 
 def _number(ax: Axes, x: pd.Series, y: pd.Series) -> None:
@@ -161,9 +175,9 @@ def _number(ax: Axes, x: pd.Series, y: pd.Series) -> None:
         center = ax.transData.transform(point) * 72 / ax.figure.dpi
         places = [radius * np.array([np.cos(angle), np.sin(angle)]) for radius, angle in turns]
         free = [place for place in places if all(np.abs(center + place - other).max() > 8 for other in taken)]
-        taken.append(center + (free or places)[0])
-        ax.annotate(str(number), point, (free or places)[0], textcoords="offset points", fontsize=7, weight="bold",
-                    ha="center", va="center")  # fmt: skip
+        dx, dy = (free or places)[0]
+        taken.append(np.add(center, (dx, dy)))
+        note(ax, *point, str(number), dx=dx, dy=dy, weight="bold", ha="center")
 
 
 def _products(table: pd.DataFrame) -> pd.DataFrame:
@@ -182,17 +196,7 @@ def _shapes(text: str) -> str:
     >>> _shapes("[[16,5185,64],[16,64,5185],[]]")
     '16x5185x64, 16x64x5185'
     """
-    short = ", ".join(part.replace(",", "x") for part in re.findall(r"\[(\d[\d,]*)\]", text))
-    return short if len(short) <= _LONGEST else short[: _LONGEST - 1] + "…"
-
-
-def _percent(share: float) -> str:
-    """Share as text, with more digits where it is small.
-
-    >>> _percent(0.46), _percent(0.027), _percent(0.00031)
-    ('46%', '2.7%', '0.031%')
-    """
-    return f"{share:.0%}" if share >= 0.1 else f"{share * 100:.2g}%"
+    return shorten(", ".join(part.replace(",", "x") for part in re.findall(r"\[(\d[\d,]*)\]", text)))
 
 
 def _short(name: str) -> str:
@@ -202,5 +206,4 @@ def _short(name: str) -> str:
     ('MmBackward0', 'mm')
     """
     name = name.rpartition(": ")[2].removeprefix("torch::autograd::").removeprefix("aten::")
-    name = name.replace("_scaled_dot_product_", "sdpa_")
-    return name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"
+    return shorten(name.replace("_scaled_dot_product_", "sdpa_"))
