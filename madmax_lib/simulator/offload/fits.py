@@ -19,31 +19,20 @@ from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.offload.hosts import host_of
 from madmax_lib.simulator.offload.placement import (
     METHODS,
-    PLACES,
     Policy,
     as_table,
     bytes_by_place,
-    device_peak,
     normalised,
-    off_device,
+    peaks_by_place,
 )
 from madmax_lib.specs import Cluster, Model, Transformer
 
-__all__ = [
-    "SIZE_METHODS",
-    "FitsResult",
-    "LargestModel",
-    "fits",
-    "gpt_shape",
-    "largest_model",
-    "room_bytes",
-    "shares_that_fit",
-]
+__all__ = ["FitsResult", "LargestModel", "fits", "gpt_shape", "largest_model", "room_bytes", "shares_that_fit"]
 
 _SHARES, _ROUNDS = np.linspace(0.0, 1.0, 101), 3  # the least share to 1e-8
 _HOST_RESERVED = 0.05  # of host memory, for the system and the processes; a round number
 # method: (fields of its Plan, whether all that may leave the device does)
-SIZE_METHODS = {
+_SIZE_METHODS = {
     "ddp": ({"zero": 0}, False),
     "zero-1": ({"zero": 1}, False),
     "zero-2": ({"zero": 2}, False),
@@ -138,8 +127,7 @@ def fits(
     possible = shares_that_fit(case, policy, room)
     share = float(possible[0]) if len(possible) else 1.0 if policy.share is None else policy.share
     sizes, devices = bytes_by_place(case, share, policy), cluster.devices_per_node
-    peaks = {"device": float(device_peak(sizes).max())}
-    peaks |= {place: devices * float(off_device(sizes, place).max()) for place in PLACES[1:]}
+    peaks = {place: float(size) for place, size in peaks_by_place(sizes, devices).items()}
     return _result(as_table(sizes, devices), peaks, room, share)
 
 
@@ -148,13 +136,12 @@ def shares_that_fit(case: Case, policy: Policy, room: dict[str, float]) -> np.nd
 
     room: of `room_bytes`.
     """
-    devices = case.cluster.devices_per_node
 
     def held(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Whether the device, and whether host and drives, hold their part."""
         sizes = bytes_by_place(case, shares.reshape(-1, 1), policy)
-        beside = [devices * off_device(sizes, place).max(axis=-1) <= room[place] for place in PLACES[1:]]
-        return device_peak(sizes).max(axis=-1) <= room["device"], np.logical_and.reduce(beside)
+        peaks = peaks_by_place(sizes, case.cluster.devices_per_node)
+        return peaks["device"] <= room["device"], (peaks["host"] <= room["host"]) & (peaks["nvme"] <= room["nvme"])
 
     shares = _SHARES if policy.share is None else np.array([policy.share])
     on_device, beside = held(shares)
@@ -182,13 +169,13 @@ def room_bytes(cluster: Cluster, plan: Plan) -> dict[str, float]:
 def largest_model(cluster: Cluster, method: str) -> LargestModel:
     """The largest GPT-2-like model of a method on all devices of a cluster, by data parallelism alone.
 
-    method: a name of `SIZE_METHODS`. Full recompute, one sample of 1,024 tokens per device, heads of 128 channels, 16
+    method: a name of the table above. Full recompute, one sample of 1,024 tokens per device, heads of 128 channels, 16
     layers or more and at most one per 24 channels.
     Raises ValueError for an unknown method, or one whose smallest model does not fit.
     """
-    if method not in SIZE_METHODS:
-        raise ValueError(f"method={method!r} is not one of {', '.join(SIZE_METHODS)}")
-    choices, static = SIZE_METHODS[method]
+    if method not in _SIZE_METHODS:
+        raise ValueError(f"method={method!r} is not one of {', '.join(_SIZE_METHODS)}")
+    choices, static = _SIZE_METHODS[method]
     plan = Plan(dp=cluster.world_size, recompute="full", **choices)
     policy = Policy(share=1.0 if static else None)
     room = room_bytes(cluster, plan)

@@ -13,13 +13,13 @@ import numpy as np
 from madmax_lib.simulator.offload.placement import Method, Split
 from madmax_lib.specs import Cluster, Host
 
-__all__ = ["ACCUMULATE_BYTES", "ADAM_BYTES", "ADAM_SHARE", "Offloaded", "Rates", "host_of", "rates"]
+__all__ = ["ACCUMULATE_BYTES", "ADAM_BYTES", "Offloaded", "Rates", "host_of", "rates"]
 
 ADAM_BYTES = 28  # fp32 weight, two moments, 16-bit gradient and copy, rounded to whole numbers of fp32
 ACCUMULATE_BYTES = 6  # a 16-bit gradient and the sum so far read, the sum written
 # of the memory bandwidth: 1e9 parameters in 0.22 s, 1e10 in 2.57 s on the 256 GB/s of a DGX-2 [arXiv 2101.06840
 # Table 4, from memory]
-ADAM_SHARE = 0.45
+_ADAM_SHARE = 0.45
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def rates(cluster: Cluster) -> Rates:
     link = host.link_bytes_per_s * min(1.0, (host.uplinks or devices) / devices)
     return Rates(
         link=min(link, host.memory_bandwidth_bytes_per_s / devices),
-        adam=ADAM_SHARE * host.memory_bandwidth_bytes_per_s / devices,
+        adam=_ADAM_SHARE * host.memory_bandwidth_bytes_per_s / devices,
         nvme_read=host.nvme_read_bytes_per_s / devices,
         nvme_write=host.nvme_write_bytes_per_s / devices,
     )

@@ -7,7 +7,7 @@ they are made leave a tail; and the update takes as long as the slower of device
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,10 +66,10 @@ def best_offload(
         raise ValueError(f"{case.model.name} under {case.plan} does not fit {case.cluster.name}: see mm.fits")
     times = offload_times(case, work, parameters, shares, policy)
     at = int(np.argmin(times.total_s))
+    best = OffloadTimes(*(values[at : at + 1] for values in vars(times).values()))
     offloaded = _offloaded(case, shares[at], policy)
     split = Split(float(offloaded.split.states), float(offloaded.split.weights))
-    best = {field.name: getattr(times, field.name)[at : at + 1] for field in fields(times)}
-    return replace(offloaded, split=split), OffloadTimes(**best)
+    return replace(offloaded, split=split), best
 
 
 def offload_times(
@@ -102,11 +102,11 @@ def _offloaded(case: Case, shares, policy: Policy) -> Offloaded:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Seconds on the links of the weights and gradients of a layer, the embedding or the head, (k,) each.
+class _Unit:
+    """Seconds on the links of a layer, the embedding or the head, (k,) each.
 
-    read_s: weights from the drives. load_s: weights to the device.
-    copy_s: gradients to the host. sum_s: the host adds them up. drive_s: they are written.
+    read_s, load_s: weights from the drives, and to the device.
+    copy_s, sum_s, drive_s: gradients to the host, added up by it, and written to the drives.
     """
 
     read_s: np.ndarray
@@ -122,19 +122,20 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Stage:
+class _Stage:
     """The first pipeline stage: what a device computes for a micro-batch, and what its links carry meanwhile.
 
-    layers: of the stage. parameters: that a device owns. layer, embedding, head: seconds on the links.
-    forward_s, backward_s: passes of a layer. head_forward_s, head_backward_s: of the head.
+    layers: of the stage; parameters: that a device owns, updated in `tiles`.
+    layer, embedding, head: seconds on the links.
+    forward_s, backward_s: passes of a layer; head_forward_s, head_backward_s: of the head.
     checkpoint_s: a layer's checkpoint to the device.
     """
 
     layers: int
     parameters: float
-    layer: Unit
-    embedding: Unit
-    head: Unit
+    layer: _Unit
+    embedding: _Unit
+    head: _Unit
     forward_s: float
     backward_s: float
     head_forward_s: float
@@ -143,8 +144,7 @@ class Stage:
 
     @property
     def tiles(self) -> int:
-        """In which the states are updated: layers, embedding and head."""
-        return self.layers + 2
+        return self.layers + 2  # embedding and head
 
     @property
     def computed_s(self) -> float:
@@ -155,41 +155,36 @@ class Stage:
     def start_s(self) -> np.ndarray:
         """Until the passes of a micro-batch begin to compute, forward and backward."""
         layer, embedding, head = self.layer, self.embedding, self.head
-        first_s = embedding.read_s + np.maximum(embedding.load_s, layer.read_s) + layer.load_s
-        back_s = head.read_s + np.maximum(head.load_s, layer.read_s) + (layer.load_s + self.checkpoint_s)
-        return first_s + np.maximum(back_s - self.head_backward_s, head.read_s + head.load_s)
+        forward_s = embedding.read_s + np.maximum(embedding.load_s, layer.read_s) + layer.load_s
+        backward_s = head.read_s + np.maximum(head.load_s, layer.read_s) + (layer.load_s + self.checkpoint_s)
+        return forward_s + np.maximum(backward_s - self.head_backward_s, head.read_s + head.load_s)
 
     @property
     def backward_link_s(self) -> np.ndarray:
-        """A layer's time on its slowest link in the backward pass, where one drive reads and writes."""
+        """A layer's slowest link in the backward pass, where a drive reads and writes."""
         drive_s = np.where(self.layer.read_s > 0, self.layer.read_s + self.layer.drive_s, 0.0)
         return np.maximum(self.layer.load_s + self.checkpoint_s, drive_s)
 
     @property
     def wait_s(self) -> np.ndarray:
-        """Waits of a micro-batch's passes layer by layer.
-
-        A layer waits for its own link alone, since each link is a unit further ahead than the next.
-        """
+        """Waits of a micro-batch's passes: each layer for its slowest link, as a link is a unit ahead of the next."""
         forward_s = _over(np.maximum(self.layer.load_s, self.layer.read_s), self.forward_s)
         layers_s = (self.layers - 1) * (forward_s + _over(self.backward_link_s, self.backward_s))
         return layers_s + _over(self.head.load_s, self.forward_s) + _over(self.embedding.load_s, self.backward_s)
 
     def tail_s(self, batches: int) -> np.ndarray:
         """Gradients after the last pass: the last ones, or the queue since some micro-batch of `batches` began."""
-        layer, embedding = self.layer, self.embedding
+        embedding, layer_s = self.embedding, np.maximum(self.backward_link_s, self.backward_s)
         batch_s = self.computed_s + self.start_s + self.wait_s
-        layer_s = np.maximum(self.backward_link_s, self.backward_s)
-        last_s = layer.copy_s + (embedding.copy_s + embedding.sum_s + embedding.drive_s)
-        whole_s = self.layers * layer.drain_s + embedding.drain_s
+        last_s = self.layer.copy_s + (embedding.copy_s + embedding.sum_s + embedding.drive_s)
+        whole_s = self.layers * self.layer.drain_s + embedding.drain_s
         since_first_s = whole_s - (self.layers - 1) * layer_s
         since_head_s = self.head.drain_s + whole_s - self.layers * layer_s
-        queue_s = batches * (self.head.drain_s + whole_s)
-        since_begin_s = queue_s - (batches - 1) * batch_s - self.layers * layer_s
-        return np.maximum.reduce([last_s, since_first_s, since_head_s, since_begin_s])
+        queue_s = batches * (self.head.drain_s + whole_s) - (batches - 1) * batch_s - self.layers * layer_s
+        return np.maximum.reduce([last_s, since_first_s, since_head_s, queue_s])
 
 
-def _first_stage(case: Case, work: Work, parameters: Parameters, offloaded: Offloaded) -> Stage:
+def _first_stage(case: Case, work: Work, parameters: Parameters, offloaded: Offloaded) -> _Stage:
     model, plan = case.model, case.plan
     rate = achieved_rates(work, parameters)
     forward, backward = (float(np.ravel(sum(causes.values()))[0]) for causes in layer_passes(work, parameters, rate))
@@ -203,15 +198,15 @@ def _first_stage(case: Case, work: Work, parameters: Parameters, offloaded: Offl
     sums = offloaded.micro_batches > 1 and streams_gradients(plan)
     units = [_unit(size, offloaded, sums) for size in ((whole - embedding - head) / layers[0], embedding, head)]
     checkpoint_s = offloaded.checkpoint_bytes / offloaded.rates.link
-    return Stage(int(layers[0]), whole, *units, forward, backward, head_forward, head_backward, checkpoint_s)
+    return _Stage(int(layers[0]), whole, *units, forward, backward, head_forward, head_backward, checkpoint_s)
 
 
-def _unit(parameters: float, offloaded: Offloaded, sums: bool) -> Unit:
+def _unit(parameters: float, offloaded: Offloaded, sums: bool) -> _Unit:
     """Seconds of so many parameters. sums: the host adds up the gradients of micro-batches."""
     rate, drives, split = offloaded.rates, offloaded.drives, offloaded.split
     weights_bytes, count = _WIDTH * split.weights * parameters, split.states * parameters
     copy_s = _WIDTH * count / rate.link
-    return Unit(
+    return _Unit(
         read_s=weights_bytes / rate.nvme_read if drives else 0 * weights_bytes,
         load_s=weights_bytes / rate.link,
         copy_s=copy_s,
@@ -220,7 +215,7 @@ def _unit(parameters: float, offloaded: Offloaded, sums: bool) -> Unit:
     )
 
 
-def _update(stage: Stage, offloaded: Offloaded) -> tuple[np.ndarray, np.ndarray]:
+def _update(stage: _Stage, offloaded: Offloaded) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of the host's update, with drives beside it, and of the copies that return."""
     method, rate, count = offloaded.method, offloaded.rates, offloaded.split.states * stage.parameters
     adam_s, copy_s = rate.adam_s(count), _WIDTH * stage.parameters * offloaded.returned / rate.link

@@ -31,7 +31,7 @@ __all__ = [
     "bytes_by_place",
     "device_peak",
     "normalised",
-    "off_device",
+    "peaks_by_place",
     "split_of",
     "streams_gradients",
 ]
@@ -140,7 +140,7 @@ def normalised(case: Case) -> Case:
 def split_of(method: Method, share) -> Split:
     """Split of a share (a number or an array) of the bytes that may leave; the optimizer's states leave first."""
     states, weights = method.optimizer + method.gradients, method.weights * method.moves_weights
-    leaving = np.asarray(share) * (states + weights)
+    leaving = share * (states + weights)
     return Split(np.minimum(leaving / states, 1.0), np.maximum(leaving - states, 0.0) / max(weights, 1.0))
 
 
@@ -182,19 +182,19 @@ def device_peak(sizes: dict[tuple[str, str], np.ndarray]) -> np.ndarray:
     return moment_peak(by_phase(on_device, _PHASES))
 
 
-def off_device(sizes: dict[tuple[str, str], np.ndarray], where: str) -> np.ndarray:
-    """Bytes of one device's part of each stage that lie in host memory or on drives."""
-    return sum(size * (place == where) for (_, place), size in sizes.items())
+def peaks_by_place(sizes: dict[tuple[str, str], np.ndarray], devices: int) -> dict[str, np.ndarray]:
+    """Bytes of the fullest device, and of host and drives of a node with as many `devices` of the fullest stage."""
+    away = {place: [size for (_, at), size in sizes.items() if at == place] for place in PLACES[1:]}
+    peaks = {place: devices * sum(held, np.zeros(1)).max(axis=-1) for place, held in away.items()}
+    return {"device": device_peak(sizes).max(axis=-1)} | peaks
 
 
 def as_table(sizes: dict[tuple[str, str], np.ndarray], devices: int) -> pd.DataFrame:
     """component, place, size_bytes: of the fullest device, and of all `devices` of a node for host and drives."""
     fullest = int(np.argmax(device_peak(sizes)))
-    rows = [
-        (name, place, float(size[..., fullest]) * (1 if place == "device" else devices))
-        for (name, place), size in sorted(sizes.items(), key=lambda item: PLACES.index(item[0][1]))
-    ]
-    return pd.DataFrame([row for row in rows if row[-1] > 0], columns=["component", "place", "size_bytes"])
+    rows = [(*key, float(size[..., fullest]) * (1 if key[1] == "device" else devices)) for key, size in sizes.items()]
+    table = pd.DataFrame(rows, columns=["component", "place", "size_bytes"]).query("size_bytes > 0")
+    return table.sort_values("place", key=lambda place: place.map(PLACES.index), kind="stable", ignore_index=True)
 
 
 def _states(case: Case, count, method: Method, split: Split) -> dict[tuple[str, str], np.ndarray]:

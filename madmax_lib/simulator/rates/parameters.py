@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 
 import pandas as pd
@@ -80,14 +79,22 @@ def start() -> Parameters:
 @lru_cache(maxsize=1)
 def shipped() -> Parameters:
     """The constants fitted to the published rows (`data/parameters.json`), start values for those not fitted."""
-    with (files("madmax_lib") / "data" / "parameters.json").open() as file:
-        return _from_json(json.load(file))
+    return load(Path(str(catalog.data_file("parameters.json"))))
 
 
 def load(path: str | Path) -> Parameters:
     """Constants from a JSON file. Raises ValueError if it is not one, OSError if it cannot be read."""
     try:
-        return _from_json(json.loads(Path(path).read_text()))
+        content = json.loads(Path(path).read_text())
+        return Parameters(
+            **{name: content.get(name, 1.0) for name in _SHARES},
+            constants={**start().constants, **content["constants"]},
+            intervals={name: tuple(pair) for name, pair in content["intervals"].items()},
+            fitted=tuple(content["fitted"]),
+            covariance=tuple(tuple(row) for row in content["covariance"]),
+            residuals=content.get("residuals", {}),
+            provenance=content["provenance"],
+        )
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a parameters file ({error})") from None
 
@@ -105,18 +112,6 @@ def save(parameters: Parameters, path: str | Path) -> None:
     }
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def _from_json(content: dict) -> Parameters:
-    return Parameters(
-        **{name: content.get(name, 1.0) for name in _SHARES},
-        constants={**start().constants, **content["constants"]},
-        intervals={name: tuple(pair) for name, pair in content["intervals"].items()},
-        fitted=tuple(content["fitted"]),
-        covariance=tuple(tuple(row) for row in content["covariance"]),
-        residuals=content.get("residuals", {}),
-        provenance=content["provenance"],
-    )
 
 
 def _short(value: float, digits: int = 6) -> float:

@@ -2,12 +2,11 @@
 
 An op starts when the op issued before it on the same stream of its rank has ended and every op it waits for has ended:
 start = max(end of the stream's previous op, ends of its dependencies). Streams never reorder, so a longer op never
-makes another one start earlier, and more bandwidth never makes a step slower.
+makes another one start earlier, and more bandwidth never makes a step slower. Ops are issued after all they wait for.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -49,7 +48,7 @@ class Program:
         group: str = "",
         size_bytes: float = float("nan"),
     ) -> int:
-        """Issue an op on a stream of a rank after the ops numbered in `after`; those may be issued later."""
+        """Issue an op on a stream of a rank after the ops numbered in `after`, which are issued before it."""
         self.rank.append(rank)
         self.stream.append(int(stream))
         self.kind.append(kind)
@@ -78,60 +77,24 @@ class Program:
 def run(program: Program) -> tuple[list[float], list[float]]:
     """Start and end of each op in seconds, (n,) each, from 0.
 
-    Raises ValueError for a negative duration, a dependency that does not exist, and for ops that wait for each other.
+    Raises ValueError for a negative duration, and for an op that waits for one that is not issued before it.
     """
-    count = len(program)
-    start_s, end_s = [0.0] * count, [-1.0] * count
+    start_s: list[float] = []
+    end_s: list[float] = []
     tail: dict[tuple[int, int], float] = {}
-    for op, (rank, stream, duration_s, after) in enumerate(
-        zip(program.rank, program.stream, program.duration_s, program.after, strict=True)
-    ):
+    ops = zip(program.rank, program.stream, program.duration_s, program.after, strict=True)
+    for op, (rank, stream, duration_s, after) in enumerate(ops):
         begin = tail.get((rank, stream), 0.0)
         for other in after:
-            if not 0 <= other < op:  # issued later, so this order is not that of starting; or there is no such op
-                return _run_in_any_order(program)
+            if not 0 <= other < op:
+                raise ValueError(f"op {op} ({program.name[op]}) waits for op {other}, which is not issued before it")
             if end_s[other] > begin:
                 begin = end_s[other]
         if not duration_s >= 0:
             raise ValueError(f"op {op} ({program.name[op]}) has duration {duration_s} s")
-        start_s[op] = begin
-        end_s[op] = tail[rank, stream] = begin + duration_s
-    return start_s, end_s
-
-
-def _run_in_any_order(program: Program) -> tuple[list[float], list[float]]:
-    """As `run`, for programs of several ranks in which an op may wait for one that is issued later."""
-    count = len(program)
-    waits = [0] * count
-    unblocks: list[list[int]] = [[] for _ in range(count)]
-    last: dict[tuple[int, int], int] = {}
-    for op in range(count):
-        lane = (program.rank[op], program.stream[op])
-        needed = [*program.after[op], *([last[lane]] if lane in last else [])]
-        last[lane] = op
-        for other in needed:
-            if not 0 <= other < count:
-                raise ValueError(f"op {op} ({program.name[op]}) waits for op {other}, which does not exist")
-            unblocks[other].append(op)
-        waits[op] = len(needed)
-    start_s, end_s = [0.0] * count, [0.0] * count
-    ready = deque(op for op in range(count) if not waits[op])
-    done = 0
-    while ready:
-        op = ready.popleft()
-        done += 1
-        duration_s = program.duration_s[op]
-        if not duration_s >= 0:
-            raise ValueError(f"op {op} ({program.name[op]}) has duration {duration_s} s")
-        end_s[op] = start_s[op] + duration_s
-        for other in unblocks[op]:
-            start_s[other] = max(start_s[other], end_s[op])
-            waits[other] -= 1
-            if not waits[other]:
-                ready.append(other)
-    if done < count:
-        stuck = next(op for op in range(count) if waits[op])
-        raise ValueError(f"{count - done} ops wait for each other, the first is op {stuck} ({program.name[stuck]})")
+        start_s.append(begin)
+        end_s.append(begin + duration_s)
+        tail[rank, stream] = end_s[op]
     return start_s, end_s
 
 

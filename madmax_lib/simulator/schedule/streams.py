@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import cache
 
 __all__ = ["Stream"]
 
 
 class Stream(IntEnum):
-    """Number of a device stream, or below 0 of a host thread, as in `Timeline.spans["stream"]`; `label` names it.
+    """Number of a device stream, or below 0 of a host thread, as in `Timeline.spans["stream"]`.
 
-    >>> Stream.DOWN.value, Stream.DOWN.label
-    (7, 'copies to the device')
+    label: what it does. group: of devices that communicate on it, as in `rates.topology.groups`; "" for several.
+
+    >>> Stream.TENSOR.value, Stream.TENSOR.label, Stream.of("tp") is Stream.TENSOR, Stream.of("edp")
+    (1, 'tensor parallel', True, <Stream.DATA: 2>)
     """
 
     COMPUTE = 0, "device computes"
-    TENSOR = 1, "tensor parallel"
+    TENSOR = 1, "tensor parallel", "tp"
     DATA = 2, "gathers and reductions"
-    PIPELINE = 3, "messages between stages"
-    CONTEXT = 4, "context parallel"
-    EXPERT = 5, "expert parallel"
-    REPLICATE = 6, "copies of HSDP's shards"
+    PIPELINE = 3, "messages between stages", "pp"
+    CONTEXT = 4, "context parallel", "cp"
+    EXPERT = 5, "expert parallel", "ep"
+    REPLICATE = 6, "copies of HSDP's shards", "replicate"
     DOWN = 7, "copies to the device"
     UP = 8, "copies to the host"
     HOST = -1, "host computes"
     DRIVES = -2, "drives"
 
-    def __new__(cls, number: int, label: str):
-        """A member with its label beside it."""
+    def __new__(cls, number: int, label: str, group: str = ""):
         member = int.__new__(cls, number)
-        member._value_, member.label = number, label
+        member._value_, member.label, member.group = number, label, group
         return member
 
     @classmethod
+    @cache
     def of(cls, group: str) -> Stream:
-        """The stream on which a group of devices (`rates.topology.groups`) communicates."""
-        return _OF_GROUP.get(group, cls.DATA)
-
-
-_OF_GROUP = {
-    "tp": Stream.TENSOR,
-    "cp": Stream.CONTEXT,
-    "ep": Stream.EXPERT,
-    "pp": Stream.PIPELINE,
-    "replicate": Stream.REPLICATE,
-}  # all others share the stream of data parallelism
+        """The stream on which a group of devices communicates; those without one share that of data parallelism."""
+        return next((stream for stream in cls if stream.group == group), cls.DATA)
