@@ -25,17 +25,36 @@ def measure(row, folder):
     write_profiles(generate_profiles(row.layers), profile)
     write_cluster(nodes_of(row.gpus), host, cluster)
     began = time.process_time()
-    result = search(profile, host, cluster, layers=row.layers, global_batch=128, node_order=NODE_ORDERS[0],
-                    model_profile="A100_tp4_bs4", strategy=row.mode == "strategy", max_permute_len=128, max_tp=128,
-                    max_bs=128)  # fmt: skip
+    result = search(
+        profile,
+        host,
+        cluster,
+        layers=row.layers,
+        global_batch=128,
+        node_order=NODE_ORDERS[0],
+        model_profile="A100_tp4_bs4",
+        strategy=row.mode == "strategy",
+        max_permute_len=128,
+        max_tp=128,
+        max_bs=128,
+    )
     ours = time.process_time() - began
     if result.count != row.steps:
         raise SystemExit(f"row {row.row} {row.mode}: {result.count} steps, published are {row.steps}")
     theirs = ABOUT_S.get(row.row, row.original_cpu_s)
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"| {row.row} | {row.layers} x {row.gpus} | {row.mode} | {result.count} | {result.best_cost_ms:.4f} | "
-          f"{ours:.2f} | {'about ' * (row.row in ABOUT_S)}{theirs:g} | {theirs / ours:.0f}x | {peak_gb:.2f} |",
-          flush=True)  # fmt: skip
+    cells = [
+        row.row,
+        f"{row.layers} x {row.gpus}",
+        row.mode,
+        result.count,
+        f"{result.best_cost_ms:.4f}",
+        f"{ours:.2f}",
+        f"{'about ' * (row.row in ABOUT_S)}{theirs:g}",
+        f"{theirs / ours:.0f}x",
+        f"{peak_gb:.2f}",
+    ]
+    print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
 def main():
