@@ -13,7 +13,7 @@ from support import local_or_skip
 
 from madmax_lib.papers.metis.balance import Balancer, shift_capacity
 from madmax_lib.papers.metis.generate import generate_profiles
-from madmax_lib.papers.metis.space import blocks, cool_lex, device_groups, merged
+from madmax_lib.papers.metis.space import cool_lex, device_groups, group_lists, merged
 from madmax_lib.papers.metis.walk import search
 from madmax_lib.planner.hetero.nodes import Node
 
@@ -67,11 +67,10 @@ def test_files_give_what_loaded_inputs_give(tmp_path, profiles):
     with tarfile.open(local_or_skip("metis/inputs/row1_inputs.tar.gz")) as packed:
         packed.extractall(tmp_path, filter="data")
     paths = [tmp_path / name for name in ("profile", "hostfile", "clusterfile.json")]
-    given = search(*paths, layers=10, global_batch=128, node_order="V100,A100", trials=2, **PINNED)
+    given = search(*paths, layers=10, global_batch=128, node_order="V100,A100", **PINNED)
     made = search(profiles[10], cluster((V100, 4), (A100, 4)), layers=10, global_batch=128, node_order="V100,A100",
                   **PINNED)  # fmt: skip
     pd.testing.assert_frame_equal(given.plans, made.plans)
-    assert len(given.seconds) == 2 and given.seconds_mean > 0 <= given.seconds_spread and made.seconds_spread == 0
 
 
 def test_counting_all_stages_takes_the_first_place_away(profiles):
@@ -146,13 +145,15 @@ def test_cool_lex_shifts_prefixes():
 
 def test_later_orders_repeat_the_first_list_of_several_stages():
     found = [(block.sequence, block.costed_stages, len(block.groups[0]))
-             for block in blocks(["A", "B"], 8, 4, variance=1, max_permute_len=8)]  # fmt: skip
+             for block in group_lists(["A", "B"], 8, 4, variance=1, max_permute_len=8)]  # fmt: skip
     assert found == [(("A", "B"), 1, 1), (("A", "B"), 2, 2), (("A", "B"), 3, 3), (("A", "B"), 4, 4),
                      (("B", "A"), 1, 2), (("B", "A"), 2, 2), (("B", "A"), 3, 3), (("B", "A"), 4, 4)]  # fmt: skip
 
 
 def test_a_total_that_is_no_power_of_two_has_no_single_stage():
-    found = [(block.costed_stages, len(block.groups[0])) for block in blocks("A", 12, 3, variance=1, max_permute_len=8)]
+    found = [
+        (block.costed_stages, len(block.groups[0])) for block in group_lists("A", 12, 3, variance=1, max_permute_len=8)
+    ]
     assert found == [(3, 3)]
 
 
@@ -224,7 +225,6 @@ def test_capacity_moves_to_stages_with_memory_to_spare():
         ({"node_order": ["A100"]}, "node_order=A100 is not an order of the cluster's types A100, V100"),
         ({"variance": 0}, "variance=0 must be above 0"),
         ({"max_permute_len": 0}, "max_permute_len=0 must be"),
-        ({"trials": 0}, "trials=0 must be"),
         ({"model_profile": "T4_tp1_bs1"}, "no profile for T4 tp 1 batch 1; there are types A100, V100"),
         ({"global_batch": 96}, "no profile for .* batch (96|48|24|12|6|3)"),
         ({"hostfile": cluster((T4, 2))}, "no profile for T4; there are types A100, V100"),

@@ -30,6 +30,6 @@ if TYPE_CHECKING:
         table1_errors as table1_errors,
         training_logs as training_logs,
     )
-    from madmax_lib.papers.metis.walk import SearchResult as SearchResult, search as search
+    from madmax_lib.papers.metis.walk import MetisResult as MetisResult, search as search
 
 __all__ = open_room(__name__)

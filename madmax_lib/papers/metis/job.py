@@ -14,7 +14,7 @@ from pathlib import Path
 from madmax_lib.planner.hetero.nodes import Node, load_cluster
 from madmax_lib.planner.hetero.profiles import LayerProfile, Profiles, load_profiles, plain_sum
 
-__all__ = ["Job", "load_job", "order_of", "whole_above_0"]
+__all__ = ["MetisJob", "check_whole", "load_job", "order_of"]
 
 _MOST_SLOTS = 9
 
@@ -26,8 +26,8 @@ def load_job(
     *,
     model_profile: str | tuple[str, int, int] | None,
     **limits: int,
-) -> tuple[Job, tuple[Node, ...]]:
-    """The job and the nodes; paths or what was loaded from them. limits: the other fields of Job.
+) -> tuple[MetisJob, tuple[Node, ...]]:
+    """The job and the nodes; paths or what was loaded from them. limits: the other fields of MetisJob.
 
     Raises FileNotFoundError, or ValueError naming field and rule.
     """
@@ -42,7 +42,7 @@ def load_job(
         raise ValueError(f"no profile for {missing[0]}; there are types {', '.join(loaded.devices)}")
     if large := [node for node in nodes if node.gpus > _MOST_SLOTS]:
         raise ValueError(f"{large[0].address} slots={large[0].gpus}: Metis reads one digit, at most 9 GPUs per node")
-    return Job(loaded, loaded.named(model_profile), **limits), nodes
+    return MetisJob(loaded, loaded.named(model_profile), **limits), nodes
 
 
 def order_of(node_order: str | Sequence[str], nodes: Sequence[Node]) -> list[str]:
@@ -55,8 +55,15 @@ def order_of(node_order: str | Sequence[str], nodes: Sequence[Node]) -> list[str
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is trained, from which profiles, within which limits."""
+class MetisJob:
+    """What is trained, from which profiles, within which limits.
+
+    profiles: of all GPU types, batches and degrees.
+    model: the profile that gives parameters, optimizer and batch generator.
+    layers, global_batch: of the model, ends included, and of a step.
+    max_tp, max_bs: the largest degree and micro-batch of a replica.
+    hidden, sequence, vocab: sizes of what stages send (4096, 1024, 51200).
+    """
 
     profiles: Profiles = field(repr=False)
     model: LayerProfile = field(repr=False)
@@ -70,7 +77,7 @@ class Job:
 
     def __post_init__(self):
         for name in ("layers", "global_batch", "max_tp", "max_bs", "hidden", "sequence", "vocab"):
-            whole_above_0(name, getattr(self, name))
+            check_whole(name, getattr(self, name))
         if self.layers != self.profiles.layers:
             raise ValueError(f"layers={self.layers}, but the profiles have {self.profiles.layers} layers")
         if self.layers < 3:
@@ -88,8 +95,12 @@ class Job:
         """Bytes of layers x to y at [x][y]: the first and the last layer's own, the second's for all others."""
         first, middle, *_, last = self.model.parameters_bytes
         bounds = range(self.layers + 1)
-        return [[(x == 0) * first + (y == self.layers) * last + middle * (y - x - (x == 0) - (y == self.layers))
-                 for y in bounds] for x in bounds]  # fmt: skip
+
+        def between(x: int, y: int) -> float:
+            has_first, has_last = x == 0, y == self.layers
+            return has_first * first + has_last * last + middle * (y - x - has_first - has_last)
+
+        return [[between(x, y) for y in bounds] for x in bounds]
 
     @cached_property
     def _tables(self) -> dict[tuple[str, str, int, int], list[list[float]]]:
@@ -108,7 +119,7 @@ class Job:
         return self.slices("layer_ms", device, tp, batch)[0][-1]
 
 
-def whole_above_0(name: str, value: float) -> None:
+def check_whole(name: str, value: float) -> None:
     """ValueError unless the value is a whole number above 0."""
     if not (value > 0 and value == int(value)):
         raise ValueError(f"{name}={value!r} must be a whole number above 0")

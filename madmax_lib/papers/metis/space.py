@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, permutations
 from typing import NamedTuple
 
-__all__ = ["Block", "blocks", "cool_lex", "device_groups", "divisors", "merged"]
+__all__ = ["GroupList", "cool_lex", "device_groups", "divisors", "group_lists", "merged"]
 
 
-class Block(NamedTuple):
+class GroupList(NamedTuple):
     """Device groups tried for one order of the GPU types; `costed_stages` is the number that the cost counts."""
 
     sequence: tuple[str, ...]
@@ -22,10 +22,10 @@ class Block(NamedTuple):
     groups: list[tuple[int, ...]]
 
 
-def blocks(
+def group_lists(
     node_order: Sequence[str], gpus: int, layers: int, *, variance: float, max_permute_len: int
-) -> Iterator[Block]:
-    """All blocks in order; node_order is the first order of the types, the others are its permutations.
+) -> Iterator[GroupList]:
+    """All lists in order; node_order is the first order of the types, the others are its permutations.
 
     For the second and later orders the release never tries one stage: instead the first list of more stages comes
     twice, and its first time it is costed as one stage.
@@ -36,8 +36,8 @@ def blocks(
     several = {n: groups for n, groups in lists.items() if n > 1}
     for number, sequence in enumerate(permutations(node_order)):
         if number:
-            yield from (Block(sequence, 1, groups) for groups in list(several.values())[:1])
-        yield from (Block(sequence, n, groups) for n, groups in (several if number else lists).items())
+            yield from (GroupList(sequence, 1, groups) for groups in list(several.values())[:1])
+        yield from (GroupList(sequence, n, groups) for n, groups in (several if number else lists).items())
 
 
 def device_groups(gpus: int, stages: int, variance: float, max_permute_len: int) -> list[tuple[int, ...]]:
@@ -48,8 +48,8 @@ def device_groups(gpus: int, stages: int, variance: float, max_permute_len: int)
     """
     least = max(gpus // stages, stages // gpus) * variance
     shapes = [2**k for k in range(gpus.bit_length()) if 2**k >= least]
-    found = _non_decreasing(shapes, stages, gpus)
-    return [tuple(chain(*order)) for sizes in found for order in cool_lex(merged(sizes, max_permute_len))]
+    every = _non_decreasing(shapes, stages, gpus)
+    return [tuple(chain(*order)) for sizes in every for order in cool_lex(merged(sizes, max_permute_len))]
 
 
 def _non_decreasing(shapes: list[int], count: int, total: int) -> Iterator[tuple[int, ...]]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from madmax_lib.papers.metis.job import Job
+from madmax_lib.papers.metis.job import MetisJob
 from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.profiles import plain_sum
 
-__all__ = ["Layout", "NotProfiled", "Stage", "cost_ms"]
+__all__ = ["NotProfiled", "RankOrder", "Stage", "cost_ms"]
 
 _MEMORY_FACTOR, _MEMORY_LEAST = 5.0, 0.001  # MB that even an empty stage demands
 _PER_GB_PER_MS = 1024 * 1024  # a GB/s is taken as this many units per ms
@@ -25,13 +25,13 @@ class NotProfiled(KeyError):
     """A term of the cost needs a batch that is not in the profiles; Metis drops such a plan."""
 
 
-class Layout:
+class RankOrder:
     """The cluster in one order of its GPU types: the ranks of a type follow one another, node by node.
 
     The release takes the size of the first node in the host file for that of all.
     """
 
-    def __init__(self, nodes: Sequence[Node], order: Sequence[str], job: Job):
+    def __init__(self, nodes: Sequence[Node], order: Sequence[str], job: MetisJob):
         self.job, self.nodes, self.order = job, nodes, tuple(order)
         of_type = {device: [node for node in nodes if node.device == device] for device in order}
         self._per_node = nodes[0].gpus
@@ -96,15 +96,15 @@ class Layout:
 class Stage:
     """`gpus` ranks from `start` on as dp replicas of tp GPUs, in a step of `batches` micro-batches."""
 
-    def __init__(self, layout: Layout, start: int, gpus: int, dp: int, batches: int):
-        self.layout, self.start, self.gpus, self.dp, self.batches = layout, start, gpus, dp, batches
+    def __init__(self, ranks: RankOrder, start: int, gpus: int, dp: int, batches: int):
+        self.ranks, self.start, self.gpus, self.dp, self.batches = ranks, start, gpus, dp, batches
         self.tp = gpus // dp
-        job = layout.job
+        job = ranks.job
         self.samples = job.global_batch // batches  # of all replicas
         self.micro_batch = job.global_batch // dp // batches
         self.valid = 1 <= self.micro_batch <= job.max_bs and self.tp <= job.max_tp
         self.degrees = [dp, self.tp]
-        self._types = layout.types[start : start + gpus]
+        self._types = ranks.types[start : start + gpus]
         self._mixed = len(set(self._types)) > 1
         self._mixed_ms: dict[tuple[int, int], float] = {}
         self._mixed_mb: dict[tuple[int, int], float] = {}
@@ -114,19 +114,19 @@ class Stage:
         """The same ranks with half the replicas, twice the tensor parallel degree."""
         if self.dp == 1:
             return None
-        return self.layout.stage(self.start, self.gpus, self.dp // 2, self.batches)
+        return self.ranks.stage(self.start, self.gpus, self.dp // 2, self.batches)
 
     @cached_property
     def _replicas(self) -> list[tuple[str, list[int]]]:
         """GPU type and batches (powers of two, descending) of each replica of a stage of several types."""
         block = self.gpus // self.dp
-        samples = self.layout.split(self._types, block, self.dp, self.tp, self.samples)
+        samples = self.ranks.split(self._types, block, self.dp, self.tp, self.samples)
         return [(self._types[number * block], _powers(count)) for number, count in enumerate(samples) if count]
 
     @cached_property
     def performance(self) -> float:
         """Micro-batches per ms if the stage had all layers."""
-        full_ms = self.layout.job.full_ms
+        full_ms = self.ranks.job.full_ms
         if not self._mixed:
             return 1 / full_ms(self._types[0], self.tp, self.micro_batch)
         times = (plain_sum(full_ms(device, self.tp, part) for part in parts) for device, parts in self._replicas)
@@ -135,13 +135,13 @@ class Stage:
     @cached_property
     def _memory(self) -> list[list[list[float]]]:
         """Memory tables that add up to the demand: one, or one per part of each replica."""
-        types = self.layout.checked_types[self.start : self.start + self.gpus]
+        types = self.ranks.checked_types[self.start : self.start + self.gpus]
         if len(set(types)) == 1:
             batches = [self.micro_batch]
         else:
-            split = self.layout.cluster_split(self.dp, self.tp, self.samples)
+            split = self.ranks.cluster_split(self.dp, self.tp, self.samples)
             batches = [part for count in split for part in _powers(count)]
-        return [self.layout.job.slices("memory_mb", self.layout.order[0], self.tp, batch) for batch in batches]
+        return [self.ranks.job.slices("memory_mb", self.ranks.order[0], self.tp, batch) for batch in batches]
 
     def demand_mb(self, x: int, y: int) -> float:
         """Memory that Metis expects for layers x to y."""
@@ -154,14 +154,14 @@ class Stage:
 
     @cached_property
     def _layer_ms(self) -> list[list[float]]:
-        return self.layout.job.slices("layer_ms", self._types[0], self.tp, self.micro_batch)
+        return self.ranks.job.slices("layer_ms", self._types[0], self.tp, self.micro_batch)
 
     def compute_ms(self, x: int, y: int) -> float:
         """Time of a micro-batch in layers x to y. Raises NotProfiled for a part above the largest batch."""
         if not self._mixed:
             return self._layer_ms[x][y - x]
         if (x, y) not in self._mixed_ms:
-            job = self.layout.job
+            job = self.ranks.job
             if max(parts[0] for _, parts in self._replicas) > job.max_bs:
                 raise NotProfiled
             self._mixed_ms[x, y] = max(
@@ -174,13 +174,13 @@ class Stage:
     def all_reduce_ms_per_byte(self) -> float:
         """Of the ring all-reduce of gradients over the dp replicas."""
         groups = (range(self.start + first, self.start + self.gpus, self.dp) for first in range(self.dp))
-        bandwidth = min(map(self.layout.bandwidth, groups))
+        bandwidth = min(map(self.ranks.bandwidth, groups))
         return 2 * (self.dp - 1) / (self.dp * (bandwidth * _PER_GB_PER_MS))
 
     @cached_property
     def sync_ms(self) -> float:
         """Forward and backward time outside of layers. Raises NotProfiled where a type has none."""
-        table = self.layout.job.profiles.table
+        table = self.ranks.job.profiles.table
         keys = [(device, self.tp, self.micro_batch) for device in set(self._types)]
         times = [table[key].sync_ms if key in table else 0.0 for key in keys]
         if not all(times):
@@ -194,7 +194,7 @@ def cost_ms(stages: Sequence[Stage], partition: Sequence[int], costed: int) -> f
     partition: (stages + 1,) layer boundaries. (batches - 1) x slowest stage + all stages + time outside of layers +
     slowest optimizer + slowest gradient all-reduce + pipeline transfers + batch generator.
     """
-    layout, job, batches = stages[0].layout, stages[0].layout.job, stages[0].batches
+    ranks, job, batches = stages[0].ranks, stages[0].ranks.job, stages[0].batches
     compute, transfers, reduces, optimizers = [], 0, [], []
     optimizer_ms = 2 * job.model.optimizer_ms
     for number in range(costed):
@@ -204,7 +204,7 @@ def cost_ms(stages: Sequence[Stage], partition: Sequence[int], costed: int) -> f
         optimizers.append(optimizer_ms / stage.tp * ((y - x) / job.layers))
         if number < costed - 1:
             width = job.vocab / stage.tp if y == job.layers - 1 else job.hidden
-            bandwidth = layout.bandwidth_between(stage.start, stage.start + stage.gpus + stages[number + 1].gpus)
+            bandwidth = ranks.bandwidth_between(stage.start, stage.start + stage.gpus + stages[number + 1].gpus)
             transfers += stage.micro_batch * job.sequence * width / (bandwidth * _PER_GB_PER_MS)
     execution = (batches - 1) * max(compute) + plain_sum(compute)
     sync = stages[costed - 1].sync_ms * batches

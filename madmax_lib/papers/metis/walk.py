@@ -10,7 +10,6 @@ Which inter-stage plans there are is in `papers.metis.space`, the layers of a st
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,27 +20,27 @@ from typing import NamedTuple
 import pandas as pd
 
 from madmax_lib.papers.metis.balance import Balancer, shift_capacity
-from madmax_lib.papers.metis.job import Job, load_job, order_of, whole_above_0
-from madmax_lib.papers.metis.space import Block, blocks, divisors
-from madmax_lib.papers.metis.stages import Layout, NotProfiled, Stage, cost_ms
+from madmax_lib.papers.metis.job import MetisJob, check_whole, load_job, order_of
+from madmax_lib.papers.metis.space import GroupList, divisors, group_lists
+from madmax_lib.papers.metis.stages import NotProfiled, RankOrder, Stage, cost_ms
 from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.profiles import Profiles, plain_sum
 
-__all__ = ["SearchResult", "search"]
+__all__ = ["MetisResult", "search"]
 
-_COLUMNS = ["cost", "enum_index", "node_sequence", "device_groups", "strategies", "batches", "layer_partition",
-            "partition_attempt", "num_stage_used_for_cost"]  # fmt: skip
 _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
-class SearchResult:
-    """What a search found.
+class MetisResult:
+    """What a search came to.
 
     count: moves and failed attempts up to the last accepted plan of each inter-stage plan, as Metis counts.
     count_total: all moves and failed attempts.
+    inter_stage_plans: device groups with a number of micro-batches that were tried.
+    dropped: accepted plans that could not be costed.
     plans: one row per costed plan, by cost (ms) and then in order of enumeration; strategies are [dp, tp] per stage.
-    dropped: accepted plans that could not be costed. seconds: CPU time of each trial without reading files.
+    seconds: CPU time without reading files.
     reason: why there is no plan, else empty.
     """
 
@@ -50,7 +49,7 @@ class SearchResult:
     inter_stage_plans: int
     dropped: int
     plans: pd.DataFrame = field(repr=False)
-    seconds: tuple[float, ...]
+    seconds: float
     reason: str = ""
 
     @property
@@ -62,16 +61,6 @@ class SearchResult:
     def best_cost_ms(self) -> float:
         """Cost of the first plan; NaN without a plan."""
         return float(self.plans["cost"].iloc[0]) if len(self.plans) else math.nan
-
-    @property
-    def seconds_mean(self) -> float:
-        """Mean CPU time of a trial."""
-        return statistics.fmean(self.seconds)
-
-    @property
-    def seconds_spread(self) -> float:
-        """Standard deviation over trials; 0 for one."""
-        return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
 
 
 def search(
@@ -88,36 +77,50 @@ def search(
     max_permute_len: int,
     max_tp: int,
     max_bs: int,
-    hidden: int = 4096,
-    sequence: int = 1024,
-    vocab: int = 51200,
-    trials: int = 1,
-) -> SearchResult:
+    **sizes: int,
+) -> MetisResult:
     """All plans that Metis costs.
 
     profiles: folder of profile files, or loaded. hostfile, clusterfile: paths, or the nodes in place of the first.
     node_order: GPU types in the order enumerated first. model_profile: such as "A100_tp4_bs4", the profile that gives
     parameters, optimizer and batch generator; None is the first in sorted order. strategy: the fork's order of moves.
-    Raises ValueError for input outside of the rules and for a profile that the search needs and does not have.
+    sizes: hidden, sequence and vocab of `MetisJob`. Raises ValueError for input outside of the rules and for a profile
+    that the search needs and does not have.
     """
-    job, nodes = load_job(profiles, hostfile, clusterfile, model_profile=model_profile, layers=layers,
-                          global_batch=global_batch, max_tp=max_tp, max_bs=max_bs, hidden=hidden, sequence=sequence,
-                          vocab=vocab)  # fmt: skip
+    limits = {"layers": layers, "global_batch": global_batch, "max_tp": max_tp, "max_bs": max_bs}
+    job, nodes = load_job(profiles, hostfile, clusterfile, model_profile=model_profile, **limits, **sizes)
     order = order_of(node_order, nodes)
-    whole_above_0("max_permute_len", max_permute_len)
-    whole_above_0("trials", trials)
+    check_whole("max_permute_len", max_permute_len)
     if not variance > 0:
         raise ValueError(f"variance={variance!r} must be above 0")
+    began = time.process_time()
     gpus = sum(node.gpus for node in nodes)
-    seconds = []
-    for _ in range(trials):
-        began = time.process_time()
-        walk = _Walk(job, nodes, strategy)
-        walk.all(blocks(order, gpus, layers, variance=variance, max_permute_len=max_permute_len))
-        seconds.append(time.process_time() - began)
-    plans = pd.DataFrame(sorted(walk.plans, key=lambda plan: plan[0]), columns=_COLUMNS)
-    return SearchResult(walk.count, walk.count_total, walk.inter_stage_plans, walk.dropped, plans, tuple(seconds),
-                        "" if walk.plans else walk.reason())  # fmt: skip
+    walk = _Walk(job, nodes, strategy)
+    walk.all(group_lists(order, gpus, layers, variance=variance, max_permute_len=max_permute_len))
+    seconds = time.process_time() - began
+    return MetisResult(
+        walk.count,
+        walk.count_total,
+        walk.inter_stage_plans,
+        walk.dropped,
+        pd.DataFrame(sorted(walk.plans, key=lambda plan: plan.cost), columns=_CostedPlan._fields),
+        seconds,
+        "" if walk.plans else walk.reason(),
+    )
+
+
+class _CostedPlan(NamedTuple):
+    """A plan as Metis prints it: the columns of `MetisResult.plans`."""
+
+    cost: float
+    enum_index: int
+    node_sequence: list[str]
+    device_groups: list[int]
+    strategies: list[list[int]]
+    batches: int
+    layer_partition: list[int]
+    partition_attempt: int
+    num_stage_used_for_cost: int
 
 
 class _Placed(NamedTuple):
@@ -133,30 +136,29 @@ class _Placed(NamedTuple):
 class _Walk:
     """One search: its state, counts and plans."""
 
-    def __init__(self, job: Job, nodes: Sequence[Node], strategy: bool):
+    def __init__(self, job: MetisJob, nodes: Sequence[Node], strategy: bool):
         self._job, self._nodes, self._strategy = job, nodes, strategy
         self._balancer = Balancer(job.demand)
         self.count = self.count_total = self.inter_stage_plans = self.dropped = 0
-        self.plans: list[tuple] = []
+        self.plans: list[_CostedPlan] = []
         self._least_missing: tuple = (-math.inf,)
 
-    def all(self, every: Iterable[Block]) -> None:
-        """Every inter-stage plan of every block."""
-        counts, layout = divisors(self._job.global_batch), None
-        for block in every:
-            if layout is None or layout.order != block.sequence:
-                layout = Layout(self._nodes, block.sequence, self._job)
-            for groups in block.groups:
-                starts = list(accumulate(groups, initial=0))
-                memory_mb = [layout.memory_mb(start, gpus) for start, gpus in zip(starts, groups, strict=False)]
-                shown = (list(block.sequence), list(groups))
-                for batches in counts:
+    def all(self, lists: Iterable[GroupList]) -> None:
+        """Every inter-stage plan of every list of device groups."""
+        batch_counts, ranks = divisors(self._job.global_batch), None
+        for groups_list in lists:
+            if ranks is None or ranks.order != groups_list.sequence:
+                ranks = RankOrder(self._nodes, groups_list.sequence, self._job)
+            for groups in groups_list.groups:
+                starts = list(accumulate(groups[:-1], initial=0))
+                placed = list(zip(starts, groups, strict=True))
+                memory_mb = [ranks.memory_mb(start, gpus) for start, gpus in placed]
+                for batches in batch_counts:
                     self.inter_stage_plans += 1
-                    stages = [layout.stage(start, gpus, gpus, batches)
-                              for start, gpus in zip(starts, groups, strict=False)]  # fmt: skip
-                    self._from_data_to_tensor(stages, memory_mb, shown, block.costed_stages)
+                    stages = [ranks.stage(start, gpus, gpus, batches) for start, gpus in placed]
+                    self._from_data_to_tensor(stages, memory_mb, groups_list.costed_stages)
 
-    def _from_data_to_tensor(self, stages: list[Stage], memory_mb: list[float], shown: tuple, costed: int) -> None:
+    def _from_data_to_tensor(self, stages: list[Stage], memory_mb: list[float], costed: int) -> None:
         """Halve dp of one stage after the other until a plan is accepted at once or no stage has dp > 1."""
         steps, invalid = 0, sum(not stage.valid for stage in stages)
         moves = _Moves(stages)
@@ -169,7 +171,7 @@ class _Walk:
                     self.count += steps
                     self.count_total += steps
                     steps = 0
-                    self._record(stages, placed, shown, costed)
+                    self._record(stages, placed, costed)
                     if placed.attempt == 1:
                         return
                 moves.by(failed if self._strategy and failed else placed.free_mb if placed.attempt else [])
@@ -192,8 +194,7 @@ class _Walk:
         while True:
             attempt += 1
             partition = self._balancer.partition(capacity)
-            demand_mb = [stage.demand_mb(x, y)
-                         for stage, x, y in zip(stages, partition, partition[1:], strict=False)]  # fmt: skip
+            demand_mb = [stage.demand_mb(x, y) for stage, x, y in zip(stages, partition, partition[1:], strict=False)]
             free_mb = [has - needs for has, needs in zip(memory_mb, demand_mb, strict=True)]
             first_free_mb = first_free_mb or free_mb
             if (least := min(free_mb)) >= 0:
@@ -205,15 +206,24 @@ class _Walk:
                 return _Placed(0, partition, free_mb, first_free_mb, attempt)
             capacity = shifted
 
-    def _record(self, stages: list[Stage], placed: _Placed, shown: tuple, costed: int) -> None:
+    def _record(self, stages: list[Stage], placed: _Placed, costed: int) -> None:
         try:
             cost = cost_ms(stages, placed.partition, costed)
         except NotProfiled:
             self.dropped += 1
             return
-        strategies = [stage.degrees for stage in stages]
-        self.plans.append((cost, len(self.plans), *shown, strategies, stages[0].batches, list(placed.partition),
-                           placed.attempt, costed))  # fmt: skip
+        plan = _CostedPlan(
+            cost=cost,
+            enum_index=len(self.plans),
+            node_sequence=list(stages[0].ranks.order),
+            device_groups=[stage.gpus for stage in stages],
+            strategies=[stage.degrees for stage in stages],
+            batches=stages[0].batches,
+            layer_partition=list(placed.partition),
+            partition_attempt=placed.attempt,
+            num_stage_used_for_cost=costed,
+        )
+        self.plans.append(plan)
 
     def reason(self) -> str:
         """Why no plan was found."""

@@ -90,7 +90,7 @@ def clusters_of(nodes: Sequence[Node]) -> dict[str, Cluster]:
     for node in nodes:
         alike = [other for other in nodes if other.device == node.device]
         gpus = min(other.gpus for other in alike)
-        links = Link("intra", node.intra_bytes_per_s), Link("inter", node.inter_bytes_per_s)
+        links = Link("intra", node.intra_gb_per_s * GB_PER_S), Link("inter", node.inter_gb_per_s * GB_PER_S)
         clusters[node.device] = Cluster(node.device, catalog.device(node.device), gpus, len(alike), *links)
     return clusters
 

@@ -1,7 +1,7 @@
 """Which GPUs stand in which node, and how are they joined?
 
 Host file ("ADDRESS slots=N" a line) and cluster file (JSON by address) of Metis [Um et al., USENIX ATC 2024]. A `Node`
-holds what the files say, in their units; its properties give bytes and bytes/s, in which all else is computed.
+holds what the files say, in their units; `prices.fleets` converts them to bytes and bytes/s.
 """
 
 from __future__ import annotations
@@ -50,21 +50,6 @@ class Node:
                 raise ValueError(f"{name}={value!r} is not a number above 0")
             if value > _MOST_GB:
                 raise ValueError(f"{name}={value:g} is over {_MOST_GB:g}: is it in bytes?")
-
-    @property
-    def memory_bytes(self) -> float:
-        """Memory of one GPU."""
-        return self.memory_gb * GB_BYTES
-
-    @property
-    def intra_bytes_per_s(self) -> float:
-        """Bandwidth inside the node."""
-        return self.intra_gb_per_s * GB_PER_S
-
-    @property
-    def inter_bytes_per_s(self) -> float:
-        """Bandwidth to other nodes."""
-        return self.inter_gb_per_s * GB_PER_S
 
 
 def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, ...]:

@@ -14,7 +14,7 @@ from itertools import permutations
 
 import numpy as np
 
-from madmax_lib.planner.hetero.nodes import Node
+from madmax_lib.planner.hetero.nodes import GB_BYTES, GB_PER_S, Node
 from madmax_lib.planner.hetero.profiles import Profiles
 
 __all__ = ["MB_BYTES", "Fleet", "Price", "Prices", "between", "bits", "fleets", "prices_of"]
@@ -163,9 +163,9 @@ def _fleet(groups: list[list[Node]]) -> Fleet:
         types=tuple(node.device for node in first),
         ends=np.cumsum([sum(node.gpus for node in group) for group in groups]),
         bounds=np.cumsum([0, *sizes]),
-        capacity_bytes=np.array([node.memory_bytes for node in first]),
-        intra_bytes_per_s=np.array([node.intra_bytes_per_s for node in first]),
-        inter_bytes_per_s=np.array([node.inter_bytes_per_s for node in first]),
+        capacity_bytes=np.array([node.memory_gb for node in first]) * GB_BYTES,
+        intra_bytes_per_s=np.array([node.intra_gb_per_s for node in first]) * GB_PER_S,
+        inter_bytes_per_s=np.array([node.inter_gb_per_s for node in first]) * GB_PER_S,
     )
 
 

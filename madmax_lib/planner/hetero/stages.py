@@ -8,7 +8,7 @@ type 2, ...), so samples are shared in closed form. The numbers are those of `he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -24,8 +24,10 @@ __all__ = ["StageTable", "Stages"]
 class Stages:
     """Stages over some layer slices, entries sorted by class.
 
-    entry: (e,) numbers in the space. classes: those that occur; starts: where each begins. parts: (e, rows) times of a
-    micro-batch, the gradient all-reduce and the optimizer; infinite where impossible. extra_s: (e,) beside these.
+    entry: (e,) numbers in the table.
+    classes, starts: those that occur, and where each begins.
+    parts: (e, rows) times of a micro-batch, the gradient all-reduce and the optimizer; infinite where impossible.
+    extra_s: (e,) batch generator of a first stage and end of the passes of a last one.
     """
 
     entry: np.ndarray
@@ -42,9 +44,24 @@ class Stages:
         return result
 
 
-class StageTable:
-    """Stages of one fleet order and number of micro-batches, over a grid.
+@dataclass(frozen=True, eq=False)
+class _ReplicaSums:
+    """What a replica takes for the first 0, 1, ... layers: (layers + 1,) each, and beside them."""
 
+    priced: bool
+    base_bytes: float
+    memory_bytes: np.ndarray
+    live_bytes: np.ndarray
+    layer_s: np.ndarray
+    sync_s: float = -np.inf
+    generator_s: float = -np.inf
+
+
+class StageTable:
+    """Stages of one order of GPU types and number of micro-batches, over a grid.
+
+    size, low, high: (classes,) GPUs of a group, and its first and last type.
+    of_class, way, tp, dp: (entries,) class and degrees of an entry; most: samples of its largest replica.
     group: (n, places + 1) class of the group of each size at each position, `classes` where it ends beyond the GPUs.
     kind: (n, places + 1) what the stage before must know of it, a number in `kinds`: (lies in the node of the rank
     before it, least bandwidth beyond a node).
@@ -94,24 +111,23 @@ class StageTable:
         return every
 
     def _entries(self) -> None:
-        ways, parts = self.prices.ways, []
-        known = np.array([[any((name, tp, way, 1 << k) in self.prices.table for k in range(64)) for tp, way in ways]
-                          for name in self.fleet.types])  # fmt: skip
-        every = np.arange(self.classes)
-        for number, (tp, _) in enumerate(ways):
-            unknown = np.cumsum(np.insert(~known[:, number], 0, False))
+        """Classes with the ways whose degree divides them, and which all their types have prices for."""
+        ways, types = self.prices.ways, self.fleet.types
+        priced = {key[:3] for key in self.prices.table}
+        every, tables = np.arange(self.classes), []
+        for number, (tp, way) in enumerate(ways):
+            unpriced = np.cumsum([0, *((name, tp, way) not in priced for name in types)])
             usable = (self.size % tp == 0) & (self.size // tp <= self.samples) & (self.fits_node >> number & 1 == 1)
-            usable &= unknown[self.high + 1] == unknown[self.low]
-            parts.append(np.stack([every[usable], np.full(usable.sum(), number)], axis=1))
-        table = np.concatenate(parts)
-        table = table[np.lexsort((table[:, 1], table[:, 0]))]
-        self.of_class, self.way = table.T
+            usable &= unpriced[self.high + 1] == unpriced[self.low]
+            tables.append(np.stack([every[usable], np.full(usable.sum(), number)], axis=1))
+        table = np.concatenate(tables)
+        self.of_class, self.way = table[np.lexsort((table[:, 1], table[:, 0]))].T
         self.tp = np.array([tp for tp, _ in ways])[self.way]
         self.dp = self.size[self.of_class] // self.tp
         self._share()
 
     def _share(self) -> None:
-        """Forms of each entry: the (type, way, samples) of its replicas, as codes into the prices of `_priced`."""
+        """Forms of each entry: the (type, way, samples) of its replicas, as codes into the rows of `_sums`."""
         counts, low, high = self._runs()
         types, ways = len(self.fleet.types), len(self.prices.ways)
         whole_s = self._whole_model_s()
@@ -174,8 +190,8 @@ class StageTable:
         return between(one, np.max)
 
     @cached_property
-    def _priced(self) -> dict[str, np.ndarray]:
-        """For each code: sums over the first layers of time and memory, (codes, layers + 1), sync and generator."""
+    def _sums(self) -> dict[str, np.ndarray]:
+        """Columns of `_ReplicaSums` for each code, and the memory of its GPU."""
         rows, capacity_bytes = [], np.zeros(len(self.codes))
         for place, code in enumerate(self.codes.tolist()):
             rest, samples = divmod(max(code, 0), self.samples + 1)
@@ -183,27 +199,26 @@ class StageTable:
             capacity_bytes[place] = self.fleet.capacity_bytes[kind]
             key = (self.fleet.types[kind], *self.prices.ways[way], samples)
             if key not in self.grid.sums:
-                self.grid.sums[key] = self._sums(*key)
+                self.grid.sums[key] = self._replica_sums(*key)
             rows.append(self.grid.sums[key])
-        names = ("known", "base_bytes", "layer_s", "memory_bytes", "live_bytes", "sync_s", "generator_s")
-        rows.append(self._sums("", 0, "", 0))  # gives the columns their shape where there is no code
-        found = {name: np.array(column)[:-1] for name, column in zip(names, zip(*rows, strict=True), strict=True)}
-        return found | {"capacity_bytes": capacity_bytes, "known": found["known"] & (self.codes >= 0)}
+        rows.append(self._replica_sums("", 0, "", 0))  # gives the columns their shape where there is no code
+        names = [field.name for field in fields(_ReplicaSums)]
+        columns = {name: np.array([getattr(row, name) for row in rows])[:-1] for name in names}
+        return columns | {"capacity_bytes": capacity_bytes, "priced": columns["priced"] & (self.codes >= 0)}
 
-    def _sums(self, device: str, tp: int, way: str, samples: int) -> tuple:
-        """A row of `_priced`; a replica without samples holds memory all the same."""
-        pieces = [self.prices.table.get((device, tp, way, bit)) for bit in bits(max(samples, 1))]
+    def _replica_sums(self, device: str, tp: int, way: str, samples: int) -> _ReplicaSums:
+        """A replica without samples holds memory all the same."""
+        pieces = [self.prices.table.get((device, tp, way, piece)) for piece in bits(max(samples, 1))]
         nothing = np.zeros(self.grid.layers + 1)
         if None in pieces:
-            return False, 0.0, nothing, nothing, nothing, -np.inf, -np.inf
-        memory_bytes, live_bytes, layer_s = (
-            np.append(0.0, np.cumsum(values)) for values in
-            (pieces[0].memory_bytes, sum(p.live_bytes for p in pieces), sum(p.layer_s for p in pieces))
-        )  # fmt: skip
+            return _ReplicaSums(False, 0.0, nothing, nothing, nothing)
+        base_bytes, memory_bytes = pieces[0].base_bytes, _cumulative(pieces[0].memory_bytes)
+        live_bytes = _cumulative(sum(piece.live_bytes for piece in pieces))
         if not samples:
-            return True, pieces[0].base_bytes, nothing, memory_bytes, live_bytes, -np.inf, -np.inf
-        ends = (sum(p.sync_s for p in pieces), sum(p.generator_s for p in pieces))
-        return True, pieces[0].base_bytes, layer_s, memory_bytes, live_bytes, *ends
+            return _ReplicaSums(True, base_bytes, memory_bytes, live_bytes, nothing)
+        layer_s = _cumulative(sum(piece.layer_s for piece in pieces))
+        sync_s, generator_s = sum(piece.sync_s for piece in pieces), sum(piece.generator_s for piece in pieces)
+        return _ReplicaSums(True, base_bytes, memory_bytes, live_bytes, layer_s, sync_s, generator_s)
 
     def stages(self, where: str, in_flight: int = 1, *, lacking: bool = False) -> Stages:
         """Stages over the middle, first or last slices or the whole model, with micro-batches in flight.
@@ -220,30 +235,30 @@ class StageTable:
             if where in ("first", "whole"):
                 usable = np.isin(self.of_class, self.group[:, 0]) & (usable | (self.low == self.high)[self.of_class])
             entry = entry[usable]
-        forms, priced = self.forms[entry], self._priced
-        time_s = _largest(_slices(priced["layer_s"], rows), forms)
+        forms, sums = self.forms[entry], self._sums
+        time_s = _largest(_slices(sums["layer_s"], rows), forms)
         missing_bytes = np.zeros_like(time_s)
         if self.rules.memory_factor:
             held_bytes = (
-                _slices(priced["memory_bytes"] + in_flight * priced["live_bytes"], rows) + priced["base_bytes"][:, None]
+                _slices(sums["memory_bytes"] + in_flight * sums["live_bytes"], rows) + sums["base_bytes"][:, None]
             )
-            missing_bytes = self.rules.memory_factor * held_bytes - priced["capacity_bytes"][:, None]
+            missing_bytes = self.rules.memory_factor * held_bytes - sums["capacity_bytes"][:, None]
             missing_bytes = np.maximum(_largest(missing_bytes, forms), 0.0)
-        unknown = ~priced["known"][forms].all(axis=1)
+        unknown = ~sums["priced"][forms].all(axis=1)
         time_s = missing_bytes if lacking else np.where(missing_bytes > 0, np.inf, time_s)
         time_s[unknown] = np.inf
         classes, starts = np.unique(self.of_class[entry], return_index=True)
         extra_s = np.zeros(len(entry))
         for name, places in (("generator_s", ("first", "whole")), ("sync_s", ("last", "whole"))):
             if where in places and len(entry):
-                extra_s += self.batches * np.where(unknown, 0.0, priced[name][forms].max(axis=1))
+                extra_s += self.batches * np.where(unknown, 0.0, sums[name][forms].max(axis=1))
         return Stages(entry, classes, starts, (time_s, *self._updates_s(entry, rows)), extra_s)
 
     def _updates_s(self, entry: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Gradient all-reduce and optimizer of entries over slices."""
         of, dp, tp, prices = self.of_class[entry], self.dp[entry], self.tp[entry], self.prices
         bandwidth = np.where(self.one_node[of], self.fleet.intra_bytes_per_s[self.low[of]], self.inter[of])
-        size_bytes = _slices(np.append(0.0, np.cumsum(prices.parameters_bytes))[None], rows)
+        size_bytes = _slices(_cumulative(prices.parameters_bytes)[None], rows)
         gradients_s = (2 * (dp - 1) / (dp * bandwidth) / tp)[:, None] * size_bytes
         slowest = between(np.array([prices.optimizer_s[name] for name in self.fleet.types]), np.max)
         share = (rows[1] - rows[0]) / prices.layers
@@ -257,6 +272,11 @@ class StageTable:
         bandwidth = np.where(nearby & self.one_node[of], intra, inter)
         size_bytes = self.most[entry] * rules.sample_bytes
         return size_bytes / (bandwidth)
+
+
+def _cumulative(values: np.ndarray) -> np.ndarray:
+    """(layers + 1,) sums over the first 0, 1, ... layers."""
+    return np.append(0.0, np.cumsum(values))
 
 
 def _slices(sums: np.ndarray, rows: np.ndarray) -> np.ndarray:
