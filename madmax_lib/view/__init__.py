@@ -62,6 +62,12 @@ if TYPE_CHECKING:
         plot_memory as plot_memory,
         plot_memory_categories as plot_memory_categories,
     )
+    from madmax_lib.view.plots.offload import (
+        plot_levers as plot_levers,
+        plot_moments as plot_moments,
+        plot_places as plot_places,
+        plot_streams as plot_streams,
+    )
     from madmax_lib.view.plots.operators import (
         plot_kernel_types as plot_kernel_types,
         plot_kernels as plot_kernels,

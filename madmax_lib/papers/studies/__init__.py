@@ -8,7 +8,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from madmax_lib.papers.studies import hybrid as hybrid, memory_wall as memory_wall, vit_study as vit_study
-    from madmax_lib.papers.studies.memory_levers import known_table as known_table, lever_table as lever_table
+    from madmax_lib.papers.studies.memory_facts import memory_facts as memory_facts
     from madmax_lib.papers.studies.plots import (
         plot_gelu as plot_gelu,
         plot_loss as plot_loss,
@@ -24,14 +24,10 @@ if TYPE_CHECKING:
     from madmax_lib.papers.studies.wall_plots import (
         plot_adam as plot_adam,
         plot_launch_gain as plot_launch_gain,
-        plot_levers as plot_levers,
         plot_limits as plot_limits,
         plot_methods as plot_methods,
-        plot_moments as plot_moments,
-        plot_places as plot_places,
         plot_power as plot_power,
         plot_share as plot_share,
-        plot_streams as plot_streams,
         plot_token_energy as plot_token_energy,
     )
 

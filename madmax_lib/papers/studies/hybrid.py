@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
@@ -19,16 +18,20 @@ from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory.memory import memory, peak_bytes
 from madmax_lib.specs import Transformer
 
-__all__ = ["Window", "audit", "claims", "gelu", "local_model", "log_window", "memory_rows", "mlp", "runs",
-           "script_flops", "splits"]  # fmt: skip
+__all__ = ["audit", "claims", "gelu", "memory_rows", "mlp", "runs", "splits"]
 
 _MODEL, _RUNS = "gpt2-large", "studies/gpt2_large"
 _RULES = "figures of makramab/hybrid-parallelism read again"
 _BUCKET_BYTES = 2 * 5e7  # its DeepSpeed configuration: 5e7 fp16 elements
+_L2_BYTES = 40e6  # of the A100, NVIDIA A100 white paper
 
 
-class Window(NamedTuple):
-    """Steps that the reported averages cover: those after the last log line, the last batch being short."""
+class _Window(NamedTuple):
+    """Steps that the reported averages cover: those after the last log line, the last batch being short.
+
+    steps: of the epoch. counted: after the last log line. last_batch: samples per rank in the last step.
+    inflation: full batches over the real ones, over the counted steps.
+    """
 
     steps: int
     counted: int
@@ -36,35 +39,34 @@ class Window(NamedTuple):
     inflation: float
 
 
-def log_window(samples: int, ranks: int, batch: int, interval: int) -> Window:
-    """Steps of an epoch, steps after the last log line, samples in the last batch, and what counting it full adds.
+def _log_window(samples: int, ranks: int, batch: int, interval: int) -> _Window:
+    """Steps that an average covers whose sums start anew every `interval` steps.
 
-    samples: over all ranks. batch: samples per rank and step. interval: steps between two log lines, after which sums
-    start anew. inflation: full batches over real ones within the window.
+    samples: over all ranks. batch: samples per rank and step.
 
-    >>> log_window(5000, 4, 8, 10)
-    Window(steps=157, counted=7, last_batch=2, inflation=1.12)
+    >>> _log_window(5000, 4, 8, 10)
+    _Window(steps=157, counted=7, last_batch=2, inflation=1.12)
     """
     own = samples // ranks
     steps = -(-own // batch)
     counted = steps % interval or min(interval, steps)
     last = own - (steps - 1) * batch
-    return Window(steps, counted, last, counted * batch / ((counted - 1) * batch + last))
+    return _Window(steps, counted, last, counted * batch / ((counted - 1) * batch + last))
 
 
-def script_flops(model: Transformer, sequence: int, tp: int = 1) -> float:
+def _script_flops(model: Transformer, sequence: int, tp: int = 1) -> float:
     """FLOPs of a sample in the study's script: 3 [L (24 s h^2 + 2 s^2 h) + 2 s h + 2 s h V], half the attention.
 
     tp: what one of tp peers executes of it: its part of the layers, and the whole embedding and head.
 
-    >>> f"{script_flops(catalog.model('gpt2-large'), 1024):.4e}"
+    >>> f"{_script_flops(catalog.model('gpt2-large'), 1024):.4e}"
     '5.0338e+12'
     """
     s, h = sequence, model.hidden
     return 3 * (model.layers * (24 * s * h**2 + 2 * s**2 * h) / tp + 2 * s * h + 2 * s * h * model.vocab)
 
 
-def local_model(tp: int) -> Transformer:
+def _local_model(tp: int) -> Transformer:
     """What a GPU of the study held under TP: layers of 1/tp of the heads and channels, embedding and head whole."""
     model = catalog.model(_MODEL)
     heads = model.heads // tp
@@ -87,20 +89,18 @@ def audit() -> pd.DataFrame:
     model = catalog.model(_MODEL)
     rows = []
     for row in runs().to_dict("records"):
-        window = log_window(row["samples"], row["gpus"], row["batch_per_gpu"], row["log_interval"])
-        flops, usual = script_flops(model, row["sequence"]), 3 * model.forward_flops(1, row["sequence"])
+        window = _log_window(row["samples"], row["gpus"], row["batch_per_gpu"], row["log_interval"])
+        flops, usual = _script_flops(model, row["sequence"]), 3 * model.forward_flops(1, row["sequence"])
         peak = row["gpus"] * catalog.device(row["gpu"]).peak("fp16")
         labels = row["sequence"] - 1  # tokens that the script counts: those with a next one
         in_window, overall = row["tokens_per_s"] / labels, row["samples"] / row["train_time_s"]  # samples/s
-        rows.append({
-            "config": row["config"], "batch_per_gpu": row["batch_per_gpu"], "steps": window.steps,
-            "counted_steps": window.counted, "last_batch": window.last_batch, "inflation": window.inflation,
-            "mfu_reported": row["mfu_pct"] / 100,
-            "mfu_reproduced": flops * in_window * window.inflation / peak, "mfu_window": flops * in_window / peak,
-            "mfu_wall": flops * overall / peak, "tokens_per_s": row["tokens_per_s"],
-            "useful_tokens_per_s": labels * overall / row["tp"], "mfu_corrected": usual * overall / row["tp"] / peak,
-            "executed": script_flops(model, row["sequence"], row["tp"]) / flops,
-        })  # fmt: skip
+        mfu_window, useful = flops * in_window / peak, overall / row["tp"]
+        audited = {"config": row["config"], "batch_per_gpu": row["batch_per_gpu"], "steps": window.steps}
+        audited |= {"counted_steps": window.counted, "last_batch": window.last_batch, "inflation": window.inflation}
+        audited |= {"mfu_reported": row["mfu_pct"] / 100, "mfu_reproduced": mfu_window * window.inflation}
+        audited |= {"mfu_window": mfu_window, "mfu_wall": flops * overall / peak, "tokens_per_s": row["tokens_per_s"]}
+        audited |= {"useful_tokens_per_s": labels * useful, "mfu_corrected": usual * useful / peak}
+        rows.append(audited | {"executed": _script_flops(model, row["sequence"], row["tp"]) / flops})
     return with_origin(pd.DataFrame(rows), _RUNS, rules=_RULES)
 
 
@@ -110,15 +110,14 @@ def splits() -> pd.DataFrame:
     data_ranks: GPUs with samples of their own. The last batch of an epoch gives the split away.
     """
     rows = []
-    for row, found in zip(runs().to_dict("records"), audit().to_dict("records"), strict=True):
-        for data_ranks in dict.fromkeys((row["gpus"], row["gpus"] // row["tp"])):
-            window = log_window(row["samples"], data_ranks, row["batch_per_gpu"], row["log_interval"])
-            reads = found["mfu_window"] * window.inflation
-            rows.append({"config": row["config"], "batch_per_gpu": row["batch_per_gpu"], "data_ranks": data_ranks,
-                         **window._asdict(), "mfu_reported": found["mfu_reported"], "mfu": reads,
-                         "error": reads - found["mfu_reported"]})  # fmt: skip
-    table = pd.DataFrame(rows)
-    return with_origin(table[table["config"].str.contains("tp")].reset_index(drop=True), _RUNS, rules=_RULES)
+    for row, audited in zip(runs().to_dict("records"), audit().to_dict("records"), strict=True):
+        for data_ranks in (row["gpus"], row["gpus"] // row["tp"]) if row["tp"] > 1 else ():
+            window = _log_window(row["samples"], data_ranks, row["batch_per_gpu"], row["log_interval"])
+            mfu = audited["mfu_window"] * window.inflation
+            split = {"config": row["config"], "batch_per_gpu": row["batch_per_gpu"], "data_ranks": data_ranks}
+            split |= window._asdict() | {"mfu_reported": audited["mfu_reported"], "mfu": mfu}
+            rows.append(split | {"error": mfu - audited["mfu_reported"]})
+    return with_origin(pd.DataFrame(rows), _RUNS, rules=_RULES)
 
 
 def memory_rows() -> pd.DataFrame:
@@ -126,18 +125,18 @@ def memory_rows() -> pd.DataFrame:
 
     A TP row is the model that one GPU held (`local_model`), its states sharded over all four GPUs, as they were.
     """
-    rows = []
-    for row in runs().to_dict("records"):
+    table, predicted_gib = runs(), []
+    for row in table.to_dict("records"):
         ddp = row["config"] == "ddp"
-        plan = Plan(dp=row["gpus"], zero=0 if ddp else 3, micro_batch=row["batch_per_gpu"], recompute="full",
-                    attention="unfused", **({} if ddp else {"bucket_bytes": _BUCKET_BYTES}))  # fmt: skip
-        table = memory(local_model(row["tp"]), plan, sequence=row["sequence"], dtype="fp16",
-                       stack="torch" if ddp else "deepspeed")  # fmt: skip
-        predicted = peak_bytes(table, allocated=True) / 2**30
-        rows.append({"config": row["config"], "batch_per_gpu": row["batch_per_gpu"],
-                     "measured_gib": row["peak_memory_gib"], "predicted_gib": predicted,
-                     "error": predicted / row["peak_memory_gib"] - 1})  # fmt: skip
-    return with_origin(pd.DataFrame(rows), _RUNS, rules=_RULES)
+        shards = {"zero": 0} if ddp else {"zero": 3, "bucket_bytes": _BUCKET_BYTES}
+        plan = Plan(dp=row["gpus"], micro_batch=row["batch_per_gpu"], recompute="full", attention="unfused", **shards)
+        stack, model = "torch" if ddp else "deepspeed", _local_model(row["tp"])
+        parts = memory(model, plan, sequence=row["sequence"], dtype="fp16", stack=stack)
+        predicted_gib.append(peak_bytes(parts, allocated=True) / 2**30)
+    table = table.rename(columns={"peak_memory_gib": "measured_gib"}).assign(predicted_gib=predicted_gib)
+    table["error"] = table["predicted_gib"] / table["measured_gib"] - 1
+    columns = ["config", "batch_per_gpu", "measured_gib", "predicted_gib", "error"]
+    return with_origin(table[columns], _RUNS, rules=_RULES)
 
 
 def gelu() -> pd.DataFrame:
@@ -146,19 +145,15 @@ def gelu() -> pd.DataFrame:
     PyTorch's two kernels read and write the tensor twice, a fused kernel once; ideal_ms: once at full bandwidth.
     in_cache: input and output lie in the L2 cache, so that the figure is none of device memory.
     """
-    table, bandwidth = read_table("studies/gelu"), catalog.device("a100-40").memory_bandwidth_bytes_per_s
+    table = read_table("studies/gelu").drop(columns="source")
+    bandwidth = catalog.device("a100-40").memory_bandwidth_bytes_per_s
     size = 2 * table["batch"] * table["sequence"] * table["width"]
-    table = table.assign(
-        tensor_bytes=size,
-        ideal_ms=2e3 * size / bandwidth,
-        unfused_bytes_per_s=4 * size / table["unfused_ms"] * 1e3,
-        fused_bytes_per_s=2 * size / table["fused_ms"] * 1e3,
-        speedup=table["unfused_ms"] / table["fused_ms"],
-        in_cache=2 * size <= 40e6,  # L2 of the A100, NVIDIA A100 white paper
-    )
-    table["fused_share"] = table["fused_bytes_per_s"] / bandwidth
-    table["unfused_share"] = table["unfused_bytes_per_s"] / bandwidth
-    return with_origin(table.drop(columns="source"), "studies/gelu", rules=_RULES)
+    unfused, fused = 4e3 * size / table["unfused_ms"], 2e3 * size / table["fused_ms"]
+    table = table.assign(tensor_bytes=size, ideal_ms=2e3 * size / bandwidth)
+    table = table.assign(unfused_bytes_per_s=unfused, fused_bytes_per_s=fused)
+    table = table.assign(speedup=table["unfused_ms"] / table["fused_ms"], in_cache=2 * size <= _L2_BYTES)
+    table = table.assign(fused_share=fused / bandwidth, unfused_share=unfused / bandwidth)
+    return with_origin(table, "studies/gelu", rules=_RULES)
 
 
 def mlp() -> pd.DataFrame:
@@ -172,21 +167,24 @@ def mlp() -> pd.DataFrame:
 
 
 def claims() -> pd.DataFrame:
-    """What the study claims, what follows from its own numbers, and the relative error of the claim's reading."""
-    rows, parts, kernel = audit(), mlp().set_index("name"), gelu().iloc[-1]
+    """What the study claims and what follows from its own numbers: claim, theirs, ours, error (relative)."""
+    rows, parts, kernel = audit(), mlp().set_index("name")["ms"], gelu().iloc[-1]
     ddp, best = rows.iloc[0], rows.loc[rows["tokens_per_s"].idxmax()]
-    alone = 2 * kernel["tensor_bytes"] / parts.at["gelu", "ms"]  # bytes/ms of PyTorch's GELU without the bias
+    reported, useful = (best[rate] / ddp[rate] for rate in ("tokens_per_s", "useful_tokens_per_s"))
+    names = [f"MFU of {row.config}, batch {row.batch_per_gpu}: reproduced" for row in rows.itertuples()]
     table = [
-        *((f"MFU of {row.config}, batch {row.batch_per_gpu}: reproduced", row.mfu_reported, row.mfu_reproduced)
-          for row in rows.itertuples()),
+        *zip(names, rows["mfu_reported"], rows["mfu_reproduced"], strict=True),
         ("MFU of DDP from wall clock and usual FLOPs", ddp["mfu_reported"], ddp["mfu_corrected"]),
         ("MFU of the fastest row, at most", best["mfu_reported"], best["mfu_corrected"]),
-        ("speed of the fastest row over DDP, at most", best["tokens_per_s"] / ddp["tokens_per_s"],
-         best["useful_tokens_per_s"] / ddp["useful_tokens_per_s"]),
-        ("speed of a fused kernel, at the bandwidth of GELU alone", kernel["speedup"],
-         kernel["unfused_ms"] / (2 * kernel["tensor_bytes"] / alone)),
-        ("speed of the MLP if GELU took no time", np.nan, 1 / (1 - parts.at["gelu", "share"])),
-    ]  # fmt: skip
-    result = pd.DataFrame(table, columns=["claim", "reported", "ours"])
-    result["error"] = result["ours"] / result["reported"] - 1
+        ("speed of the fastest row over DDP, at most", reported, useful),
+        # a fused kernel that moves its bytes as fast as PyTorch's GELU without the bias does
+        (
+            "speed of a fused kernel, at the bandwidth of GELU alone",
+            kernel["speedup"],
+            kernel["unfused_ms"] / parts["gelu"],
+        ),
+        ("speed of the MLP if GELU took no time", float("nan"), 1 / (1 - parts["gelu"] / parts["full mlp"])),
+    ]
+    result = pd.DataFrame(table, columns=["claim", "theirs", "ours"])
+    result["error"] = result["ours"] / result["theirs"] - 1
     return with_origin(result, _RUNS, "studies/gelu", "studies/mlp", rules=_RULES)

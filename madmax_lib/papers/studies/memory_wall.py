@@ -15,7 +15,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.case import Case
-from madmax_lib.papers.origin import with_origin
+from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import estimate, work_of
 from madmax_lib.simulator.offload.fits import fits, gpt_shape, largest_model
@@ -27,10 +27,17 @@ from madmax_lib.simulator.step.power import step_energy
 from madmax_lib.simulator.step.step_time import COMMUNICATION, COMPUTE
 from madmax_lib.specs import Cluster, Transformer
 
-__all__ = ["STUDY_METHODS", "adam_published", "hypotheses_table", "limits_table", "measured_host", "methods_table",
-           "seed_model", "seed_models", "share_table"]  # fmt: skip
+__all__ = [
+    "adam_published",
+    "hypotheses_table",
+    "limits_table",
+    "measured_host",
+    "methods_table",
+    "shape",
+    "share_table",
+]
 
-STUDY_METHODS = {
+_METHODS = {  # of the study: plan, share of the states off the device (None: the fastest that fits)
     "DDP": ("z0", None),
     "ZeRO-1": ("z1", None),
     "ZeRO-2": ("z2", None),
@@ -40,7 +47,8 @@ STUDY_METHODS = {
     "Gemini, static": ("z3.offload-chunks", 1.0),
     "Gemini, dynamic": ("z3.offload-chunks", None),
 }
-_MACHINE_FILES = ("clusters.csv", "devices.csv", "hosts.csv", "links.csv", "parameters.json")
+_SHAPES = "studies/hetero_models"
+_MACHINES = ("clusters", "devices", "hosts", "links", "parameters.json")
 _RULES = "predicted by the simulator"
 _CAUSES = {
     "compute": COMPUTE,
@@ -50,19 +58,13 @@ _CAUSES = {
 }
 
 
-def seed_models() -> list[str]:
-    """Names of the shapes, the smallest first."""
-    return catalog.table("papers/studies/hetero_models")["name"].tolist()
-
-
-def seed_model(name: str) -> Transformer:
-    """A shape by name. Raises ValueError for an unknown one."""
-    rows = catalog.table("papers/studies/hetero_models").set_index("name")
+def shape(name: str) -> Transformer:
+    """A shape of the study by name, such as gpt2_10b. Raises ValueError for an unknown one."""
+    rows = read_table(_SHAPES).set_index("name")
     if name not in rows.index:
         raise ValueError(f"model {name!r} is not one of {', '.join(rows.index)}")
-    row = rows.loc[name]
-    shape = gpt_shape(int(row["hidden"]), int(row["layers"]), int(row["sequence"]), int(row["heads"]))
-    return replace(shape, name=name)
+    dimensions = (int(rows.at[name, column]) for column in ("hidden", "layers", "sequence", "heads"))
+    return replace(gpt_shape(*dimensions), name=name)
 
 
 def methods_table(cluster: Cluster, models: Iterable[str] | None = None, *, micro_batch: int = 16) -> pd.DataFrame:
@@ -74,49 +76,45 @@ def methods_table(cluster: Cluster, models: Iterable[str] | None = None, *, micr
     token_j with token_low_j and token_high_j. What does not fit has no times.
     """
     rows = []
-    for name in models or seed_models():
-        model = seed_model(name)
-        for method, (text, share) in STUDY_METHODS.items():
+    for model in map(shape, models or read_table(_SHAPES)["name"]):
+        for method, (text, share) in _METHODS.items():
             plan = Plan.parse(f"dp{cluster.world_size}.mb{micro_batch}.full.{text}")
-            rows.append({"model": name, "parameters": model.parameters, "method": method, "plan": str(plan),
-                         **_row(model, cluster, plan, Policy(share=share))})  # fmt: skip
-    return with_origin(pd.DataFrame(rows), "studies/hetero_models", *_MACHINE_FILES, rules=_RULES)
+            row = {"model": model.name, "parameters": model.parameters, "method": method, "plan": str(plan)}
+            rows.append(row | _outcome(model, cluster, plan, Policy(share=share)))
+    return with_origin(pd.DataFrame(rows), _SHAPES, *_MACHINES, rules=_RULES)
 
 
 def limits_table() -> pd.DataFrame:
     """The largest model per published method and machine: system, method, machine, published and ours (1e9 parameters),
     ratio, bound (place that is full) and confidence. A published size is what was tried, so ours should not be less.
     """
-    rows = []
-    for row in catalog.table("papers/studies/scale_limits").to_dict("records"):
-        cluster = replace(catalog.cluster(row["cluster"]), devices_per_node=int(row["devices"]))
-        found = largest_model(cluster, row["method"])
-        published, ours = float(row["params_e9"]), found.parameters / 1e9
-        rows.append({"system": row["system"], "method": row["method"],
-                     "machine": f"{row['devices']} x {cluster.device.name}, {float(row['host_memory_gb']):.0f} GB",
-                     "published": published, "ours": ours, "ratio": ours / published, "bound": found.result.bound,
-                     "confidence": row["confidence"]})  # fmt: skip
-    return with_origin(pd.DataFrame(rows), "studies/scale_limits", *_MACHINE_FILES, rules=_RULES)
+    table = read_table("studies/scale_limits").rename(columns={"params_e9": "published"})
+    machines, limits = [], []
+    for row in table.itertuples():
+        cluster = replace(catalog.cluster(row.cluster), devices_per_node=row.devices)
+        machines.append(f"{row.devices} x {cluster.device.name}, {row.host_memory_gb:.0f} GB")
+        limits.append(largest_model(cluster, row.method))
+    table = table.assign(machine=machines, ours=[limit.parameters / 1e9 for limit in limits])
+    table = table.assign(ratio=table["ours"] / table["published"], bound=[limit.result.bound for limit in limits])
+    columns = ["system", "method", "machine", "published", "ours", "ratio", "bound", "confidence"]
+    return with_origin(table[columns], "studies/scale_limits", *_MACHINES, rules=_RULES)
 
 
-def _row(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -> dict:
-    batch = plan.dp * plan.micro_batch
-    found = fits(model, cluster, plan, global_batch=batch, dtype="fp16", policy=policy if plan.offload else None)
-    row = {"fits": found.fits, "bound": found.bound}
-    if not found.fits:
+def _outcome(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -> dict:
+    """Whether a plan fits, and if it does its times, what holds it up, and its energy."""
+    run = {"global_batch": plan.dp * plan.micro_batch, "dtype": "fp16"}
+    placement = fits(model, cluster, plan, policy=policy if plan.offload else None, **run)
+    row = {"fits": placement.fits, "bound": placement.bound}
+    if not placement.fits:
         return row
-    times = estimate(model, cluster, plan, global_batch=batch, dtype="fp16", policy=policy).iloc[0]
-    parts = {cause: sum(times.get(name, 0.0) for name in names) for cause, names in _CAUSES.items()}
-    tokens = batch * model.sequence
-    share = times.get("offload_share", float("nan"))
+    times = estimate(model, cluster, plan, policy=policy, **run).iloc[0]
+    causes = {cause: sum(times.get(name, 0.0) for name in names) for cause, names in _CAUSES.items()}
+    tokens, share = run["global_batch"] * model.sequence, times.get("offload_share", float("nan"))
+    row |= {"share": share, **times[["step_s", "low_s", "high_s", "tokens_per_s"]]}
+    row |= {"offload_s": times.get("offload_s", 0.0), "bottleneck": max(causes, key=causes.get)}
+    row["tflops"] = 8 * model.parameters * tokens / times["step_s"] / cluster.world_size / 1e12
     energy = step_energy(times, cluster, tokens, _host_busy_s(model, cluster, plan, share))
-    tflops = 8 * model.parameters * tokens / times["step_s"] / cluster.world_size / 1e12
-    return row | {
-        "share": share,
-        **{name: times[name] for name in ("step_s", "low_s", "high_s", "tokens_per_s")},
-        "offload_s": times.get("offload_s", 0.0), "bottleneck": max(parts, key=parts.get), "tflops": tflops,
-        **{name: energy[name] for name in ("token_j", "token_low_j", "token_high_j")},
-    }  # fmt: skip
+    return row | {name: energy[name] for name in ("token_j", "token_low_j", "token_high_j")}
 
 
 def _host_busy_s(model: Transformer, cluster: Cluster, plan: Plan, share: float) -> float:
@@ -134,13 +132,12 @@ def hypotheses_table(cluster: Cluster, *, micro_batch: int = 16) -> pd.DataFrame
     model, bytes per parameter, host_gb (states in host memory), fits.
     """
     rows = []
-    for name in ("gpt2_9b", "gpt2_10b", "gpt2_14b"):
-        model = seed_model(name)
-        plan = Plan(dp=cluster.world_size, micro_batch=micro_batch, zero=3, recompute="full", offload="chunks")
+    plan = Plan(dp=cluster.world_size, micro_batch=micro_batch, zero=3, recompute="full", offload="chunks")
+    for model in map(shape, ("gpt2_9b", "gpt2_10b", "gpt2_14b")):
         for gradients in (0, 2, 4):
             policy = Policy(share=1.0, gradient_bytes=gradients)
-            found = fits(model, cluster, plan, global_batch=plan.dp * micro_batch, dtype="fp16", policy=policy)
-            rows.append((name, 14 + gradients, (14 + gradients) * model.parameters / 1e9, found.fits))
+            placement = fits(model, cluster, plan, global_batch=plan.dp * micro_batch, dtype="fp16", policy=policy)
+            rows.append((model.name, 14 + gradients, (14 + gradients) * model.parameters / 1e9, placement.fits))
     return pd.DataFrame(rows, columns=["model", "bytes per parameter", "host_gb", "fits"])
 
 
@@ -160,16 +157,13 @@ def share_table(model: Transformer, cluster: Cluster, plan: Plan, *, global_batc
 
 def measured_host() -> pd.DataFrame:
     """What `benchmarks/host.py` measured on the machine that the source column names."""
-    table = catalog.table("papers/studies/host_measured")
-    numbers = [name for name in table if name not in ("what", "how", "machine", "source", "date")]
-    table = table.astype(dict.fromkeys(numbers, float)).astype({"threads": int})
-    return with_origin(table, "studies/host_measured", rules="as measured")
+    return with_origin(read_table("studies/host_measured").copy(), "studies/host_measured", rules="as measured")
 
 
 def adam_published() -> pd.DataFrame:
     """Published seconds of CPU Adam beside ours: parameters, published_s, ours_s, ratio."""
-    table = catalog.table("papers/studies/adam_published").astype({"parameters": float, "seconds": float})
-    ours = [rates(replace(catalog.cluster(row.machine), devices_per_node=1)).adam_s(row.parameters)
-            for row in table.itertuples()]  # fmt: skip
-    return pd.DataFrame({"parameters": table["parameters"], "published_s": table["seconds"], "ours_s": ours,
-                         "ratio": ours / table["seconds"]})  # fmt: skip
+    table = read_table("studies/adam_published").rename(columns={"seconds": "published_s"})
+    hosts = [rates(replace(catalog.cluster(machine), devices_per_node=1)) for machine in table["machine"]]
+    ours_s = [host.adam_s(size) for host, size in zip(hosts, table["parameters"], strict=True)]
+    table = table[["parameters", "published_s"]].assign(ours_s=ours_s)
+    return table.assign(ratio=table["ours_s"] / table["published_s"])

@@ -5,254 +5,243 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.transforms import ScaledTranslation
 
-from madmax_lib.papers.style import GREY, PAPER, legend, note, paper_marks
-from madmax_lib.view.drawing import COLORS, fill_of, keep_data, new_axes
+from madmax_lib.view.drawing import (
+    COLORS,
+    DASHED,
+    GREY,
+    PAPER,
+    areas,
+    bars,
+    finish,
+    line_key,
+    lines,
+    mark_key,
+    new_axes,
+    note,
+    patch_key,
+    published,
+)
 from madmax_lib.view.plots.steps import COMPONENTS, OTHER
 
-__all__ = ["plot_gelu", "plot_loss", "plot_memory_parts", "plot_memory_rows", "plot_mfu", "plot_mlp", "plot_overlap",
-           "plot_phases", "plot_scaling", "plot_steps"]  # fmt: skip
+__all__ = [
+    "plot_gelu",
+    "plot_loss",
+    "plot_memory_parts",
+    "plot_memory_rows",
+    "plot_mfu",
+    "plot_mlp",
+    "plot_overlap",
+    "plot_phases",
+    "plot_scaling",
+    "plot_steps",
+]
 
 _GIB = 2**30
 _BIN = 16  # logged steps per point of a curve
+_ORANGE = COLORS["comm"]
+_MARKS = {  # columns of `hybrid.audit`: name, mark
+    "mfu_reproduced": ("reproduced", {"marker": "x", "ms": 7}),
+    "mfu_window": ("real batches", {"marker": "|", "ms": 9}),
+    "mfu_wall": ("wall clock", {"marker": "o", "ms": 4}),
+}
 _STRATEGIES = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zeropp": "ZeRO++"}
 _LINES = {"zero2": (COLORS["compute"], "o"), "zero3": (COLORS["comm"], "s"), "zeropp": (COLORS["memcpy"], "^")}
-_PARTS = {name: COMPONENTS[name] for name in ("weights", "gradients", "optimizer", "buckets", "optimizer temporaries",
-          "activations")} | {"other": OTHER, "context and fragmentation": COMPONENTS["context"]}  # fmt: skip
-_PHASES = {"forward": "#9dbede", "backward": COLORS["compute"], "update": COLORS["memcpy"],
-           "all_gather": COLORS["comm"]}  # fmt: skip
+_DASHES = {"one host": "-", "nodes of two": "--"}
+_PARTS = ("weights", "gradients", "optimizer", "buckets", "optimizer temporaries", "activations")
+_FILLS = {name: COMPONENTS[name] for name in _PARTS}
+_FILLS |= {"other": OTHER, "context and fragmentation": COMPONENTS["context"]}
+_PHASES = {"forward": "#9dbede", "backward": "compute", "update": "memcpy", "all_gather": "comm"}
 
 
 def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """MFU of each row of `hybrid.audit`: as reported, from real batches, from the wall clock, corrected."""
     ax = ax or new_axes(height=1.4 + 0.42 * len(table))
-    places = np.arange(len(table))
-    ax.barh(places, 100 * table["mfu_corrected"], height=0.6, **fill_of("compute", None))
-    paper_marks(ax, 100 * table["mfu_reported"], places)
-    for column, mark in (("mfu_reproduced", "x"), ("mfu_window", "|"), ("mfu_wall", "o")):
-        ax.plot(100 * table[column], places, mark, color=COLORS["comm"], ms=7 if mark != "o" else 4, mew=1.3, ls="none")
-    for place, row in enumerate(table.itertuples()):
-        bound = "at most " if row.executed < 1 else ""
-        note(ax, 0, place, f"{bound}{row.mfu_corrected:.1%}", dx=4, color="white")
-    ax.set_yticks(places, _row_names(table))
-    ax.set(ylim=(len(table) - 0.4, -0.6), xlim=(0, 115 * table["mfu_reported"].max()), xlabel="MFU [%]")
-    ax.set_title(f"The last, short batch was counted full: MFU came out up to {table['inflation'].max():.2f}x too high")
-    handles = [
-        Line2D([], [], marker="D", mfc="none", mec=PAPER, ls="none", label="reported"),
-        Line2D([], [], marker="x", color=COLORS["comm"], ls="none", label="reproduced"),
-        Line2D([], [], marker="|", color=COLORS["comm"], ls="none", ms=9, label="real batches"),
-        Line2D([], [], marker="o", color=COLORS["comm"], ls="none", ms=4, label="wall clock"),
-        Patch(facecolor=COLORS["compute"], label="useful tokens, usual FLOPs"),
-    ]
-    _below(ax, handles, columns=3)
-    return keep_data(ax, table, table)
+    rows = range(len(table))
+    bars(ax, 100 * table["mfu_corrected"], "compute", height=0.6)
+    published(ax, 100 * table["mfu_reported"], rows)
+    for column, (_, mark) in _MARKS.items():
+        ax.plot(100 * table[column], rows, color=_ORANGE, mew=1.3, ls="none", **mark)
+    for row, mfu, executed in zip(rows, table["mfu_corrected"], table["executed"], strict=True):
+        note(ax, 0, row, f"{'at most ' if executed < 1 else ''}{mfu:.1%}", color="white")
+    marks = [mark_key(name, color=_ORANGE, hollow=False, **mark) for name, mark in _MARKS.values()]
+    key = [mark_key("reported"), *marks, patch_key("useful tokens, usual FLOPs", "compute")]
+    title = f"The last, short batch was counted full: MFU came out up to {table['inflation'].max():.2f}x too high"
+    reach = 115 * table["mfu_reported"].max()
+    return finish(ax, table, title, x="MFU [%]", rows=_row_names(table), reach=reach, key=key, columns=3)
 
 
 def plot_loss(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Loss after the same 5,000 samples against the time they took, one point per run that reports it."""
     shown = table.dropna(subset=["loss"]).reset_index(drop=True)
     ax = ax or new_axes(height=3.0, width=5.4)
-    ax.plot(shown["train_time_s"], shown["loss"], "o", color=COLORS["compute"], ms=7)
-    for row, name in zip(shown.itertuples(), _row_names(shown), strict=True):
-        note(ax, row.train_time_s, row.loss, f"{name}\naccuracy {row.accuracy_pct:g} %", dx=8)
-    reach = np.ptp(shown["train_time_s"])
-    ax.set_xlim(shown["train_time_s"].min() - 0.15 * reach, shown["train_time_s"].max() + 0.45 * reach)
+    time_s, names = shown["train_time_s"], _row_names(shown)
+    ax.plot(time_s, shown["loss"], "o", color=COLORS["compute"], ms=7)
+    for run, name in zip(shown.itertuples(), names, strict=True):
+        note(ax, run.train_time_s, run.loss, f"{name}\naccuracy {run.accuracy_pct:g} %", dx=8)
     ax.margins(y=0.2)
-    ax.set(xlabel="time for 5,000 samples [s]", ylabel="loss at the end")
     ax.grid(True, axis="both")
-    worst = _row_names(shown)[shown["loss"].idxmax()]
-    ax.set_title(f"{worst} learns least from the same samples")
-    return keep_data(ax, shown[["config", "batch_per_gpu", "train_time_s", "loss", "accuracy_pct"]], table)
+    title = f"{names[shown['loss'].idxmax()]} learns least from the same samples"
+    data = shown[["config", "batch_per_gpu", "train_time_s", "loss", "accuracy_pct"]]
+    limits = time_s.min() - 0.15 * np.ptp(time_s), time_s.max() + 0.45 * np.ptp(time_s)
+    return finish(ax, data, title, x="time for 5,000 samples [s]", y="loss at the end", xlim=limits, origin=table)
 
 
 def plot_memory_rows(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Peak memory of each row, measured (filled) and predicted (hatched)."""
-    ax = ax or new_axes(height=1.2 + 0.5 * len(table))
-    for place, row in enumerate(table.itertuples()):
-        ax.barh(place - 0.19, row.measured_gib, height=0.36, **fill_of("compute", None))
-        ax.barh(place + 0.19, row.predicted_gib, height=0.36, **fill_of("compute", "simulated"))
-        note(ax, max(row.measured_gib, row.predicted_gib), place, f"{row.error:+.1%}", dx=5)
-    ax.set_yticks(range(len(table)), _row_names(table))
-    ax.set(ylim=(len(table) - 0.4, -0.6), xlabel="peak memory allocated on a GPU [GiB]")
     within = (table["error"].abs() <= 0.1).sum()
-    ax.set_title(f"{within} of {len(table)} rows within 10 % of what the study measured")
-    _below(ax, [Patch(**fill_of("compute", None), label="measured"),
-                Patch(**fill_of("compute", "simulated"), label="predicted")])  # fmt: skip
-    return keep_data(ax, table, table)
+    title = f"{within} of {len(table)} rows within 10 % of what the study measured"
+    ax = ax or new_axes(height=1.2 + 0.5 * len(table))
+    key = _measured_and_simulated(ax, table, {"measured_gib": "measured", "predicted_gib": "predicted"})
+    return finish(ax, table, title, x="peak memory allocated on a GPU [GiB]", rows=_row_names(table), key=key)
 
 
 def plot_gelu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Share of the memory bandwidth that each kernel of `hybrid.gelu` reaches, by shape."""
     ax = ax or new_axes(height=3.0)
-    for place, row in enumerate(table.itertuples()):
-        for offset, share, kind in ((-0.19, row.unfused_share, "idle"), (0.19, row.fused_share, "compute")):
-            ax.barh(place + offset, 100 * share, height=0.36, facecolor=COLORS[kind], edgecolor="white", lw=0)
-        note(ax, 100 * row.unfused_share, place - 0.19, f"{row.unfused_ms:.3f} ms")
-        note(ax, 100 * row.fused_share, place + 0.19, f"{row.fused_ms:.3f} ms, ideal {row.ideal_ms:.3f} ms")
-    names = [f"{row.batch} x {row.sequence} x {row.width}" + ("\nin L2 cache" if row.in_cache else "")
-             for row in table.itertuples()]  # fmt: skip
-    ax.set_yticks(range(len(table)), names)
-    ax.set(
-        ylim=(len(table) - 0.4, -0.6),
-        xlim=(0, 100),
-        xlabel="bytes that the kernel moves per second, of 1,555 GB/s [%]",
-    )
-    last = table.iloc[-1]
-    ax.set_title(f"The fused kernel reaches {last['fused_share']:.0%} of the bandwidth: the kernel is slow, not fusion")
-    _below(ax, [Patch(facecolor=COLORS["idle"], label="two kernels of PyTorch"),
-                Patch(facecolor=COLORS["compute"], label="fused kernel of the study")])  # fmt: skip
-    return keep_data(ax, table, table)
+    unfused_ms, ideal = table["unfused_ms"].map("{:.3f} ms".format), table["ideal_ms"].map(", ideal {:.3f} ms".format)
+    bars(ax, 100 * table["unfused_share"], "idle", slot=(0, 2), notes=unfused_ms)
+    bars(ax, 100 * table["fused_share"], slot=(1, 2), notes=table["fused_ms"].map("{:.3f} ms".format) + ideal)
+    shapes = [f"{row.batch} x {row.sequence} x {row.width}" for row in table.itertuples()]
+    rows = [name + ("\nin L2 cache" if cached else "") for name, cached in zip(shapes, table["in_cache"], strict=True)]
+    reached = table["fused_share"].iloc[-1]
+    title = f"The fused kernel reaches {reached:.0%} of the bandwidth: the kernel is slow, not fusion"
+    key = [patch_key("two kernels of PyTorch", "idle"), patch_key("fused kernel of the study", "compute")]
+    x = "bytes that the kernel moves per second, of 1,555 GB/s [%]"
+    return finish(ax, table, title, x=x, rows=rows, reach=100, key=key)
 
 
 def plot_mlp(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Time of each part of an MLP, with the share of the peak that products reach."""
     parts = table[table["name"] != "full mlp"].reset_index(drop=True)
     ax = ax or new_axes(height=2.6)
-    for place, row in enumerate(parts.itertuples()):
-        product = row.flops_per_s == row.flops_per_s
-        ax.barh(place, row.ms, height=0.65, **fill_of("compute" if product else "comm", None))
-        rate = f", {row.flops_per_s / 1e12:.0f} TFLOP/s ({row.peak_share:.0%} of the peak)" if product else ""
-        note(ax, row.ms, place, f"{row.share:.1%}{rate}", dx=5)
-    ax.set_yticks(range(len(parts)), parts["name"])
-    ax.set(ylim=(len(parts) - 0.4, -0.6), xlim=(0, 1.6 * parts["ms"].max()), xlabel="time [ms]")
+    product = parts["flops_per_s"].notna()
+    rates = [
+        f", {part.flops_per_s / 1e12:.0f} TFLOP/s ({part.peak_share:.0%} of the peak)" if multiplies else ""
+        for part, multiplies in zip(parts.itertuples(), product, strict=True)
+    ]
+    notes = parts["share"].map("{:.1%}".format) + rates
+    bars(ax, parts["ms"], product.map({True: "compute", False: "comm"}), notes=notes)
     gain = 1 / (1 - parts.set_index("name").at["gelu", "share"])
-    ax.set_title(f"If GELU took no time at all, the MLP would be {gain:.2f}x as fast")
-    return keep_data(ax, table, table)
+    title = f"If GELU took no time at all, the MLP would be {gain:.2f}x as fast"
+    return finish(ax, table, title, x="time [ms]", rows=parts["name"], reach=1.6 * parts["ms"].max())
 
 
 def plot_steps(log: pd.DataFrame, ax: Axes | None = None, *, last: int, simulated_s: float) -> Axes:
     """Seconds of the logged steps by phase, means of 16; steps 2..last are the fit's, simulated_s its step."""
     ax = ax or new_axes(height=3.4)
-    regular = log[log["kind"] == "regular"]
-    rest = regular[regular["step"] > last]["step_s"].mean()
-    regular = regular.groupby(regular["step"] // _BIN)[["step", *_PHASES]].mean()
-    below = np.zeros(len(regular))
-    for phase, color in _PHASES.items():
-        top = below + regular[phase].to_numpy()
-        ax.fill_between(regular["step"], below, top, color=color, lw=0)
-        note(ax, regular["step"].iloc[-1], (below + top)[-2:].mean() / 2, phase.replace("_", "-"), dx=5)
-        below = top
-    odd = log[log["kind"] == "overflow"]
-    ax.plot(odd["step"], odd["step_s"], "v", mfc="white", mec=PAPER, ms=5, label="overflow: no update")
-    ax.axvspan(2, last, color="#000000", alpha=0.10, lw=0, label=f"fit: steps 2 to {last}")
-    ax.axhline(simulated_s, color=PAPER, lw=1, ls="--", label=f"simulated: {simulated_s:.3f} s")
-    ax.set(xlim=(0, log["step"].max() * 1.12), ylim=(0, 3.0), xlabel="step", ylabel="time [s]")
-    ax.legend(loc="upper center", ncols=3)
-    ax.set_title(f"Fitted on steps 2 to {last}, the simulated step is {simulated_s / rest - 1:+.1%} off on the others")
-    return keep_data(ax, regular.reset_index(drop=True), log)
+    regular, overflow = log[log["kind"] == "regular"], log[log["kind"] == "overflow"]
+    rest_s = regular.loc[regular["step"] > last, "step_s"].mean()
+    shown = regular.groupby(regular["step"] // _BIN)[["step", *_PHASES]].mean().reset_index(drop=True)
+    areas(ax, shown["step"], shown, _PHASES)
+    tops = shown[list(_PHASES)].tail(2).mean().cumsum()
+    for phase, top in tops.items():
+        height_s = shown[phase].tail(2).mean()
+        note(ax, shown["step"].iloc[-1], top - height_s / 2, phase.replace("_", "-"), dx=5)
+    fitted = {"color": "black", "alpha": 0.10, "lw": 0}
+    odd = {"mfc": "white", "mec": PAPER, "ms": 5, "ls": "none"}
+    key = ax.plot(overflow["step"], overflow["step_s"], "v", **odd, label="overflow: no update")
+    key.append(ax.axvspan(2, last, **fitted, label=f"fit: steps 2 to {last}"))
+    key.append(ax.axhline(simulated_s, **DASHED, label=f"simulated: {simulated_s:.3f} s"))
+    title = f"Fitted on steps 2 to {last}, the simulated step is {simulated_s / rest_s - 1:+.1%} off on the others"
+    reach = log["step"].max() * 1.12
+    ax.set_ylim(0, 3.0)
+    return finish(
+        ax, shown, title, x="step", y="time [s]", reach=reach, key=key, where="upper center", columns=3, origin=log
+    )
 
 
 def plot_phases(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Each phase of `vit_study.fit_and_predict`: measured on steps after those of the fit, and simulated."""
     ax = ax or new_axes(height=3.0)
-    for place, row in enumerate(table.itertuples()):
-        ax.barh(place - 0.19, row.rest_s, height=0.36, **fill_of("compute", None))
-        ax.barh(place + 0.19, row.simulated_s, height=0.36, **fill_of("compute", "simulated"))
-        note(ax, max(row.rest_s, row.simulated_s), place, f"{row.error:+.1%}", dx=5)
-    ax.set_yticks(range(len(table)), table["phase"].str.replace("_", "-"))
-    ax.set(ylim=(len(table) - 0.4, -0.6), xlim=(0, 1.12 * table["rest_s"].max()), xlabel="time [s]")
+    key = _measured_and_simulated(ax, table, {"rest_s": "measured, not seen by the fit", "simulated_s": "simulated"})
     worst = table.loc[table["error"].abs().idxmax()]
-    ax.set_title(f"Three shares of the data sheet give every phase; {worst['phase']} is {abs(worst['error']):.0%} off")
-    _below(ax, [Patch(**fill_of("compute", None), label="measured, not seen by the fit"),
-                Patch(**fill_of("compute", "simulated"), label="simulated")])  # fmt: skip
-    return keep_data(ax, table, table)
+    title = f"Three shares of the data sheet give every phase; {worst['phase']} is {abs(worst['error']):.0%} off"
+    rows = table["phase"].str.replace("_", "-")
+    return finish(ax, table, title, x="time [s]", rows=rows, reach=1.12 * table["rest_s"].max(), key=key)
 
 
 def plot_overlap(simulated: pd.DataFrame, measured: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Share of communication under compute: simulated cases as bars, traced ranks as hollow marks."""
     ax = ax or new_axes(height=3.0)
-    of_run = ~simulated["strategy"].eq("zero2") | simulated["case"].str.startswith("one")
-    for place, row in enumerate(simulated.itertuples()):
-        ax.barh(place, 100 * row.overlap, height=0.65, **fill_of("hidden", "simulated"))
-        traced = 100 * measured.loc[measured["strategy"] == row.strategy, "overlap"] if of_run[place] else []
-        paper_marks(ax, traced, [place] * len(traced))
-        note(ax, 100 * row.overlap, place, f"{row.overlap:.0%}", dx=8)
-    names = [f"{_STRATEGIES[row.strategy]}, {row.case}" for row in simulated.itertuples()]
-    ax.set_yticks(range(len(simulated)), names)
-    ax.set(ylim=(len(simulated) - 0.4, -0.6), xlim=(0, 112), xlabel="communication hidden under compute [%]")
-    ax.set_title("ZeRO-2 hid nothing; sharding layer by layer hides most of it")
-    _below(ax, [Patch(**fill_of("hidden", "simulated"), label="simulated"),
-                Line2D([], [], marker="D", mfc="none", mec=PAPER, ls="none", label="traced, each rank")])  # fmt: skip
-    return keep_data(ax, simulated, simulated)
+    bars(ax, 100 * simulated["overlap"], "hidden", source="simulated")
+    as_run = ~simulated["strategy"].eq("zero2") | simulated["case"].str.startswith("one")
+    for row, case in enumerate(simulated.itertuples()):
+        traced = 100 * measured.loc[(measured["strategy"] == case.strategy) & as_run[row], "overlap"]
+        published(ax, traced, [row] * len(traced))
+        note(ax, 100 * case.overlap, row, f"{case.overlap:.0%}", dx=8)
+    rows = [f"{_STRATEGIES[case.strategy]}, {case.case}" for case in simulated.itertuples()]
+    key = [patch_key("simulated", "hidden", "simulated"), mark_key("traced, each rank")]
+    title, x = "ZeRO-2 hid nothing; sharding layer by layer hides most of it", "communication hidden under compute [%]"
+    return finish(ax, simulated, title, x=x, rows=rows, reach=112, key=key)
 
 
 def plot_memory_parts(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """What a GPU holds by strategy at its fullest moment, with the usable memory."""
     ax = ax or new_axes(height=3.0)
-    strategies, shown = list(dict.fromkeys(table["strategy"])), set()
-    for place, strategy in enumerate(strategies):
-        rows = table[table["strategy"] == strategy]
-        left, parts = 0.0, _fullest(rows)
-        shown |= set(parts)
-        for part, size in parts.items():
-            ax.barh(place, size / _GIB, left=left, height=0.6, facecolor=_PARTS[part], edgecolor="white", lw=0.4)
-            left += size / _GIB
-        before = rows["before_update_bytes"].iloc[0] / _GIB
-        note(ax, left, place, f"{left:.1f} GiB\n{before:.1f} before the update", dx=5)
-    usable = table["usable_bytes"].iloc[0] / _GIB
-    ax.axvline(usable, color=PAPER, lw=1, ls="--")
-    note(ax, usable, -0.62, f"usable: {usable:.2f} GiB", dx=4)
-    ax.set_yticks(range(len(strategies)), [_STRATEGIES[name] for name in strategies])
-    ax.set(ylim=(len(strategies) - 0.4, -0.8), xlim=(0, 20), xlabel="memory of a GPU [GiB]")
-    ax.set_title("DDP runs out of memory when AdamW makes its temporaries, not before")
-    _below(ax, [Patch(facecolor=color, label=part) for part, color in _PARTS.items() if part in shown], columns=4)
-    return keep_data(ax, table, table)
+    by_strategy = table.groupby("strategy", sort=False)
+    parts_gib = {strategy: _fullest(rows) / _GIB for strategy, rows in by_strategy}
+    parts = pd.DataFrame(parts_gib).T.fillna(0.0)
+    shown = {name: fill for name, fill in _FILLS.items() if name in parts and parts[name].any()}
+    before_gib = by_strategy["before_update_bytes"].first() / _GIB
+    notes = [f"{size:.1f} GiB\n{before_gib[name]:.1f} before the update" for name, size in parts.sum(axis=1).items()]
+    bars(ax, parts, shown, source="simulated", height=0.6, notes=notes)
+    usable_gib = table["usable_bytes"].iloc[0] / _GIB
+    ax.axvline(usable_gib, **DASHED)
+    note(ax, usable_gib, -0.62, f"usable: {usable_gib:.2f} GiB")
+    rows, key = [_STRATEGIES[name] for name in parts.index], [patch_key(name, fill) for name, fill in shown.items()]
+    title = "DDP runs out of memory when AdamW makes its temporaries, not before"
+    finish(ax, table, title, x="memory of a GPU [GiB]", rows=rows, reach=20, key=key, columns=4)
+    ax.set_ylim(top=-0.8)
+    return ax
 
 
 def plot_scaling(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Predicted throughput against the number of GPUs: one host solid, nodes dashed, linear growth grey."""
     ax = ax or new_axes(height=3.4, width=6.0)
-    for (place, strategy), part in table.groupby(["place", "strategy"], sort=False):
-        color, mark = _LINES[strategy]
-        dashes = "-" if place == "one host" else "--"
-        ax.plot(part["gpus"], part["samples_per_s"], color=color, marker=mark, ls=dashes, mfc="white", ms=5)
-    counts = np.array(sorted(table["gpus"].unique()))
-    first = table[table["strategy"] == "zero2"].iloc[0]
-    ax.plot(counts, counts * first["samples_per_s"] / first["gpus"], color=GREY, lw=1)
-    note(
-        ax, counts[-1], counts[-1] * first["samples_per_s"] / first["gpus"], "linear from ZeRO-2", color="#777777", dx=8
-    )
-    ax.set(
-        xlabel="GPUs",
-        ylabel="simulated throughput [samples/s]",
-        xticks=counts,
-        xlim=(counts[0] * 0.8, counts[-1] * 1.35),
-    )
+    styles = {
+        (place, strategy): {"color": color, "marker": mark, "ls": dashes}
+        for place, dashes in _DASHES.items()
+        for strategy, (color, mark) in _LINES.items()
+    }
+    lines(ax, table, "gpus", "samples_per_s", by=["place", "strategy"], styles=styles, mfc="white", ms=5)
+    zero2 = table[table["strategy"] == "zero2"]
+    gpus = np.unique(table["gpus"])
+    linear = gpus * zero2["samples_per_s"].iloc[0] / zero2["gpus"].iloc[0]
+    ax.plot(gpus, linear, color=GREY, lw=1)
+    note(ax, gpus[-1], linear[-1], "linear from ZeRO-2", color="#777777", dx=8)
     ax.grid(True, axis="both")
-    handles = [Line2D([], [], color=color, marker=mark, mfc="white", ms=5, label=_STRATEGIES[name])
-               for name, (color, mark) in _LINES.items()]  # fmt: skip
-    handles += [Line2D([], [], color=PAPER, ls=ls, label=text) for ls, text in
-                (("-", "one host"), ("--", "nodes of two, 10 Gb/s"))]  # fmt: skip
-    legend(ax, handles, loc="upper left")
-    kept = table[(table["strategy"] == "zero2") & (table["gpus"] == counts[-1])].set_index("place")["efficiency"]
-    ax.set_title(f"ZeRO-2 keeps {kept['one host']:.0%} of its rate per GPU on {counts[-1]} GPUs of one host")
-    return keep_data(ax, table, table)
+    key = [line_key(_STRATEGIES[name], color, marker=mark, mfc="white", ms=5) for name, (color, mark) in _LINES.items()]
+    key += [line_key("one host", PAPER), line_key("nodes of two, 10 Gb/s", PAPER, ls="--")]
+    kept = zero2[(zero2["gpus"] == gpus[-1]) & (zero2["place"] == "one host")]["efficiency"].item()
+    title = f"ZeRO-2 keeps {kept:.0%} of its rate per GPU on {gpus[-1]} GPUs of one host"
+    limits, y = {"xticks": gpus, "xlim": (0.8 * gpus[0], 1.35 * gpus[-1])}, "simulated throughput [samples/s]"
+    return finish(ax, table, title, x="GPUs", y=y, key=key, where="upper left", **limits)
 
 
-def _fullest(rows: pd.DataFrame) -> dict[str, float]:
+def _measured_and_simulated(ax: Axes, table: pd.DataFrame, names: dict[str, str]) -> list:
+    """Two bars a row, with the relative error behind the longer one. names: of both columns; returns legend entries."""
+    key = []
+    for number, ((column, name), source) in enumerate(zip(names.items(), (None, "simulated"), strict=True)):
+        bars(ax, table[column], source=source, slot=(number, 2))
+        key.append(patch_key(name, "compute", source))
+    for row, (end, error) in enumerate(zip(table[list(names)].max(axis=1), table["error"], strict=True)):
+        note(ax, end, row, f"{error:+.1%}", dx=5)
+    return key
+
+
+def _fullest(rows: pd.DataFrame) -> pd.Series:
     """Bytes by part at the moment of the peak: the optimizer's temporaries, or a pass."""
     sums = rows.groupby("phase")["size_bytes"].sum()
     working = sums.get("pass", 0.0) + max(sums.get("loss", 0.0), sums.get("backward", 0.0))
     moment = ["always", "step"] if sums.get("step", 0.0) > working else ["always", "pass", "backward"]
-    parts = dict.fromkeys(_PARTS, 0.0)
-    for row in rows[rows["phase"].isin(moment)].itertuples():
-        fixed = row.component in ("context", "fragmentation")
-        name = "context and fragmentation" if fixed else row.component if row.component in _PARTS else "other"
-        parts[name] += row.size_bytes
-    return {name: size for name, size in parts.items() if size}
+    held = rows[rows["phase"].isin(moment)]
+    fixed = held["component"].isin(["context", "fragmentation"])
+    part = held["component"].where(held["component"].isin(_PARTS), "other").mask(fixed, "context and fragmentation")
+    return held.groupby(part)["size_bytes"].sum()
 
 
 def _row_names(table: pd.DataFrame) -> list[str]:
     """Rows of the GPT-2 Large study by configuration and batch."""
     names = table["config"].str.upper().str.replace("ZERO", "ZeRO-").str.replace("+CUDA_FUSED", " fused")
     return [f"{name}, batch {batch}" for name, batch in zip(names, table["batch_per_gpu"], strict=True)]
-
-
-def _below(ax: Axes, handles: list, columns: int = 5) -> None:
-    """A legend under the axes."""
-    below = ax.transAxes + ScaledTranslation(0, -0.4, ax.figure.dpi_scale_trans)  # inches, whatever the axes' height
-    ax.legend(handles=handles, ncols=min(columns, len(handles)), loc="upper left", bbox_to_anchor=(0, 0),
-              bbox_transform=below)  # fmt: skip

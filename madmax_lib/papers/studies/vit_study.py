@@ -8,6 +8,7 @@ memory, ZeRO-2 logged 2,368 steps, ZeRO-3 and ZeRO++ left one traced step each. 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -22,11 +23,11 @@ from madmax_lib.simulator.simulate import simulate
 from madmax_lib.specs import Cluster
 from madmax_lib.timeline import Timeline
 
-__all__ = ["BUCKET_ELEMENTS", "PHASES", "calibrate", "claims", "fit_and_predict", "measured_overlap", "memory_parts",
-           "overlap", "phases_s", "plan_of", "scaling", "simulated_phases_s", "step_of", "steps"]  # fmt: skip
+__all__ = ["PHASES", "claims", "fit_and_predict", "measured_overlap", "memory_parts", "overlap", "plan_of", "scaling",
+           "step_of", "steps"]  # fmt: skip
 
 PHASES = ("forward", "backward", "update", "all_gather")
-BUCKET_ELEMENTS = 5e8  # its DeepSpeed configuration: reduce_bucket_size and allgather_bucket_size
+_BUCKET_ELEMENTS = 5e8  # its DeepSpeed configuration: reduce_bucket_size and allgather_bucket_size
 _STEPS, _OVERLAP = "studies/vit_huge_steps", "studies/vit_overlap"
 _MODEL, _CLUSTER, _DTYPE, _BATCH = "vit-huge", "kaggle-2xt4", "fp16", 16  # batch per GPU
 _RULES = "ViT-Huge on two T4, sidd1196/distributed_vision_training"
@@ -45,16 +46,14 @@ def steps() -> pd.DataFrame:
     kind[log["adam_ms"].isna()] = "overflow"
     kind[np.flatnonzero(log["adam_ms"].notna())[0]] = "first update"
     kind[-1] = "short"
-    table = pd.DataFrame({"step": log["step"], "kind": kind, "forward": log["forward_ms"] / 1e3,
-                          "backward": log["backward_ms"] / 1e3,
-                          "update": (log["optimizer_ms"] - log["all_gather_ms"].fillna(0)) / 1e3,
-                          "all_gather": log["all_gather_ms"] / 1e3,
-                          "reduce_tail_s": log["reduce_tail_ms"] / 1e3})  # fmt: skip
-    table["step_s"] = table[["forward", "backward", "update", "all_gather"]].sum(axis=1)
+    update_ms = log["optimizer_ms"] - log["all_gather_ms"].fillna(0)
+    milliseconds = log.assign(update_ms=update_ms)[[f"{phase}_ms" for phase in PHASES]]
+    table = log[["step"]].assign(kind=kind).join(milliseconds.div(1e3).set_axis(PHASES, axis=1))
+    table = table.assign(reduce_tail_s=log["reduce_tail_ms"] / 1e3, step_s=table[[*PHASES]].sum(axis=1))
     return with_origin(table, _STEPS, rules=_RULES)
 
 
-def phases_s(log: pd.DataFrame, first: int, last: int) -> pd.Series:
+def _phases_s(log: pd.DataFrame, first: int, last: int) -> pd.Series:
     """Mean seconds of each phase over the regular steps first..last. Raises ValueError if there is none."""
     part = log[log["step"].between(first, last) & (log["kind"] == "regular")]
     if part.empty:
@@ -68,25 +67,24 @@ def plan_of(strategy: str, *, dp: int = 2) -> Plan:
     zero2 reduces once, after backward, and in full: no kernel of its trace overlaps, and DeepSpeed all-reduces its fp16
     buckets [use_multi_rank_bucket_allreduce], as many bytes as a reduce-scatter in fp32. Raises ValueError for others.
     """
-    known = {
+    strategies = {
         "ddp": {},
         "zero2": {"zero": 2, "bucket_bytes": np.inf, "reduce_fp32": True},
         "zero3": {"zero": 3},
         "zeropp": {"zero": 3, "qwz": True, "hpz": True, "qgz": True},
     }
-    if strategy not in known:
-        raise ValueError(f"strategy={strategy!r} is not one of {', '.join(known)}")
-    return Plan(dp=dp, micro_batch=_BATCH, recompute="full", attention="unfused", **known[strategy])
+    if strategy not in strategies:
+        raise ValueError(f"strategy={strategy!r} is not one of {', '.join(strategies)}")
+    return Plan(dp=dp, micro_batch=_BATCH, recompute="full", attention="unfused", **strategies[strategy])
 
 
 def step_of(plan: Plan, parameters: Parameters | None, cluster: Cluster | None = None) -> Timeline:
     """A simulated step of ViT-Huge under a plan, on the two T4 unless another cluster is given."""
-    cluster = cluster or catalog.cluster(_CLUSTER)
-    return simulate(catalog.model(_MODEL), cluster, plan, global_batch=_BATCH * plan.dp, dtype=_DTYPE,
-                    parameters=parameters)  # fmt: skip
+    model, cluster = catalog.model(_MODEL), cluster or catalog.cluster(_CLUSTER)
+    return simulate(model, cluster, plan, global_batch=_BATCH * plan.dp, dtype=_DTYPE, parameters=parameters)
 
 
-def simulated_phases_s(timeline: Timeline) -> pd.Series:
+def _simulated_phases_s(timeline: Timeline) -> pd.Series:
     """Seconds of PHASES of a simulated ZeRO-2 step: backward ends with the last gradient reduced."""
     spans = timeline.spans[timeline.spans["rank"] == timeline.ranks[0]]
     name, end_ns = spans["name"].astype(str), spans["start_ns"] + spans["dur_ns"]
@@ -97,7 +95,7 @@ def simulated_phases_s(timeline: Timeline) -> pd.Series:
     return pd.Series(np.array(values, dtype=float) / 1e9, index=PHASES)
 
 
-def calibrate(measured: pd.Series) -> Parameters:
+def _calibrate(measured: pd.Series) -> Parameters:
     """Shares of the data-sheet rates that make the simulated ZeRO-2 step as long as a measured one.
 
     measured: seconds of PHASES. The all-gather gives the share of the link, the update that of the memory (it holds
@@ -107,7 +105,7 @@ def calibrate(measured: pd.Series) -> Parameters:
     shares = {"compute_efficiency": 0.5, "memory_efficiency": 0.5, "network_efficiency": 0.5}
     target = _by_share(measured)
     for _ in range(_ROUNDS):
-        ratio = _by_share(simulated_phases_s(step_of(plan_of("zero2"), Parameters(**shares)))) / target
+        ratio = _by_share(_simulated_phases_s(step_of(plan_of("zero2"), Parameters(**shares)))) / target
         if np.abs(ratio - 1).max() < _RESOLUTION:
             return Parameters(**shares, provenance={"source": _RULES, **measured.to_dict()})
         before, shares = shares, {name: min(share * ratio[name], 1.0) for name, share in shares.items()}
@@ -118,8 +116,9 @@ def calibrate(measured: pd.Series) -> Parameters:
 
 def _by_share(phases: pd.Series) -> pd.Series:
     """Seconds that each share governs."""
-    return pd.Series({"compute_efficiency": phases["forward"] + phases["backward"],
-                      "memory_efficiency": phases["update"], "network_efficiency": phases["all_gather"]})  # fmt: skip
+    passes_s = phases["forward"] + phases["backward"]
+    names = ["compute_efficiency", "memory_efficiency", "network_efficiency"]
+    return pd.Series([passes_s, phases["update"], phases["all_gather"]], index=names)
 
 
 def fit_and_predict(last: int = 300) -> tuple[Parameters, pd.DataFrame]:
@@ -129,10 +128,10 @@ def fit_and_predict(last: int = 300) -> tuple[Parameters, pd.DataFrame]:
     Raises ValueError if no regular step is left on either side.
     """
     log = steps()
-    seen, rest = phases_s(log, 2, last), phases_s(log, last + 1, int(log["step"].max()))
-    parameters = calibrate(seen)
-    table = pd.DataFrame({"fitted_s": seen, "rest_s": rest,
-                          "simulated_s": simulated_phases_s(step_of(plan_of("zero2"), parameters))})  # fmt: skip
+    seen, rest = _phases_s(log, 2, last), _phases_s(log, last + 1, int(log["step"].max()))
+    parameters = _calibrate(seen)
+    simulated = _simulated_phases_s(step_of(plan_of("zero2"), parameters))
+    table = pd.DataFrame({"fitted_s": seen, "rest_s": rest, "simulated_s": simulated})
     table.loc["step"] = table.sum()
     table["error"] = table["simulated_s"] / table["rest_s"] - 1
     table = table.rename_axis("phase").reset_index()
@@ -153,7 +152,7 @@ def overlap(parameters: Parameters) -> pd.DataFrame:
     Beside the runs: ZeRO-2 whose buckets of 5e8 fp16 elements are reduced beside backward as soon as they are full, and
     with buckets of 25 MiB.
     """
-    bucketed = replace(plan_of("zero2"), reduce_fp32=False, bucket_bytes=2 * BUCKET_ELEMENTS)
+    bucketed = replace(plan_of("zero2"), reduce_fp32=False, bucket_bytes=2 * _BUCKET_ELEMENTS)
     cases = [
         ("one reduction at the end", "zero2", plan_of("zero2")),
         ("buckets of 5e8 elements", "zero2", bucketed),
@@ -163,8 +162,8 @@ def overlap(parameters: Parameters) -> pd.DataFrame:
     ]
     rows = []
     for case, strategy, plan in cases:
-        found = breakdown(step_of(plan, parameters)).iloc[0]
-        rows.append({"case": case, "strategy": strategy, **found[["total_s", "compute_s", "comm_s", "overlap"]]})
+        seconds = breakdown(step_of(plan, parameters)).iloc[0]
+        rows.append({"case": case, "strategy": strategy, **seconds[["total_s", "compute_s", "comm_s", "overlap"]]})
     return with_origin(pd.DataFrame(rows), _STEPS, _OVERLAP, rules=_RULES)
 
 
@@ -175,12 +174,12 @@ def memory_parts() -> pd.DataFrame:
     """
     parts, model, usable = [], catalog.model(_MODEL), usable_bytes(catalog.cluster(_CLUSTER).device)
     for strategy, stack in (("ddp", "torch"), ("zero2", "deepspeed"), ("zero3", "deepspeed")):
-        plan = replace(plan_of(strategy), reduce_fp32=False, bucket_bytes=2 * BUCKET_ELEMENTS)
+        plan = replace(plan_of(strategy), reduce_fp32=False, bucket_bytes=2 * _BUCKET_ELEMENTS)
         table = memory(model, plan, dtype=_DTYPE, stack=stack)
         before = peak_bytes(table[table["component"] != "optimizer temporaries"])
-        parts.append(table.drop(columns="stage").assign(strategy=strategy, peak_bytes=peak_bytes(table),
-                                                        before_update_bytes=before, usable_bytes=usable))  # fmt: skip
-    return with_origin(pd.concat(parts, ignore_index=True), "published_memory.csv", rules=_RULES)
+        table = table.drop(columns="stage").assign(strategy=strategy, peak_bytes=peak_bytes(table))
+        parts.append(table.assign(before_update_bytes=before, usable_bytes=usable))
+    return with_origin(pd.concat(parts, ignore_index=True), "published_memory", rules=_RULES)
 
 
 def scaling(parameters: Parameters) -> pd.DataFrame:
@@ -192,14 +191,14 @@ def scaling(parameters: Parameters) -> pd.DataFrame:
     """
     rows, pair = [], catalog.cluster(_CLUSTER)
     port = replace(pair.inter, bandwidth_bytes_per_s=pair.inter.bandwidth_bytes_per_s / parameters.network_efficiency)
-    for place in ("one host", "nodes of two"):
-        for strategy in ("zero2", "zero3", "zeropp"):
-            for count in (2, 4, 8):
-                size = {"devices_per_node": count} if place == "one host" else {"nodes": count // pair.devices_per_node}
-                step = step_of(plan_of(strategy, dp=count), parameters, replace(pair, inter=port, **size))
-                step_s = float(breakdown(step)["total_s"].max())
-                rows.append({"place": place, "strategy": strategy, "gpus": count, "step_s": step_s,
-                             "samples_per_s": _BATCH * count / step_s})  # fmt: skip
+    pair = replace(pair, inter=port)
+    cases = product(("one host", "nodes of two"), ("zero2", "zero3", "zeropp"), (2, 4, 8))
+    for place, strategy, gpus in cases:
+        size = {"devices_per_node": gpus} if place == "one host" else {"nodes": gpus // pair.devices_per_node}
+        step = step_of(plan_of(strategy, dp=gpus), parameters, replace(pair, **size))
+        step_s = float(breakdown(step)["total_s"].max())
+        row = {"place": place, "strategy": strategy, "gpus": gpus, "step_s": step_s}
+        rows.append(row | {"samples_per_s": _BATCH * gpus / step_s})
     table = pd.DataFrame(rows)
     per_gpu = table["samples_per_s"] / table["gpus"]
     table["efficiency"] = per_gpu / per_gpu.groupby([table["place"], table["strategy"]]).transform("first")
@@ -207,36 +206,32 @@ def scaling(parameters: Parameters) -> pd.DataFrame:
 
 
 def claims(parameters: Parameters, predicted: pd.DataFrame) -> pd.DataFrame:
-    """What the study measured beside ours: claim, measured, ours, error; overlaps are shares, their error a difference.
+    """What the study measured beside ours: claim, theirs, ours, error; overlaps are shares, their error a difference.
 
     parameters, predicted: of `fit_and_predict`.
     """
     traced, simulated = measured_overlap().groupby("strategy")["overlap"], overlap(parameters).set_index("case")
-    parts = memory_parts().groupby("strategy")[["peak_bytes", "usable_bytes"]].first()
-    held = memory_parts().query("strategy == 'zero2'").set_index("component")["size_bytes"]
-    states = held["weights"] + held["optimizer"]
+    memory_gb = memory_parts().assign(gb=lambda table: table["size_bytes"] / 1e9)
+    ddp, zero2 = (memory_gb[memory_gb["strategy"] == strategy] for strategy in ("ddp", "zero2"))
+    ddp, states_gb = ddp.iloc[0], zero2.loc[zero2["component"].isin(["weights", "optimizer"]), "gb"].sum()
     allocated = catalog.table("published_memory")
     allocated = allocated[(allocated["model"] == _MODEL) & (allocated["quantity"] == "weights and optimizer")]
-    gather = _gathered_bytes() / phases_s(steps(), 2, 300)["all_gather"]
+    weight_bytes = 2 * catalog.model(_MODEL).parameters
+    gathered_bytes_per_s = weight_bytes / 2 / _phases_s(steps(), 2, 300)["all_gather"]  # half comes from the other rank
+    second_bucket_bytes = weight_bytes - 2 * _BUCKET_ELEMENTS
     tail_s = steps().query("kind == 'regular'")["reduce_tail_s"].mean()
-    second = 2 * (catalog.model(_MODEL).parameters - BUCKET_ELEMENTS)
+    tail = "wait for gradients after backward: second bucket at the all-gather's rate [s]"
     step = predicted.set_index("phase").loc["step"]
     rows = [
         ("step of ZeRO-2 after the fit [s]", step["rest_s"], step["simulated_s"]),
-        ("wait for gradients after backward: second bucket at the all-gather's rate [s]", tail_s, second / gather),
-        ("weights and optimizer of ZeRO-2 [GB]", float(allocated["value"].iloc[0]), states / 1e9),
-        ("usable memory of a T4, needed by DDP [GB]", parts.at["ddp", "usable_bytes"] / 1e9,
-         parts.at["ddp", "peak_bytes"] / 1e9),
-        *((f"overlap of {strategy}, mean of ranks", traced.mean()[strategy], simulated.at[case, "overlap"])
-          for strategy, case in (("zero2", "one reduction at the end"), ("zero3", "layer by layer"),
-                                 ("zeropp", "layer by layer, 8 and 4 bits"))),
-    ]  # fmt: skip
-    table = pd.DataFrame(rows, columns=["claim", "measured", "ours"])
+        (tail, tail_s, second_bucket_bytes / gathered_bytes_per_s),
+        ("weights and optimizer of ZeRO-2 [GB]", float(allocated["value"].iloc[0]), states_gb),
+        ("usable memory of a T4, needed by DDP [GB]", ddp["usable_bytes"] / 1e9, ddp["peak_bytes"] / 1e9),
+    ]
+    cases = {"zero2": "one reduction at the end", "zero3": "layer by layer", "zeropp": "layer by layer, 8 and 4 bits"}
+    for strategy, case in cases.items():
+        rows.append((f"overlap of {strategy}, mean of ranks", traced.mean()[strategy], simulated.at[case, "overlap"]))
+    table = pd.DataFrame(rows, columns=["claim", "theirs", "ours"])
     share = table["claim"].str.startswith("overlap")
-    table["error"] = np.where(share, table["ours"] - table["measured"], table["ours"] / table["measured"] - 1)
+    table["error"] = (table["ours"] - table["theirs"]) / table["theirs"].where(~share, 1.0)
     return with_origin(table, _STEPS, _OVERLAP, rules=_RULES)
-
-
-def _gathered_bytes() -> float:
-    """What a rank receives when fp16 weights are gathered over two ranks."""
-    return 2 * catalog.model(_MODEL).parameters / 2

@@ -3,33 +3,30 @@
 import pytest
 
 from madmax_lib import catalog
-from madmax_lib.papers.studies import hybrid, plots as plot
+from madmax_lib.papers.studies import hybrid
 
 GPT2 = catalog.model("gpt2-large")
 
 
 @pytest.mark.parametrize(
-    ("samples", "ranks", "batch", "interval", "steps", "counted", "last", "inflation"),
+    ("samples", "ranks", "batch", "interval", "window"),
     [
-        (5000, 4, 8, 10, 157, 7, 2, 56 / 50),
-        (5000, 4, 32, 10, 40, 10, 2, 320 / 290),
-        (5000, 2, 8, 10, 313, 3, 4, 24 / 20),
-        (1024, 1, 8, 10, 128, 8, 8, 1.0),  # no short batch
-        (40, 1, 8, 10, 5, 5, 8, 1.0),  # an epoch within one interval
-        (3, 1, 8, 10, 1, 1, 3, 8 / 3),  # one short batch is all
+        (5000, 4, 8, 10, (157, 7, 2, 56 / 50)),
+        (5000, 4, 32, 10, (40, 10, 2, 320 / 290)),
+        (5000, 2, 8, 10, (313, 3, 4, 24 / 20)),
+        (1024, 1, 8, 10, (128, 8, 8, 1.0)),  # no short batch
+        (40, 1, 8, 10, (5, 5, 8, 1.0)),  # an epoch within one interval
+        (3, 1, 8, 10, (1, 1, 3, 8 / 3)),  # one short batch is all
     ],
 )
-def test_window_of_an_epoch(samples, ranks, batch, interval, steps, counted, last, inflation):
-    found = hybrid.log_window(samples, ranks, batch, interval)
-    assert found[:3] == (steps, counted, last)
-    assert found.inflation == pytest.approx(inflation)
+def test_window_of_an_epoch(samples, ranks, batch, interval, window):
+    assert hybrid._log_window(samples, ranks, batch, interval) == pytest.approx(window)
 
 
 def test_the_script_counts_half_of_the_attention():
-    assert hybrid.script_flops(GPT2, 1024) == pytest.approx(5.0338e12, rel=1e-4)
-    usual = 3 * GPT2.forward_flops(1, 1024)
-    assert usual / hybrid.script_flops(GPT2, 1024) == pytest.approx(1.0576, abs=1e-4)
-    assert hybrid.script_flops(GPT2, 1024, tp=2) / hybrid.script_flops(GPT2, 1024) == pytest.approx(0.54, abs=0.005)
+    flops = hybrid._script_flops(GPT2, 1024)
+    assert 3 * GPT2.forward_flops(1, 1024) / flops == pytest.approx(1.0576, abs=1e-4)
+    assert hybrid._script_flops(GPT2, 1024, tp=2) / flops == pytest.approx(0.54, abs=0.005)
 
 
 def test_reported_mfu_is_reproduced_in_all_rows():
@@ -38,7 +35,6 @@ def test_reported_mfu_is_reproduced_in_all_rows():
     assert ((rows["mfu_reproduced"] - rows["mfu_reported"]).abs() <= 0.06e-2).all()
     # without the short last batch none of them is
     assert ((rows["mfu_window"] - rows["mfu_reported"]).abs() > 1.9e-2).all()
-    assert (rows["inflation"].round(3).isin([1.12, 1.103])).all()
 
 
 @pytest.mark.parametrize(
@@ -80,18 +76,19 @@ def test_memory_rows():
 
 
 def test_what_a_tp_peer_held():
-    assert hybrid.local_model(2).parameters / 1e9 == pytest.approx(0.4197, abs=5e-4)
-    assert hybrid.local_model(1).parameters == GPT2.parameters
+    assert hybrid._local_model(2).parameters / 1e9 == pytest.approx(0.4197, abs=5e-4)
+    assert hybrid._local_model(1).parameters == GPT2.parameters
 
 
 def test_kernels_beside_the_memory_bandwidth():
-    """GB/s as the study gives them; the ideal of the large shape is 0.108 ms, the kernel reaches a third of it."""
+    """GB/s as the study gives them; the ideal is a read and a write at full bandwidth."""
     table = hybrid.gelu()
-    assert (table["unfused_bytes_per_s"] / 1e9).tolist() == pytest.approx(table["unfused_gb_per_s"].tolist(), rel=2e-3)
-    assert (table["fused_bytes_per_s"] / 1e9).tolist() == pytest.approx(table["fused_gb_per_s"].tolist(), rel=2e-3)
-    assert table["speedup"].round(2).tolist() == [0.8, 1.18, 1.12]
-    assert table["ideal_ms"].iloc[-1] == pytest.approx(0.108, abs=5e-4)
-    assert table["fused_share"].iloc[-1] == pytest.approx(0.34, abs=0.005)
+    for kernel in ("unfused", "fused"):
+        ours, theirs = table[f"{kernel}_bytes_per_s"] / 1e9, table[f"{kernel}_gb_per_s"]
+        assert ours.tolist() == pytest.approx(theirs.tolist(), rel=2e-3)
+    ideal_ms = 4 * 8 * 1024 * 5120 / 1555e9 * 1e3
+    assert table["ideal_ms"].iloc[-1] == pytest.approx(ideal_ms)
+    assert table["fused_share"].tolist() == pytest.approx((table["ideal_ms"] / table["fused_ms"]).tolist())
     assert table["in_cache"].tolist() == [True, True, False]
 
 
@@ -99,22 +96,3 @@ def test_breakdown_of_the_mlp():
     table = hybrid.mlp().set_index("name")
     assert (table["flops_per_s"].dropna() / 1e12).round(1).tolist() == [179.2, 240.9]
     assert table["share"].drop("full mlp").sum() == pytest.approx(0.99, abs=0.005)
-
-
-@pytest.mark.parametrize(
-    ("draw", "table"),
-    [
-        (plot.plot_mfu, hybrid.audit),
-        (plot.plot_loss, hybrid.runs),
-        (plot.plot_memory_rows, hybrid.memory_rows),
-        (plot.plot_gelu, hybrid.gelu),
-        (plot.plot_mlp, hybrid.mlp),
-    ],
-)
-def test_pictures_keep_their_table_and_its_origin(draw, table):
-    from madmax_lib.view.drawing import figure_data
-
-    ax = draw(table())
-    data = figure_data(ax)
-    assert ax.get_title() and ax.get_xlabel() and len(data)
-    assert list(data.attrs["provenance"]["files"])[0].startswith("studies/")

@@ -1,0 +1,35 @@
+"""Pictures of an offloaded step keep their table."""
+
+import madmax_lib as mm
+from madmax_lib.papers.studies import memory_wall as wall
+from madmax_lib.planner.levers import lever_table
+from madmax_lib.simulator.memory.memory import PHASES
+from madmax_lib.simulator.offload.fits import fits
+from madmax_lib.simulator.offload.over_step import moments
+from madmax_lib.view.drawing import figure_data
+from madmax_lib.view.plots.offload import plot_levers, plot_moments, plot_places, plot_streams
+from madmax_lib.view.plots.steps import COMPONENTS, OTHER
+
+CLUSTER, MODEL = mm.cluster("hetero-4xv100"), wall.shape("gpt2_3b")
+RUN = MODEL, CLUSTER, mm.Plan.parse("dp4.mb16.full.offload-chunks")
+
+
+def test_pictures_keep_their_table():
+    levers = lever_table(MODEL, CLUSTER, mm.Plan.parse("dp4.z2.mb16"), global_batch=64)
+    held, places = moments(*RUN, global_batch=64), fits(*RUN, global_batch=64).table
+    assert figure_data(plot_levers(levers, 34e9)).equals(levers)
+    assert figure_data(plot_places(places)).equals(places)
+    for place in ("device", "host"):
+        assert figure_data(plot_moments(held, place)).equals(held)
+
+
+def test_streams_are_blocks_of_the_step():
+    step = mm.simulate(*RUN, global_batch=64)
+    drawn = figure_data(plot_streams(step))
+    assert {"device computes", "host computes", "copies to the host"} <= set(drawn["row"])
+    assert (drawn["start_s"] + drawn["dur_s"]).max() <= mm.breakdown(step)["total_s"].max() * 1.001
+    assert drawn.attrs["provenance"] == step.meta.provenance
+
+
+def test_every_component_of_memory_has_a_colour_of_its_own():
+    assert set(PHASES) <= set(COMPONENTS) and len({*COMPONENTS.values(), OTHER}) == len(COMPONENTS) + 1
