@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
 from itertools import groupby
@@ -33,21 +32,11 @@ from madmax_lib.runs.parallel import trainer
 from madmax_lib.runs.settings import Settings
 
 BATCH, SEQUENCE, STEPS = 8, 16, 3
+KINDS = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast")
 
 
 class Collectives(TorchDispatchMode):
     """Counts collectives and the bytes of their larger side, by kind and number of ranks."""
-
-    KINDS = (
-        ("reduce_scatter", "reduce_scatter"),
-        ("allgather", "all_gather"),
-        ("all_gather", "all_gather"),
-        ("allreduce", "all_reduce"),
-        ("all_reduce", "all_reduce"),
-        ("alltoall", "all_to_all"),
-        ("all_to_all", "all_to_all"),
-        ("broadcast", "broadcast"),
-    )
 
     def __init__(self):
         super().__init__()
@@ -56,7 +45,8 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function.namespace in ("c10d", "_c10d_functional") and "wait" not in function.__name__:
-            kind = next((kind for word, kind in self.KINDS if word in function.__name__), None)
+            plain = function.__name__.replace("_", "")
+            kind = next((kind for kind in KINDS if kind.replace("_", "") in plain), None)
             if kind:
                 self.calls[kind] += 1
                 self.sizes[kind] += max(_tensor_bytes(args), _tensor_bytes(result))
@@ -103,18 +93,14 @@ def run(model: str, text: str, options: dict, directory: Path) -> dict:
             steps.append(job.step(batch(job.spec, step)))
         else:
             steps.append(job.step(batch(job.spec, step)))
-    found = job.evaluate(batch(job.spec, STEPS))
+    columns = ("loss", "grad_norm", "accuracy", "overflow", "loss_scale")
     return row | {
-        "loss": [step["loss"] for step in steps],
-        "grad_norm": [step["grad_norm"] for step in steps],
-        "accuracy": [step["accuracy"] for step in steps],
-        "overflow": [step["overflow"] for step in steps],
-        "loss_scale": [step["loss_scale"] for step in steps],
+        **{name: [step[name] for step in steps] for name in columns},
         "seconds": steps[-1]["seconds"],
-        "evaluated": found["loss"],
+        "tokens": steps[0]["tokens"],
+        "evaluated": job.evaluate(batch(job.spec, STEPS))["loss"],
         "steps_done": job.steps_done,
         "describe": job.describe(),
-        "tokens": steps[0]["tokens"],
     }
 
 
@@ -125,10 +111,8 @@ def work(rank: int, cases: list, out: Path, shared: Path) -> None:
         "gloo", store=dist.FileStore(str(out.with_suffix(".store")), ranks), rank=rank, world_size=ranks
     )
     rows = {}
-    for place, (name, model, text, options) in enumerate(cases):
-        start = time.perf_counter()
-        rows[name] = run(model, text, options, shared / f"{out.stem}-{place}")
-        rows[name]["wall_s"] = time.perf_counter() - start
+    for number, (name, model, text, options) in enumerate(cases):
+        rows[name] = run(model, text, options, shared / f"{out.stem}-{number}")
         gc.collect()
         dist.barrier()
     if rank == 0:
@@ -170,8 +154,8 @@ def main(out: Path, cases: list) -> int:
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         groups = groupby(sorted(cases, key=layout), key=layout)
-        for place, (_, group) in enumerate(groups):
-            part = Path(folder) / f"rows-{place}.json"
+        for number, (_, group) in enumerate(groups):
+            part = Path(folder) / f"rows-{number}.json"
             if not fork(list(group), part, Path(folder)):
                 return 1
             rows |= json.loads(part.read_text())

@@ -10,9 +10,8 @@ pytest.importorskip("torch")
 from madmax_lib.plan import Plan
 from madmax_lib.runs.model import models
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:FSDP2-wrapped module:UserWarning"
-)  # as in `runs.parallel.data_parallel`
+# as in `runs.parallel.data_parallel`
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +23,18 @@ def trace():
 
     traces = {}
 
-    def traced(model, plan, **options):
+    def trace_once(model, plan, **options):
         key = (model, plan, repr(sorted(options.items())))
         if key not in traces:
             traces[key] = abstract_run.trace(model, Plan.parse(plan), **options)
         return traces[key]
 
-    return traced
+    return trace_once
 
 
-def calls(found, collective, group):
+def calls(traced, collective, group):
     """(count, bytes) of one kind in one group."""
-    rows = found.collectives
+    rows = traced.collectives
     row = rows[(rows["collective"] == collective) & (rows["group"] == group)]
     return (int(row["count"].iloc[0]), float(row["size_bytes"].iloc[0])) if len(row) else (0, 0.0)
 
@@ -49,11 +48,11 @@ def layer_bytes(spec):
 def test_fully_sharded(trace, layers):
     """L layers and the root: gathered twice and, the root, once; scattered once each [arXiv 2304.11277]."""
     spec = models.spec("gpt-tiny", layers=layers)
-    found = trace("gpt-tiny", "dp4.z3", global_batch=4, sizes={"layers": layers})
+    traced = trace("gpt-tiny", "dp4.z3", global_batch=4, sizes={"layers": layers})
     whole, inside = 4 * spec.parameters, layers * layer_bytes("gpt-tiny")
-    assert calls(found, "all_gather", "dp") == (2 * layers + 1, whole + inside)
-    assert calls(found, "reduce_scatter", "dp") == (layers + 1, whole)
-    assert found.layers == layers
+    assert calls(traced, "all_gather", "dp") == (2 * layers + 1, whole + inside)
+    assert calls(traced, "reduce_scatter", "dp") == (layers + 1, whole)
+    assert traced.layers == layers
 
 
 def test_further_layers_are_those_traced_in_full(trace):
@@ -67,12 +66,12 @@ def test_further_layers_are_those_traced_in_full(trace):
 def test_flops_are_the_closed_form(trace, model, samples):
     """Forward exactly; backward twice, and half of the attention once more where it is fused."""
     plan = f"dp4.mb{samples}.unfused"
-    found, spec = trace(model, plan, global_batch=4 * samples), models.spec(model)
-    assert found.flops["forward"] == spec.forward_flops(samples)
+    traced, spec = trace(model, plan, global_batch=4 * samples), models.spec(model)
+    assert traced.flops["forward"] == spec.forward_flops(samples)
     fused = trace(model, f"dp4.mb{samples}", global_batch=4 * samples)
     scores = 4 * samples * spec.layers * spec.sequence**2 * spec.core_width
     assert fused.flops["forward"] == spec.forward_flops(samples)
-    assert fused.flops["backward"] - found.flops["backward"] == pytest.approx(0.5 * scores)
+    assert fused.flops["backward"] - traced.flops["backward"] == pytest.approx(0.5 * scores)
 
 
 def test_recompute_repeats_the_layers(trace):
@@ -93,14 +92,14 @@ def test_copies_reduce_all_gradients_once(trace):
 def test_tensor_parallel_traffic_is_that_of_the_simulator(trace, plan):
     """Same bytes per micro-batch as the simulator, at 4 ranks and at 1,024; the run also gathers its logits."""
     plan_, spec = Plan.parse(plan), models.spec("gpt-tiny")
-    found = trace("gpt-tiny", plan, global_batch=plan_.dp)
+    traced = trace("gpt-tiny", plan, global_batch=plan_.dp)
     table = ops(spec, plan_, dtype="fp32")
     tensor = table[table["group"] == "tp"].groupby("collective")["size_bytes"].agg(["count", "sum"])
     logits = 4 * spec.sequence * spec.vocab
-    count, size = calls(found, "all_gather", "tp")
+    count, size = calls(traced, "all_gather", "tp")
     assert (count - 1, size - logits) == tuple(tensor.loc["all_gather"])
-    assert calls(found, "reduce_scatter", "tp") == tuple(tensor.loc["reduce_scatter"])
-    assert found.flops["forward"] == pytest.approx(spec.forward_flops(1) / 2)
+    assert calls(traced, "reduce_scatter", "tp") == tuple(tensor.loc["reduce_scatter"])
+    assert traced.flops["forward"] == pytest.approx(spec.forward_flops(1) / 2)
 
 
 def test_context_and_expert_exchanges(trace):
@@ -117,7 +116,7 @@ def test_stages_send_activations(trace):
     activation = 4 * spec.sequence * spec.hidden
     first = trace("gpt-tiny", "dp2.pp2", global_batch=8)
     last = trace("gpt-tiny", "dp2.pp2", global_batch=8, rank=3)
-    for found in (first, last):
-        assert calls(found, "send", "pp") == calls(found, "recv", "pp") == (4, 4 * activation)
-        assert found.layers == 2
+    for traced in (first, last):
+        assert calls(traced, "send", "pp") == calls(traced, "recv", "pp") == (4, 4 * activation)
+        assert traced.layers == 2
     assert last.flops["forward"] > first.flops["forward"]  # the head

@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from madmax_lib.runs.data import hub, text
 from madmax_lib.runs.data.batches import NAMES, DataWarning, canonical, default_name, get_data, kind_of
@@ -139,7 +140,7 @@ def test_digits_scale_by_nearest_pixel(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != default_name(kind_of(name))])
 def test_what_is_not_here_is_replaced_and_says_so(name, monkeypatch):
-    for package in ("sklearn", "sklearn.datasets", "datasets", "torchvision"):
+    for package in ("sklearn", "sklearn.datasets", "datasets"):
         monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(hub, "find_spec", lambda package: None)
     with pytest.warns(DataWarning, match=f"in place of {name}: "):
@@ -151,24 +152,6 @@ def test_a_missing_tokenizer_is_a_fall_back_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match="transformers"):
         tokenizer("Qwen/Qwen2.5-3B")
-
-
-class Picture:
-    """What the loader asks of a PIL image."""
-
-    def __init__(self, grey):
-        self.grey, self.size = grey, None
-
-    def convert(self, mode):
-        assert mode == "RGB"
-        return self
-
-    def resize(self, size):
-        self.size = size
-        return self
-
-    def __array__(self, dtype=None, copy=None):
-        return np.full((*self.size, 3), self.grey, dtype=dtype)
 
 
 class Table(list):
@@ -183,7 +166,7 @@ class Table(list):
 
 
 ROWS = {
-    "uoft-cs/cifar100": [{"img": Picture(255 * (i % 2)), "fine_label": 98 + i % 2} for i in range(4)],
+    "uoft-cs/cifar100": [{"img": Image.new("L", (2, 2), 255 * (i % 2)), "fine_label": 98 + i % 2} for i in range(4)],
     "meta-math/MetaMathQA": [{"query": f"what is {i}?", "response": f"it is {i}"} for i in range(100)],
     "nyu-mll/glue": [{"sentence": f"film {i}", "label": i % 2} for i in range(6)],
     "Salesforce/wikitext": [{"text": "the quick brown fox " * 20}] * 3,

@@ -59,34 +59,15 @@ def run(tmp_path_factory):
     """Six steps on two processes, with a power log to replay and a checkpoint after four."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "power.csv").write_text("t_s,power_w,cap_w\n0,50,70\n1000,50,70\n")
-    spec = RunSpec(
-        "gpt_tiny",
-        "dp2.z3",
-        sizes=SMALL,
-        sequence=96,
-        power=str(folder / "power.csv"),
-        validate_every=3,
-        checkpoint_every=4,
-        device="cpu",
-        learning_rate=3e-3,
-        timeout_s=60.0,
-    )
-    return read_run(launch(spec, folder / "run"))
+    options = {"sizes": SMALL, "sequence": 96, "power": str(folder / "power.csv"), "learning_rate": 3e-3}
+    options |= {"validate_every": 3, "checkpoint_every": 4, "device": "cpu", "timeout_s": 60.0}
+    return read_run(launch(RunSpec("gpt_tiny", "dp2.z3", **options), folder / "run"))
 
 
 def test_a_run_writes_all_its_files(run):
-    names = {path.name for path in run.directory.iterdir()}
-    assert names == {
-        "spec.json",
-        "env.json",
-        "steps.csv",
-        "summary.json",
-        "power.csv",
-        "trace_rank0.json.gz",
-        "trace_rank1.json.gz",
-        "logs",
-        "checkpoints",
-    }
+    files = {"spec.json", "env.json", "steps.csv", "summary.json", "power.csv", "logs", "checkpoints"}
+    traces = {f"trace_rank{rank}.json.gz" for rank in (0, 1)}
+    assert {path.name for path in run.directory.iterdir()} == files | traces
     assert last_checkpoint(run.directory) == run.directory / "checkpoints" / "4"
     assert {path.name for path in (run.directory / "checkpoints").iterdir()} == {"4", "latest"}
     assert {path.name for path in (run.directory / "logs").iterdir()} == {"launcher.log", "rank0.log", "rank1.log"}

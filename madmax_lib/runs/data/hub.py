@@ -1,12 +1,11 @@
-"""Where do the real datasets come from? `datasets` or torchvision, from their caches unless a download is allowed.
+"""Where do the real datasets come from? `datasets`, from its cache unless a download is allowed.
 
-Images come as (n, 3, image, image) float32 in -1..1 with labels, text as tokens and targets. Without the packages or
+Images come as (n, 3, image, image) float32 in -1..1 with labels, text as tokens and targets. Without the package or
 the files, `read` raises FileNotFoundError or ModuleNotFoundError with one line; `batches.get_data` then falls back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,9 +13,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from madmax_lib.datasets import cache_folder
-
-__all__ = ["SOURCES", "Images", "read"]
+__all__ = ["SOURCES", "read"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,6 @@ class _Source:
     classes: labels of images, 0 for text (0).
     config: variant of the dataset (None).
     files: one of its files, where all would be too many (None).
-    torchvision: class of torchvision that has it too ("").
     answers: texts of the labels, where these are numbers (()).
     """
 
@@ -39,13 +35,12 @@ class _Source:
     classes: int = 0
     config: str | None = None
     files: str | None = None
-    torchvision: str = ""
     answers: tuple[str, ...] = ()
 
 
 SOURCES = {
-    "cifar-100": _Source("uoft-cs/cifar100", ("img", "fine_label"), ("train", "test"), 100, torchvision="CIFAR100"),
-    "food-101": _Source("ethz/food101", ("image", "label"), ("train", "validation"), 101, torchvision="Food101"),
+    "cifar-100": _Source("uoft-cs/cifar100", ("img", "fine_label"), ("train", "test"), 100),
+    "food-101": _Source("ethz/food101", ("image", "label"), ("train", "validation"), 101),
     "wikitext-103": _Source("Salesforce/wikitext", ("text",), ("train", "validation"), config="wikitext-103-raw-v1"),
     "metamathqa": _Source("meta-math/MetaMathQA", ("query", "response"), ("train",)),
     "glue": _Source(
@@ -55,11 +50,12 @@ SOURCES = {
 }
 
 
-class Images:
-    """Images of a table, decoded when they are asked for. pair: (picture, label) of a row."""
+class _Images:
+    """Images of a table, decoded when they are asked for. columns: of picture and label; image: pixels of a side."""
 
-    def __init__(self, table, pair: Callable[[object], tuple], image: int):
-        self.table, self.pair = table, pair
+    def __init__(self, table, columns: tuple[str, ...], image: int):
+        self.table = table
+        self.pair = itemgetter(*columns)
         self.image = image
 
     def __len__(self) -> int:
@@ -71,21 +67,18 @@ class Images:
         return np.stack([_pixels(picture, self.image) for picture in pictures]), np.array(labels, dtype=np.int64)
 
 
-def read(name: str, allow_download: bool, image: int) -> tuple[list, list] | tuple[Images, Images]:
-    """Training and validation part of a real dataset: `Images`, or lists of texts or of (question, answer) pairs.
+def read(name: str, allow_download: bool, image: int) -> tuple[list, list] | tuple[_Images, _Images]:
+    """Training and validation part of a real dataset: `_Images`, or lists of texts or of (question, answer) pairs.
 
     Raises FileNotFoundError or ModuleNotFoundError, in one line, for what is not here.
     """
+    if not find_spec("datasets"):
+        raise ModuleNotFoundError(f"{name} needs the package datasets, which is not installed")
     source = SOURCES[name]
-    if find_spec("datasets"):
-        parts = _from_hub(name, source, allow_download)
-        if source.classes:
-            return tuple(Images(part, itemgetter(*source.columns), image) for part in parts)
-        return tuple(_texts(part, source) for part in parts)
-    if source.torchvision and find_spec("torchvision"):
-        return tuple(Images(part, tuple, image) for part in _from_torchvision(name, source, allow_download))
-    packages = "datasets or torchvision" if source.torchvision else "datasets"
-    raise ModuleNotFoundError(f"{name} needs the package {packages}, which is not installed")
+    parts = _from_hub(name, source, allow_download)
+    if source.classes:
+        return tuple(_Images(part, source.columns, image) for part in parts)
+    return tuple(_texts(part, source) for part in parts)
 
 
 def _from_hub(name: str, source: _Source, allow_download: bool) -> list:
@@ -103,17 +96,6 @@ def _from_hub(name: str, source: _Source, allow_download: bool) -> list:
         cut = parts[0].train_test_split(test_size=0.02, shuffle=False)
         parts = [cut["train"], cut["test"]]
     return parts
-
-
-def _from_torchvision(name: str, source: _Source, allow_download: bool) -> list:
-    from torchvision import datasets
-
-    kind = getattr(datasets, source.torchvision)
-    switches = [{"train": True}, {"train": False}] if name == "cifar-100" else [{"split": "train"}, {"split": "test"}]
-    try:
-        return [kind(cache_folder() / "images", download=allow_download, **switch) for switch in switches]
-    except (RuntimeError, OSError) as error:
-        raise _missing(name, allow_download, error) from None
 
 
 def _texts(part, source: _Source) -> list:

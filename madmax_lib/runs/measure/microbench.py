@@ -1,8 +1,10 @@
 """How fast are single kernels here? Median and spread, bytes moved, GB/s and shares of the peak, as one tidy table.
 
 Each repeat is timed alone, by device events on a GPU and the clock on a CPU, after warm-up and after a buffer larger
-than the last-level cache was written, so that operands come from memory and not from a cache. Rows of all tables have
-the same columns (`COLUMNS`) and name their machine; `sweep` runs them all, on a GPU within five minutes:
+than the last-level cache was written, so that operands come from memory and not from a cache. All tables have the same
+columns: the kernel, how it was computed, where, rows x inner x columns of its operands, seconds, moved_bytes (that must
+move between memory and device), wire_bytes (that a rank sends), the rates, and peak_share (0..1, of the peak FLOP/s or
+of the memory's bandwidth, the larger). `sweep` makes those of one device, on a GPU within five minutes:
 
     python -m madmax_lib.runs.measure.microbench kernels.csv
     torchrun --nproc-per-node 8 -m madmax_lib.runs.measure.microbench collectives.csv
@@ -17,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import nan
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -29,7 +30,6 @@ from madmax_lib.runs.measure.peak_rates import peak_rates
 from madmax_lib.runs.model.kernels import HOWS, bias_gelu, moved_bytes, unavailable
 
 __all__ = [
-    "COLUMNS",
     "SHAPES",
     "Timing",
     "collective_table",
@@ -37,32 +37,9 @@ __all__ = [
     "gemm_table",
     "kernel_seconds",
     "mlp_table",
-    "save",
     "sweep",
 ]
 
-COLUMNS = (
-    "kernel",
-    "how",
-    "machine",
-    "threads",
-    "ranks",
-    "dtype",
-    "rows",  # of the first operand
-    "inner",
-    "columns",
-    "median_s",
-    "low_s",
-    "high_s",
-    "repeats",
-    "flops",
-    "moved_bytes",  # that must move between memory and device
-    "wire_bytes",  # that a rank sends
-    "flops_per_s",
-    "bytes_per_s",
-    "wire_bytes_per_s",
-    "peak_share",  # 0..1, of the peak FLOP/s or of the memory's bandwidth, the larger
-)
 SHAPES = ((2048, 1024), (4096, 2048), (8192, 5120))  # of makramab/hybrid-parallelism: 4x512, 8x512, 8x1024 tokens
 _GEMMS = {
     "cuda": [(m, k, n) for m in (512, 2048, 8192) for k, n in ((1280, 5120), (5120, 1280), (4096, 4096), (8192, 8192))],
@@ -199,21 +176,9 @@ def collective_table(device: str | None = None, *, sizes: Sequence[int] = _MESSA
     return bench.table()
 
 
-def sweep(device: str | None = None, *, quick: bool = False, **options) -> pd.DataFrame:
-    """GELU, MLP and GEMM tables in one. quick: small shapes, nothing compiled."""
-    gelu, mlp, gemm = gelu_table, mlp_table, gemm_table
-    if quick:
-        gelu = partial(gelu_table, shapes=((256, 512),), compiled=False)
-        mlp = partial(mlp_table, sizes=(256, 128, 512), compiled=False)
-        gemm = partial(gemm_table, shapes=((128, 128, 128),))
-    return pd.concat([table(device, **options) for table in (gelu, mlp, gemm)], ignore_index=True)
-
-
-def save(table: pd.DataFrame, path: str | Path) -> Path:
-    """The table as CSV, complete or not at all; returns the path."""
-    with replacing(path) as temporary:
-        table.to_csv(temporary, index=False, float_format="%.6g")
-    return Path(path)
+def sweep(device: str | None = None, **options) -> pd.DataFrame:
+    """GELU, MLP and GEMM tables in one; options: as in `gelu_table`."""
+    return pd.concat([table(device, **options) for table in (gelu_table, mlp_table, gemm_table)], ignore_index=True)
 
 
 class _Bench:
@@ -260,6 +225,8 @@ class _Bench:
             "threads": torch.get_num_threads(),
             "ranks": ranks,
             "dtype": dtype,
+            **{name: float(shape.get(name, nan)) for name in ("rows", "inner", "columns")},
+            **vars(timing),
             "flops": flops,
             "moved_bytes": moved,
             "wire_bytes": wire,
@@ -268,12 +235,11 @@ class _Bench:
             "wire_bytes_per_s": wire / timing.median_s,
             "peak_share": float(np.maximum(flops_share, bytes_per_s / self.peak.memory_bytes_per_s)),
         }
-        self.rows.append(row | shape | vars(timing))
+        self.rows.append(row)
 
     def table(self) -> pd.DataFrame:
         """All rows."""
-        table = pd.DataFrame(self.rows, columns=list(COLUMNS))
-        return table.astype({name: float for name in COLUMNS[6:] if name != "repeats"})
+        return pd.DataFrame(self.rows).astype({"moved_bytes": float})
 
 
 def _default_dtype(device: str) -> torch.dtype:
@@ -303,10 +269,16 @@ def _timed_cpu(run: Callable, buffer: torch.Tensor, repeats: int) -> list[float]
     return seconds
 
 
+def _save(table: pd.DataFrame, path: str) -> None:
+    with replacing(path) as temporary:
+        table.to_csv(temporary, index=False, float_format="%.6g")
+    print(path)
+
+
 def _main(path: str) -> None:
     """Under torchrun the collectives, else the other tables; the first rank writes."""
     if "RANK" not in os.environ:
-        print(save(sweep(), path))
+        _save(sweep(), path)
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -314,7 +286,7 @@ def _main(path: str) -> None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     table = collective_table(device)
     if dist.get_rank() == 0:
-        print(save(table, path))
+        _save(table, path)
     dist.destroy_process_group()
 
 
