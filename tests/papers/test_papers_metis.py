@@ -11,15 +11,22 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from support import local_or_skip
 
+from madmax_lib.papers.metis import generate_profiles, search
 from madmax_lib.papers.metis.balance import Balancer, shift_capacity
-from madmax_lib.papers.metis.generate import generate_profiles
 from madmax_lib.papers.metis.space import cool_lex, device_groups, group_lists, merged
-from madmax_lib.papers.metis.walk import search
-from madmax_lib.planner.hetero.nodes import Node
+from madmax_lib.planner.hetero import Node
 
 V100, T4, A100 = ("V100", 16, 50), ("T4", 15, 50), ("A100", 80, 46)  # type, GB, GB/s inside a node
-PINNED = {"model_profile": "A100_tp4_bs4", "max_permute_len": 128, "max_tp": 128, "max_bs": 128}
 ORDERS = {"A100-V100": ["A100", "V100"], "V100-A100": ["V100", "A100"]}
+PROFILES = {layers: generate_profiles(layers, 128) for layers in (10, 20)}
+PINNED = {
+    "node_order": ["A100", "V100"],
+    "global_batch": 128,
+    "model_profile": "A100_tp4_bs4",
+    "max_permute_len": 128,
+    "max_tp": 128,
+    "max_bs": 128,
+}
 
 
 def cluster(*counts, gpus=4):
@@ -27,27 +34,31 @@ def cluster(*counts, gpus=4):
     return [Node(f"0.0.0.{kind}", *kind[:1], gpus, *kind[1:], 10) for kind, number in counts for _ in range(number)]
 
 
-@pytest.fixture(scope="module")
-def profiles():
-    return {layers: generate_profiles(layers, 128) for layers in (10, 20)}
+EIGHT = cluster((V100, 4), (A100, 4))  # row 1 of the table
+PAIR = cluster((V100, 1), (A100, 1))
 
 
-ROWS = [  # row, layers, nodes per type, order, strategy, count, inter-stage plans, costed plans, best cost
-    (1, 10, 4, "A100-V100", False, 612, 176, 206, 1793.600994348526),
-    (1, 10, 4, "A100-V100", True, 562, 176, 183, 1793.600994348526),
-    (1, 10, 4, "V100-A100", False, 612, 176, 206, 1898.3743157594101),
-    (1, 10, 4, "V100-A100", True, 562, 176, 183, 1898.3743157594101),
-    (3, 20, 16, "A100-V100", False, 3734, 320, 454, 1101.6535311937332),
-    (3, 20, 16, "A100-V100", True, 3482, 320, 328, 1101.6535311937332),
-    (3, 20, 16, "V100-A100", False, 3734, 320, 454, 1098.3463258328645),
-    (3, 20, 16, "V100-A100", True, 3482, 320, 328, 1098.3463258328645),
-]
+def run(nodes=EIGHT, profiles=PROFILES[10], **options):
+    return search(profiles, nodes, **{"layers": profiles.layers, **PINNED, **options})
 
 
-@pytest.mark.parametrize("row, layers, nodes, order, strategy, count, inter, costed, best", ROWS)
-def test_rows_1_and_3(profiles, row, layers, nodes, order, strategy, count, inter, costed, best):
-    result = search(profiles[layers], cluster((V100, nodes), (A100, nodes)), layers=layers, global_batch=128,
-                    node_order=ORDERS[order], strategy=strategy, **PINNED)  # fmt: skip
+@pytest.mark.parametrize(
+    "row, layers, nodes, order, strategy, count, inter, costed, best",
+    [
+        (1, 10, 4, "A100-V100", False, 612, 176, 206, 1793.600994348526),
+        (1, 10, 4, "A100-V100", True, 562, 176, 183, 1793.600994348526),
+        (1, 10, 4, "V100-A100", False, 612, 176, 206, 1898.3743157594101),
+        (1, 10, 4, "V100-A100", True, 562, 176, 183, 1898.3743157594101),
+        (3, 20, 16, "A100-V100", False, 3734, 320, 454, 1101.6535311937332),
+        (3, 20, 16, "A100-V100", True, 3482, 320, 328, 1101.6535311937332),
+        (3, 20, 16, "V100-A100", False, 3734, 320, 454, 1098.3463258328645),
+        (3, 20, 16, "V100-A100", True, 3482, 320, 328, 1098.3463258328645),
+    ],
+)
+def test_rows_1_and_3(row, layers, nodes, order, strategy, count, inter, costed, best):
+    """count, inter-stage plans, costed plans and best cost, and every plan of the release."""
+    machines = cluster((V100, nodes), (A100, nodes))
+    result = run(machines, PROFILES[layers], node_order=ORDERS[order], strategy=strategy)
     assert (result.count, result.count_total, result.inter_stage_plans) == (count, count, inter)
     assert (result.costed_plans, result.best_cost_ms, result.dropped) == (costed, best, 0)
     name = f"metis/row{row}_{order}_{'strat' if strategy else 'base'}"
@@ -57,56 +68,43 @@ def test_rows_1_and_3(profiles, row, layers, nodes, order, strategy, count, inte
         every = pd.read_csv(file, float_precision="round_trip")
     ours = result.plans.sort_values("enum_index")
     assert ours["cost"].tolist() == every["cost"].tolist() and ours["batches"].tolist() == every["batches"].tolist()
-    for column, text in (("device_groups", "device_groups"), ("layer_partition", "layer_partition")):
-        assert [" ".join(map(str, value)) for value in ours[column]] == every[text].astype(str).tolist()
+    for column in ("device_groups", "layer_partition"):
+        assert [" ".join(map(str, value)) for value in ours[column]] == every[column].astype(str).tolist()
     degrees = [" ".join(f"{dp}x{tp}" for dp, tp in value) for value in ours["strategies"]]
     assert degrees == every["strategies_dp_tp"].tolist()
 
 
-def test_files_give_what_loaded_inputs_give(tmp_path, profiles):
+def test_files_give_what_loaded_inputs_give(tmp_path):
     with tarfile.open(local_or_skip("metis/inputs/row1_inputs.tar.gz")) as packed:
         packed.extractall(tmp_path, filter="data")
     paths = [tmp_path / name for name in ("profile", "hostfile", "clusterfile.json")]
-    given = search(*paths, layers=10, global_batch=128, node_order="V100,A100", **PINNED)
-    made = search(profiles[10], cluster((V100, 4), (A100, 4)), layers=10, global_batch=128, node_order="V100,A100",
-                  **PINNED)  # fmt: skip
-    pd.testing.assert_frame_equal(given.plans, made.plans)
+    from_files = search(*paths, layers=10, **PINNED | {"node_order": "V100,A100"})
+    pd.testing.assert_frame_equal(from_files.plans, run(node_order="V100,A100").plans)
 
 
-def test_counting_all_stages_takes_the_first_place_away(profiles):
+def test_counting_all_stages_takes_the_first_place_away():
     """Row 1, V100 first: the best plan of two stages is costed as one; one stage on all GPUs is not tried at all."""
-    result = search(profiles[10], cluster((V100, 4), (A100, 4)), layers=10, global_batch=128,
-                    node_order=ORDERS["V100-A100"], **PINNED)  # fmt: skip
-    best = result.plans.iloc[0]
+    plans = run(node_order=ORDERS["V100-A100"]).plans
+    best = plans.iloc[0]
     assert best["num_stage_used_for_cost"] == 1 and best["device_groups"] == [16, 16]
-    honest = result.plans[result.plans["num_stage_used_for_cost"] == result.plans["device_groups"].map(len)]
+    honest = plans[plans["num_stage_used_for_cost"] == plans["device_groups"].map(len)]
     assert honest["cost"].iloc[0] == pytest.approx(2371.990, abs=5e-4)
-    later = result.plans[result.plans["node_sequence"].map(lambda order: order[0] == "A100")]
+    later = plans[plans["node_sequence"].map(lambda order: order[0] == "A100")]
     assert later["device_groups"].map(len).min() == 2
 
 
-def test_layers_vanish_and_stages_stay_empty(profiles):
-    result = search(profiles[10], cluster((V100, 4), (A100, 4)), layers=10, global_batch=128,
-                    node_order=ORDERS["A100-V100"], **PINNED)  # fmt: skip
-    partitions = result.plans["layer_partition"]
-    assert (partitions.map(lambda cuts: cuts[-1]) < 10).sum() == 23
-    assert partitions.map(lambda cuts: any(x == y for x, y in pairwise(cuts))).sum() == 121
-
-
 def test_the_order_of_nodes_matters_in_an_uneven_cluster():
-    profiles = generate_profiles(10, 128, memory="upstream")
-    counts = {order: search(profiles, cluster((V100, 3), (A100, 1), gpus=8), layers=10, global_batch=128,
-                            node_order=ORDERS[order], **PINNED).count for order in ORDERS}  # fmt: skip
-    assert counts["A100-V100"] != counts["V100-A100"]
+    profiles, nodes = generate_profiles(10, 128, memory="upstream"), cluster((V100, 3), (A100, 1), gpus=8)
+    first, second = (run(nodes, profiles, node_order=order).count for order in ORDERS.values())
+    assert first != second
 
 
 def test_a_plan_that_is_never_worse_is_not_guaranteed():
     """Three types, small groups allowed: with the fork's strategy the search takes fewer steps to a worse plan."""
     profiles = generate_profiles(8, 16, slowdown={"A100": 1, "V100": 3.5, "T4": 5}, memory="upstream")
-    options = PINNED | {"max_permute_len": 3, "max_tp": 4, "max_bs": 64, "variance": 0.5}
-    base, fork = (search(profiles, cluster((V100, 1), (A100, 1), (T4, 1)), layers=8, global_batch=16,
-                         node_order=["A100", "V100", "T4"], strategy=strategy, **options)
-                  for strategy in (False, True))  # fmt: skip
+    nodes, order = cluster((V100, 1), (A100, 1), (T4, 1)), ["A100", "V100", "T4"]
+    limits = {"global_batch": 16, "max_permute_len": 3, "max_tp": 4, "max_bs": 64, "variance": 0.5}
+    base, fork = (run(nodes, profiles, node_order=order, strategy=strategy, **limits) for strategy in (False, True))
     assert {tuple(order) for order in base.plans["node_sequence"]} <= set(permutations(["A100", "V100", "T4"]))
     assert base.count > fork.count and base.best_cost_ms < fork.best_cost_ms and base.count < base.count_total
 
@@ -117,9 +115,8 @@ def test_device_groups_are_all_permutations(gpus, stages, variance):
     least = max(gpus // stages, stages // gpus) * variance
     shapes = [2**k for k in range(5) if least <= 2**k <= gpus]
     sizes = [c for c in combinations_with_replacement(shapes, stages) if sum(c) == gpus]
-    wanted = {order for c in sizes for order in permutations(c)}
-    found = device_groups(gpus, stages, variance, 128)
-    assert len(found) == len(set(found)) and set(found) == wanted
+    groups = device_groups(gpus, stages, variance, 128)
+    assert len(groups) == len(set(groups)) and set(groups) == {order for c in sizes for order in permutations(c)}
 
 
 @pytest.mark.parametrize(
@@ -144,10 +141,11 @@ def test_cool_lex_shifts_prefixes():
 
 
 def test_later_orders_repeat_the_first_list_of_several_stages():
-    found = [(block.sequence, block.costed_stages, len(block.groups[0]))
-             for block in group_lists(["A", "B"], 8, 4, variance=1, max_permute_len=8)]  # fmt: skip
-    assert found == [(("A", "B"), 1, 1), (("A", "B"), 2, 2), (("A", "B"), 3, 3), (("A", "B"), 4, 4),
-                     (("B", "A"), 1, 2), (("B", "A"), 2, 2), (("B", "A"), 3, 3), (("B", "A"), 4, 4)]  # fmt: skip
+    lists = [
+        ("".join(one.sequence), one.costed_stages, len(one.groups[0]))
+        for one in group_lists("AB", 8, 4, variance=1, max_permute_len=8)
+    ]
+    assert lists == [("AB", n, n) for n in (1, 2, 3, 4)] + [("BA", 1, 2)] + [("BA", n, n) for n in (2, 3, 4)]
 
 
 def test_a_total_that_is_no_power_of_two_has_no_single_stage():
@@ -227,30 +225,27 @@ def test_capacity_moves_to_stages_with_memory_to_spare():
         ({"max_permute_len": 0}, "max_permute_len=0 must be"),
         ({"model_profile": "T4_tp1_bs1"}, "no profile for T4 tp 1 batch 1; there are types A100, V100"),
         ({"global_batch": 96}, "no profile for .* batch (96|48|24|12|6|3)"),
-        ({"hostfile": cluster((T4, 2))}, "no profile for T4; there are types A100, V100"),
-        ({"hostfile": cluster((V100, 1), (A100, 1), gpus=16)}, "slots=16: Metis reads one digit"),
-        ({"hostfile": "hosts"}, "hostfile=hosts needs a clusterfile"),
+        ({"nodes": cluster((T4, 2))}, "no profile for T4; there are types A100, V100"),
+        ({"nodes": cluster((V100, 1), (A100, 1), gpus=16)}, "slots=16: Metis reads one digit"),
+        ({"nodes": "hosts"}, "hostfile=hosts needs a clusterfile"),
     ],
 )
-def test_bad_input(profiles, change, message):
-    call = {"hostfile": cluster((V100, 1), (A100, 1)), "layers": 10, "global_batch": 8,
-            "node_order": ["A100", "V100"], **PINNED} | change  # fmt: skip
+def test_bad_input(change, message):
     with pytest.raises(ValueError, match=message):
-        search(profiles[10], call.pop("hostfile"), **call)
+        run(**{"nodes": PAIR, "global_batch": 8} | change)
 
 
-def test_nodes_that_differ_in_size(profiles):
+def test_nodes_that_differ_in_size():
     """The release takes the first node's size for all: it runs while no rank falls outside of that, else it crashes."""
     nodes = [*cluster((V100, 1), gpus=2), *cluster((A100, 1), gpus=6)]
     with pytest.raises(ValueError, match="nodes differ in size"):
-        search(profiles[10], nodes, layers=10, global_batch=8, node_order=["A100", "V100"], **PINNED)
+        run(nodes, global_batch=8)
 
 
-def test_no_feasible_plan(profiles):
-    small = [Node("0.0.0.3", "V100", 4, 1, 50, 10)]
-    result = search(profiles[10], small, layers=10, global_batch=8, node_order=["V100"], **PINNED)
+def test_no_feasible_plan():
+    tiny = {"nodes": [Node("0.0.0.3", "V100", 4, 1, 50, 10)], "node_order": ["V100"]}
+    result = run(**tiny, global_batch=8)
     assert not result.costed_plans and math.isnan(result.best_cost_ms) and result.count == 0 < result.count_total
     assert result.reason.startswith("no feasible plan: at least ") and " bytes are missing, on ranks " in result.reason
-    limited = search(profiles[10], small, layers=10, global_batch=512, node_order=["V100"],
-                     **PINNED | {"max_bs": 1, "max_tp": 1, "max_permute_len": 4})  # fmt: skip
+    limited = run(**tiny, global_batch=512, max_bs=1, max_tp=1, max_permute_len=4)
     assert limited.costed_plans == 0 and "no feasible plan" in limited.reason

@@ -16,9 +16,8 @@ def runs():
 def test_table_1_to_the_digits_printed(runs):
     table = study.table1_errors(runs)
     assert (table["steps_error"] == 0).all() and table["cost_error"].abs().max() < 1e-5
-    orders = table.set_index(["row", "mode"])["node_order"].to_dict()
-    assert orders == {(1, "base"): "V100 first", (1, "strategy"): "A100 first", (3, "base"): "A100 first",
-                      (3, "strategy"): "V100 first"}  # fmt: skip
+    assert table["mode"].tolist() == ["base", "strategy"] * 2
+    assert table["node_order"].tolist() == ["V100 first", "A100 first", "A100 first", "V100 first"]
     assert table["time_ratio"].round(3).tolist() == [1.092, 1.092, 1.675, 1.675]
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from support import local_or_skip
 
-from madmax_lib.papers.metis.generate import generate_profiles
-from madmax_lib.planner.hetero.nodes import Node, load_cluster, write_cluster
-from madmax_lib.planner.hetero.profiles import load_profiles, plain_sum, write_profiles
+from madmax_lib.papers.metis import generate_profiles
+from madmax_lib.planner.hetero import Node, load_cluster, load_profiles, write_cluster, write_profiles
+from madmax_lib.planner.hetero.profiles import plain_sum
 
 NODE = Node("10.0.0.1", "A100", 4, 80, 46, 10)
 
@@ -52,8 +52,8 @@ def test_memory_tables():
 def test_equals_the_files_of_the_fork(row, layers, tmp_path):
     with tarfile.open(local_or_skip(f"metis/inputs/row{row}_inputs.tar.gz")) as packed:
         packed.extractall(tmp_path, filter="data")
-    given, made = load_profiles(tmp_path / "profile"), generate_profiles(layers, 128)
-    assert list(given.table) == list(made.table) and given == made
+    theirs, ours = load_profiles(tmp_path / "profile"), generate_profiles(layers, 128)
+    assert list(theirs.table) == list(ours.table) and theirs == ours
     nodes = load_cluster(tmp_path / "hostfile", tmp_path / "clusterfile.json")
     assert {node.device: node.intra_gb_per_s for node in nodes} == {"V100": 50, "A100": 46}
 
@@ -65,7 +65,7 @@ def test_published_samples(fault, message):
         with pytest.raises(ValueError, match=message):
             load_profiles(samples)
     else:
-        assert load_profiles(samples).degrees("A100") == (1, 2, 4)
+        assert {tp for _, tp, _ in load_profiles(samples).table} == {1, 2, 4}
 
 
 def test_round_trip(tmp_path):
@@ -84,25 +84,27 @@ def test_the_order_of_the_folder_does_not_matter(folder, monkeypatch):
     assert first.named(None).name == "DeviceType.A100_tp1_bs1"
 
 
+PROFILES = generate_profiles(4, 8)
+
+
 def test_lookups():
-    profiles = generate_profiles(4, 8)
-    assert profiles.devices == ("A100", "V100") and profiles.degrees("A100") == profiles.batches("V100", 8) == (
-        1,
-        2,
-        4,
-        8,
-    )
-    one = profiles.get("A100", 4, 2)
+    assert PROFILES.devices == ("A100", "V100")
     for name in ("A100_tp4_bs2", "DeviceType.A100_tp4_bs2.json", ("A100", 4, 2)):
-        assert profiles.named(name) is one
-    with pytest.raises(ValueError, match="no profile for A100 tp 16 batch 1; there are tp 1, 2, 4, 8 on A100"):
-        profiles.get("A100", 16, 1)
-    with pytest.raises(ValueError, match="there are batches 1, 2, 4, 8 on A100 at tp 2"):
-        profiles.get("A100", 2, 3)
-    with pytest.raises(ValueError, match="there are types A100, V100"):
-        profiles.get("T4", 1, 1)
-    with pytest.raises(ValueError, match="is not the name of a profile such as"):
-        profiles.named("tp4")
+        assert PROFILES.named(name) is PROFILES.get("A100", 4, 2)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("A100_tp16_bs1", "no profile for A100 tp 16 batch 1; there are tp 1, 2, 4, 8 on A100"),
+        ("A100_tp2_bs3", "there are batches 1, 2, 4, 8 on A100 at tp 2"),
+        ("T4_tp1_bs1", "there are types A100, V100"),
+        ("tp4", "is not the name of a profile such as"),
+    ],
+)
+def test_lookups_that_fail(name, message):
+    with pytest.raises(ValueError, match=message):
+        PROFILES.named(name)
 
 
 def test_sums_run_from_left_to_right():

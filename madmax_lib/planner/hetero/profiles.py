@@ -42,9 +42,14 @@ def plain_sum(values: Iterable[float]) -> float:
 class LayerProfile:
     """One iteration of the whole model on `tp` GPUs of one type with a micro-batch of `batch` samples.
 
-    layer_ms, memory_mb, parameters_bytes: one entry per layer; memory of one GPU. forward_backward_ms exceeds the sum
-    of layer_ms by what `sync_ms` says. Raises ValueError for lengths that differ, values that are not finite or
-    negative, and parts that exceed the whole.
+    layer_ms, memory_mb, parameters_bytes: one entry per layer; memory of one GPU.
+    total_ms: the iteration.
+    forward_backward_ms: exceeds the sum of layer_ms by what `sync_ms` says.
+    batch_generator_ms, optimizer_ms: loading of the micro-batch, and one of two updates.
+    layernorm_ms, embedding_ms: all-reduces of their gradients.
+    between_ms: that excess as the file has it. model_name: of the file.
+
+    Raises ValueError for lengths that differ, values that are not finite or negative, and parts that exceed the whole.
     """
 
     device: str
@@ -112,8 +117,7 @@ class Profiles:
             if profile.layers != first.layers:
                 rule = f"{first.name} has {first.layers}"
                 raise ValueError(f"{profile.name} has {profile.layers} layers, {rule}")
-            known = least.get((device, tp), math.inf)
-            least[device, tp] = min(known, profile.optimizer_ms)
+            least[device, tp] = min(least.get((device, tp), math.inf), profile.optimizer_ms)
         for (device, tp, _), profile in self.table.items():
             if profile.optimizer_ms > _SLIP * least[device, tp]:
                 rule = f"over {_SLIP:g} x the {least[device, tp]:g} of another batch: is it in another unit?"
@@ -129,24 +133,19 @@ class Profiles:
         """GPU types, sorted."""
         return tuple(sorted({device for device, _, _ in self.table}))
 
-    def degrees(self, device: str) -> tuple[int, ...]:
-        """Tensor parallel degrees with a profile on this type, ascending."""
-        return tuple(sorted({tp for name, tp, _ in self.table if name == device}))
-
-    def batches(self, device: str, tp: int) -> tuple[int, ...]:
-        """Micro-batches with a profile at this degree on this type, ascending."""
-        return tuple(sorted(batch for name, degree, batch in self.table if (name, degree) == (device, tp)))
-
     def get(self, device: str, tp: int, batch: int) -> LayerProfile:
         """The profile of a key; ValueError that names what there is."""
-        if (device, tp, batch) not in self.table:
+        if profile := self.table.get((device, tp, batch)):
+            return profile
+        degrees = sorted({degree for name, degree, _ in self.table if name == device})
+        batches = sorted(there for *key, there in self.table if key == [device, tp])
+        if batches:
+            there = f"batches {', '.join(map(str, batches))} on {device} at tp {tp}"
+        elif degrees:
+            there = f"tp {', '.join(map(str, degrees))} on {device}"
+        else:
             there = f"types {', '.join(self.devices)}"
-            if device in self.devices:
-                there = f"tp {', '.join(map(str, self.degrees(device)))} on {device}"
-                if tp in self.degrees(device):
-                    there = f"batches {', '.join(map(str, self.batches(device, tp)))} on {device} at tp {tp}"
-            raise ValueError(f"no profile for {device} tp {tp} batch {batch}; there are {there}")
-        return self.table[device, tp, batch]
+        raise ValueError(f"no profile for {device} tp {tp} batch {batch}; there are {there}")
 
     def named(self, name: str | tuple[str, int, int] | None) -> LayerProfile:
         """The profile of "A100_tp4_bs4" or of its whole file name; None is the first in sorted order."""
@@ -156,10 +155,10 @@ class Profiles:
             return self.get(*name)
         file = Path(name).name
         file = file if file.endswith(".json") else f"{file}.json"
-        found = _NAME.fullmatch(file if file.startswith("DeviceType.") else f"DeviceType.{file}")
-        if not found:
+        key = _NAME.fullmatch(file if file.startswith("DeviceType.") else f"DeviceType.{file}")
+        if not key:
             raise ValueError(f"{name!r} is not the name of a profile such as A100_tp4_bs4")
-        return self.get(found["device"], int(found["tp"]), int(found["batch"]))
+        return self.get(key["device"], int(key["tp"]), int(key["batch"]))
 
 
 def load_profiles(directory: str | Path) -> Profiles:
