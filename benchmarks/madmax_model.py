@@ -22,10 +22,15 @@ BATCH, REPEATS = 50, 9
 def milliseconds(model: str, system: str, devices: int, global_batch: int, strategy: str) -> float:
     """CPU time per configuration, median over batches of equal cases (tables and DataFrame included)."""
     clusters = systems([(system, devices)])
-    row = {"model": model, "type": "", "system": clusters["name"].iloc[0], "task": "pretrain",
-           "dense_strategy": strategy, "global_batch": global_batch}  # fmt: skip
     models = suite()
-    row["type"] = models.loc[models["name"] == model, "type"].iloc[0]
+    row = {
+        "model": model,
+        "type": models.set_index("name").at[model, "type"],
+        "system": clusters["name"].iloc[0],
+        "task": "pretrain",
+        "dense_strategy": strategy,
+        "global_batch": global_batch,
+    }
     cases = pd.DataFrame([row] * BATCH)
     times = []
     for _ in range(REPEATS):

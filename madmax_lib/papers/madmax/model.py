@@ -26,7 +26,7 @@ from madmax_lib.timeline import Meta, Timeline
 
 __all__ = ["CloudCost", "cloud_cost", "evaluate", "timeline"]
 
-_COMM = 1  # the one stream of all collectives
+_COMPUTE, _COMM = Stream.COMPUTE.value, 1  # one stream of all collectives
 _NEEDED = ("model", "type", "system", "task", "dense_strategy", "global_batch")
 _PIECES = {  # first word of an op's name -> column
     "gemm": "gemm_ms",
@@ -224,7 +224,7 @@ def _compute(
     where, inputs = f"{layer.name} {phase}", ready + gathered
     if layer.exchange:
         inputs = (*inputs, _send(program, layer.exchange, f"{where} dispatch", inputs))
-    gemm = ready = (program.op(Stream.COMPUTE, "compute", f"gemm {where}", duration_s, inputs),)
+    gemm = ready = (program.op(_COMPUTE, "compute", f"gemm {where}", duration_s, inputs),)
     if layer.exchange:
         ready = (_send(program, layer.exchange, f"{where} combine", gemm),)
     for collective in layer.forward if forward else layer.backward:
@@ -240,7 +240,7 @@ def _gather(
 
 
 def _look_up(program: Program, step: DeviceStep, phase: str, after: tuple[int, ...]) -> int:
-    return program.op(Stream.COMPUTE, "compute", f"embedding lookup {phase}", step.embedding.lookup_s, after)
+    return program.op(_COMPUTE, "compute", f"embedding lookup {phase}", step.embedding.lookup_s, after)
 
 
 def _send(program: Program, collective: Collective, where: str, after: tuple[int, ...]) -> int:
@@ -251,4 +251,4 @@ def _send(program: Program, collective: Collective, where: str, after: tuple[int
 def _tails(program: Program) -> tuple[int, ...]:
     """The last op of each stream: whoever waits for them waits for everything issued so far."""
     streams, last = program.stream[::-1], len(program) - 1
-    return tuple(last - streams.index(stream) for stream in (Stream.COMPUTE, _COMM) if stream in streams)
+    return tuple(last - streams.index(stream) for stream in (_COMPUTE, _COMM) if stream in streams)
