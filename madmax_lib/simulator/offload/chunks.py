@@ -22,7 +22,12 @@ _SIZES = range(32 * _MI, 161 * _MI, 4 * _MI)
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of a model. size: elements of one; count: chunks; waste: share of their elements that is empty."""
+    """Chunks that hold a model.
+
+    size: elements of one chunk.
+    count: of chunks.
+    waste: share 0..1 of their elements that is empty.
+    """
 
     size: int
     count: int
@@ -53,15 +58,17 @@ def packed(sizes: list[int], chunk: int) -> Chunks:
     >>> packed([3, 3, 3, 9], 8)
     Chunks(size=8, count=3, waste=0.28)
     """
-    held, open_, room = 0, 0, 0
+    chunks: list[int] = []  # elements of each
+    room = 0  # left in the open one
     for size in sizes:
         if size > chunk:
-            held, open_ = held + size, open_ + 1
+            chunks.append(size)  # one of its own
         elif size > room:
-            held, open_, room = held + chunk, open_ + 1, chunk - size
+            chunks.append(chunk)
+            room = chunk - size
         else:
             room -= size
-    return Chunks(chunk, open_, 1 - sum(sizes) / held)
+    return Chunks(chunk, len(chunks), 1 - sum(sizes) / sum(chunks))
 
 
 @lru_cache(maxsize=256)
@@ -73,4 +80,4 @@ def best_chunks(model: Transformer) -> Chunks:
     sizes = tensor_sizes(model)
     if sum(sizes) <= _SIZES.start:
         return packed(sizes, sum(sizes))
-    return min((packed(sizes, size) for size in _SIZES), key=lambda found: (found.waste, found.size))
+    return min((packed(sizes, size) for size in _SIZES), key=lambda chunks: (chunks.waste, chunks.size))

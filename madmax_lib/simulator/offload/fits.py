@@ -110,7 +110,7 @@ def fits(
     """Whether a step of a model under a plan fits a cluster, with the place of every component.
 
     sequence: tokens per sample, the model's own if None. stack: whose software, as in `memory` (without offload).
-    policy: how states leave the device; the least share that the device needs is found if it names none.
+    policy: how states leave the device; if it names no share, the least one that the device needs.
     Raises ValueError for a plan that cannot be laid over model and cluster, or an offload to what the cluster lacks.
 
     >>> from madmax_lib.catalog import cluster, model

@@ -128,9 +128,9 @@ def to_timeline(program: Program, meta: Meta) -> Timeline:
 
 def _categories(texts: list[str]) -> pd.Categorical:
     """Sorted categories; empty text is missing."""
-    known = sorted(set(texts) - {""})
-    code = {text: i for i, text in enumerate(known)} | {"": -1}
-    return pd.Categorical.from_codes([code[text] for text in texts], pd.Index(known, dtype=object))
+    names = sorted(set(texts) - {""})
+    code = {name: i for i, name in enumerate(names)} | {"": -1}
+    return pd.Categorical.from_codes([code[text] for text in texts], pd.Index(names, dtype=object))
 
 
 def _edges(program: Program) -> pd.DataFrame:

@@ -194,11 +194,11 @@ class StepBuilder:
         if ahead is None:
             return lambda block: []
         units = _units(blocks)
-        place = {block.unit: i for i, unit in enumerate(units) for block in unit}
+        number = {unit[0].unit: i for i, unit in enumerate(units)}
         issued: list[list[int]] = []
 
         def gather(block: Block) -> list[int]:
-            at = place[block.unit]
+            at = number[block.unit]
             while len(issued) <= min(at + ahead, len(units) - 1):
                 after = [] if phase == "forward" and first and pass_.last < 0 else pass_.after_compute()
                 issued.append(self.sharding.gather(pass_, units[len(issued)], phase, after))

@@ -80,17 +80,17 @@ def in_order(orders: list[list[Slot]], chunks: int = 1) -> Iterator[tuple[int, S
 
     Raises ValueError if the stages wait for each other.
     """
-    pp, done, place = len(orders), set(), [0] * len(orders)
-    while any(place[stage] < len(orders[stage]) for stage in range(pp)):
+    pp, done, at = len(orders), set(), [0] * len(orders)  # at: what each stage comes to next
+    while any(at[stage] < len(orders[stage]) for stage in range(pp)):
         before = len(done)
         for stage, slots in enumerate(orders):
-            while place[stage] < len(slots):
-                slot = slots[place[stage]]
+            while at[stage] < len(slots):
+                slot = slots[at[stage]]
                 if any(needed not in done for needed in _needs(slot, stage, pp, chunks)):
                     break
                 done.add((stage, slot))
-                place[stage] += 1
+                at[stage] += 1
                 yield stage, slot
         if len(done) == before:
-            stage = next(s for s in range(pp) if place[s] < len(orders[s]))
-            raise ValueError(f"pipeline stages wait for each other, stage {stage} before {orders[stage][place[stage]]}")
+            stage = next(s for s in range(pp) if at[s] < len(orders[s]))
+            raise ValueError(f"pipeline stages wait for each other, stage {stage} before {orders[stage][at[stage]]}")

@@ -1,4 +1,4 @@
-"""Which streams has a rank of a simulated step, and which threads its host? Their numbers and names, told once."""
+"""Which streams has a rank of a simulated step, and which threads its host? Their numbers and their names."""
 
 from __future__ import annotations
 
