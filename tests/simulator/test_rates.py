@@ -1,0 +1,95 @@
+"""Costs of compute and of collectives: closed forms, monotonicity, measured points and what lies between them."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import madmax_lib as mm
+from madmax_lib.simulator.rates.collectives import MeasuredCollectives, shared_bandwidth
+from madmax_lib.simulator.rates.compute import attention_flops, gemm_s, longer_of, unfused_attention_s
+
+TABLE = pd.DataFrame({"size_bytes": [1e6, 1e8, 1e9], "seconds": [1e-4, 1e-3, 5e-3]})
+TABLE = TABLE.assign(collective="all_reduce", ranks=8, nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "bandwidth"), [(8, 1, 300e9), (2, 4, 300e9), (16, 1, 200e9), (2, 8, 25e9), (8, 4, 50e9)]
+)
+def test_bandwidth_of_groups(ranks, stride, bandwidth):
+    """Eight devices to a node, links of 300 GB/s, ports of 25 GB/s."""
+    assert shared_bandwidth(ranks, stride, 8, 300e9, 25e9) == bandwidth
+
+
+def test_more_bandwidth_is_never_less():
+    ranks = np.arange(1, 100)
+    slow, fast = shared_bandwidth(ranks, 2, 8, 300e9, 25e9), shared_bandwidth(ranks, 2, 8, 300e9, 50e9)
+    assert (fast >= slow).all() and (slow <= 300e9).all()
+
+
+def test_attention_flops():
+    assert attention_flops(1000, 4096, 64, causal=False) == 4 * 1000 * 4096 * 64
+    assert attention_flops(1000, 4096, 64) == 4 * 1000 * (4096 + 128) / 2 * 64  # half and the diagonal blocks
+    assert attention_flops(1000, 4096, 64, window=128) == 4 * 1000 * (128 + 64) * 64
+    assert attention_flops(1000, 128, 64, window=8192) == attention_flops(1000, 128, 64)
+
+
+def test_unfused_attention_needs_aligned_heads():
+    whole = unfused_attention_s(2048, 2048, 8, 128, 1e14, np.inf)
+    assert whole == pytest.approx(4 * 2048**2 * 8 * 128 / 1e14)
+    assert unfused_attention_s(2048, 2048, 8, 104, 1e14, np.inf) / (whole * 104 / 128) == pytest.approx(1.2)
+    assert unfused_attention_s(2048, 2048, 8, 108, 1e14, np.inf) / (whole * 108 / 128) == pytest.approx(8)
+    scores = unfused_attention_s(2048, 2048, 8, 128, np.inf, 1e12, 0.8)
+    assert scores == pytest.approx(0.8 * 10 * 2048**2 * 8 / 1e12)
+
+
+def test_products_add_bytes_to_flops():
+    assert gemm_s(1e12, 1e9, 1e12, 1e9) == 2.0
+
+
+def test_overlap_is_between_the_longer_and_the_sum():
+    a, b = np.random.default_rng(0).random((2, 100))
+    together = longer_of(a, b)
+    assert (together >= np.maximum(a, b)).all() and (together <= a + b).all()
+    assert np.allclose(longer_of(a, 0.0), a) and longer_of(0.0, 0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "seconds"), [(1e6, 1e-4), (1e8, 1e-3), (1e7, np.sqrt(1e-7)), (1e3, 1e-4), (4e9, 2e-2)]
+)
+def test_between_points_and_beyond(size_bytes, seconds):
+    assert MeasuredCollectives(TABLE).seconds("all_reduce", 8, 1, size_bytes) == pytest.approx(seconds)
+
+
+def test_repeated_measurements_count_by_their_median():
+    table = pd.concat([TABLE, TABLE.assign(seconds=3 * TABLE["seconds"]), TABLE.assign(seconds=2 * TABLE["seconds"])])
+    assert MeasuredCollectives(table).seconds("all_reduce", 8, 1, 1e8) == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize("group", [("all_reduce", 4, 1), ("all_reduce", 8, 2), ("all_gather", 8, 1)])
+def test_what_was_not_measured(group):
+    assert MeasuredCollectives(TABLE).seconds(*group, 1e6) is None
+
+
+def test_a_measured_group_replaces_its_formula_alone():
+    def communication_ns(plan, collectives):
+        model, cluster = mm.model("gpt2-large"), mm.cluster("dgx-a100")
+        spans = mm.simulate(model, cluster, mm.Plan.parse(plan), global_batch=8, collectives=collectives).spans
+        return spans.loc[spans["kind"] == "comm", "dur_ns"].sum()
+
+    slow = TABLE.assign(seconds=100 * TABLE["seconds"])
+    assert communication_ns("dp8", slow) > 10 * communication_ns("dp8", None)
+    assert communication_ns("dp2.tp4", slow) == communication_ns("dp2.tp4", None)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (TABLE.drop(columns="nodes"), "column 'nodes' is missing"),
+        (TABLE.assign(collective="broadcast"), "'broadcast' is not one of all_reduce"),
+        (TABLE.assign(seconds=0), "size_bytes and seconds must be positive"),
+        (TABLE[:1], "all_reduce of 8 ranks needs at least two sizes"),
+    ],
+)
+def test_tables_that_cannot_be_read(table, message):
+    with pytest.raises(ValueError, match=message):
+        MeasuredCollectives(table)
