@@ -140,8 +140,8 @@ def test_cloud_hours_cost_and_energy(cloud, samples, suffix):
     cost = cloud_cost(
         sheet["throughput_qps"], samples, sheet["n_gpus"], price["usd_per_gpu_hour"], price["tdp_w_per_gpu"]
     )
-    for mine, column in zip(cost, ("hours", "gpu_hours", "cost_usd", "energy_mwh"), strict=True):
-        np.testing.assert_allclose(mine, sheet[f"{column}_{suffix}"], rtol=1e-7)
+    for column, value in cost.items():
+        np.testing.assert_allclose(value, sheet[f"{column}_{suffix}"], rtol=1e-7)
 
 
 # --- rates and schedules

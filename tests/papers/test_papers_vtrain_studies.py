@@ -10,7 +10,8 @@ from support import local_or_skip
 from madmax_lib.accounting import breakdown
 from madmax_lib.papers import vtrain
 from madmax_lib.papers.origin import read_table
-from madmax_lib.papers.vtrain import Config, Operators
+from madmax_lib.papers.vtrain import Config
+from madmax_lib.papers.vtrain.graph import Operators
 from madmax_lib.papers.vtrain.scheduling import TrainingJob, job_trace, schedule, scheduling_study, throughputs
 from madmax_lib.papers.vtrain.seed import as_meant, communication, kernel_rates, unit_findings
 from madmax_lib.papers.vtrain.studies import (

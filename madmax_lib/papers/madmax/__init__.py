@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         plot_scaling as plot_scaling,
         plot_strategies as plot_strategies,
     )
-    from madmax_lib.papers.madmax.rules import CORRECTED as CORRECTED, RELEASED as RELEASED, MadmaxRules as MadmaxRules
+    from madmax_lib.papers.madmax.rules import MadmaxRules as MadmaxRules
     from madmax_lib.papers.madmax.step_plots import (
         plot_forward as plot_forward,
         plot_prefetch as plot_prefetch,

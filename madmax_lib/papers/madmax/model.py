@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import zip_longest
-from typing import NamedTuple
 
 import pandas as pd
 
@@ -24,7 +23,7 @@ from madmax_lib.simulator.schedule.engine import Program, run, to_timeline
 from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.timeline import Meta, Timeline
 
-__all__ = ["CloudCost", "cloud_cost", "evaluate", "timeline"]
+__all__ = ["cloud_cost", "evaluate", "timeline"]
 
 _COMPUTE, _COMM = Stream.COMPUTE.value, 1  # one stream of all collectives
 _NEEDED = ("model", "type", "system", "task", "dense_strategy", "global_batch")
@@ -80,26 +79,18 @@ def timeline(
     return to_timeline(_program(step, case["task"]), meta)
 
 
-class CloudCost(NamedTuple):
-    """What it takes to train on a number of samples."""
-
-    hours: float
-    gpu_hours: float
-    cost_usd: float
-    energy_mwh: float
-
-
-def cloud_cost(throughput, samples, n_gpus, usd_per_gpu_hour, tdp_w_per_gpu) -> CloudCost:
-    """Hours, GPU-hours, cost and energy of `samples` at `throughput` samples/s; scalars or arrays.
+def cloud_cost(throughput, samples, n_gpus, usd_per_gpu_hour, tdp_w_per_gpu) -> dict:
+    """hours, gpu_hours, cost_usd and energy_mwh of `samples` at `throughput` samples/s; scalars or arrays.
 
     As in the artifact's cloud sheet: a GPU draws its node's TDP / GPUs per node all the time.
 
-    >>> [round(float(value), 4) for value in cloud_cost(1e6, 5e9, 128, 12.29, 1275)]
+    >>> [round(float(value), 4) for value in cloud_cost(1e6, 5e9, 128, 12.29, 1275).values()]
     [1.3889, 177.7778, 2184.8889, 0.2267]
     """
     hours = samples / throughput / 3600
     gpu_hours = hours * n_gpus
-    return CloudCost(hours, gpu_hours, gpu_hours * usd_per_gpu_hour, gpu_hours * tdp_w_per_gpu / 1e6)
+    cost_usd, energy_mwh = gpu_hours * usd_per_gpu_hour, gpu_hours * tdp_w_per_gpu / 1e6
+    return {"hours": hours, "gpu_hours": gpu_hours, "cost_usd": cost_usd, "energy_mwh": energy_mwh}
 
 
 def _by_name(table: pd.DataFrame, what: str) -> dict[str, dict]:

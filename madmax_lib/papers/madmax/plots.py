@@ -165,16 +165,16 @@ def plot_strategies(table: pd.DataFrame, *, title: str) -> Axes:
 def plot_classes(table: pd.DataFrame) -> Axes:
     """Gain over FSDP for each pair of strategies of two layer classes; what does not fit is grey, with its bytes."""
     ax = new_axes(height=3.2, width=5.6)
-    table = table.assign(text=table["gain"].map("{:.2f}x".format), shown=table["gain"].where(table["fits"]))
+    table = table.assign(text=table["gain"].map("{:.2f}x".format), fitting=table["gain"].where(table["fits"]))
     table["text"] += ("\n" + table["memory_needed_gb"].map(_memory)).where(~table["fits"], "")
     order = list(dict.fromkeys(table["mlp"]))
     cells = table.pivot(index="mlp", columns="transformer").loc[order]
-    values, texts = (cells[name][order].rename(index=_label, columns=_label) for name in ("shown", "text"))
+    values, texts = (cells[name][order].rename(index=_label, columns=_label) for name in ("fitting", "text"))
     grid(ax, values, texts=texts, colors="Greens", limits=(0.5, None))
     most = table[table["fits"]].nlargest(1, "gain").iloc[0]
     split = f"MLP {_label(most['mlp'])}, transformer {_label(most['transformer'])}"
     title = f"{split}: {most['gain']:.2f}x FSDP (trend only)"
-    return finish(ax, table.drop(columns=["text", "shown"]), title, x="transformer blocks", y="MLPs")
+    return finish(ax, table.drop(columns=["text", "fitting"]), title, x="transformer blocks", y="MLPs")
 
 
 def plot_context(table: pd.DataFrame) -> Axes:

@@ -124,12 +124,12 @@ def cloud_comparison(samples: float = 1e9) -> pd.DataFrame:
     a100_hours are GPU-hours weighted by FP16 peak over that of an A100. published_mqps from the artifact's sheet.
     """
     types = read_table("madmax/systems")
-    there = systems((name, n) for name in types["name"][types["provider"] != "Internal"] for n in (64, 128, 256, 512))
-    table = steps(cases(["DLRM-A"], ["fsdp", "ddp", "tp,ddp"], list(there["name"])), there)
-    about = there.set_index("name").loc[table["system"]].reset_index(drop=True)
+    instances = systems(product(types.loc[types["provider"] != "Internal", "name"], (64, 128, 256, 512)))
+    table = steps(cases(["DLRM-A"], ["fsdp", "ddp", "tp,ddp"], list(instances["name"])), instances)
+    about = instances.set_index("name").loc[table["system"]].reset_index(drop=True)
     rate = table["throughput_samples_per_s"]
     cost = cloud_cost(rate, samples, about["num_devices"], about["usd_per_gpu_hour"], about["tdp_w_per_gpu"])
-    table = table.assign(**about[["instance", "provider", "gpu", "num_devices"]], **cost._asdict())
+    table = table.assign(**about[["instance", "provider", "gpu", "num_devices"]], **cost)
     table["a100_hours"] = table["gpu_hours"] * about["f16_flops"] / 312e12
     table["mqps"] = rate / 1e6
     sizes = table["num_devices"].astype(str)
@@ -168,8 +168,8 @@ def _fitted(others: pd.DataFrame, run: pd.Series) -> float:
 
 def prefetch_overlap(models: Sequence[str] = ("LLaMA-65B", "LLaMA2-70B 4K")) -> pd.DataFrame:
     """Figure 9: share of FSDP communication that is hidden, without and with prefetching of the backward pass."""
-    case, there = cases(models, ["fsdp"], [_LLM_SYSTEM]), _own_systems()
-    parts = [steps(case, there, rules=MadmaxRules(schedule=name)).assign(schedule=name) for name in _SCHEDULES]
+    fsdp, own = cases(models, ["fsdp"], [_LLM_SYSTEM]), _own_systems()
+    parts = [steps(fsdp, own, rules=MadmaxRules(schedule=name)).assign(schedule=name) for name in _SCHEDULES]
     return released(pd.concat(parts, ignore_index=True))
 
 
@@ -228,14 +228,14 @@ def hardware_study(names: Sequence[str], *, nvlink_all: Sequence[str] = ()) -> p
     for model, devices in (("DLRM-A", 128), ("GPT-3", 2048)):
         sized = [_sized(name, devices) for name in names]
         sized += [_joined(_sized(name, devices)) for name in nvlink_all]
-        there = catalog_systems(sized)
+        usable = catalog_systems(sized)
         if model.startswith("DLRM"):
-            there = there[there["f32_flops"] > 0]
-        table = steps(cases([model], RELEASED_STRATEGIES, list(there["name"])), there)
+            usable = usable[usable["f32_flops"] > 0]
+        table = steps(cases([model], RELEASED_STRATEGIES, list(usable["name"])), usable)
         fastest = best(table).query("limit == 'memory'").assign(choice="best that fits")
         fsdp = table[table["dense_strategy"] == "fsdp"].assign(choice="fsdp", limit="memory")
         both = pd.concat([fsdp, fastest], ignore_index=True)
-        both["devices"] = both["system"].map(there.set_index("name")["num_devices"])
+        both["devices"] = both["system"].map(usable.set_index("name")["num_devices"])
         both["per_gpu"] = both["throughput_samples_per_s"] / both["devices"]
         parts.append(both.assign(per_gpu=both["per_gpu"] / both["per_gpu"].iloc[0]))
     files = (*FILES[:2], "devices", "links", "clusters")
@@ -280,8 +280,7 @@ def claims() -> pd.DataFrame:
 
 
 def _table_1() -> dict[str, float]:
-    own = _own_systems()
-    dlrm = steps(cases(["DLRM-A", "DLRM-B"], ["ddp"], ["zionex-128"]), own)
+    dlrm = steps(cases(["DLRM-A", "DLRM-B"], ["ddp"], ["zionex-128"]), _own_systems())
     llama, vit = prefetch_overlap(["LLaMA-65B"]).set_index("schedule"), vit_mfu()
     llama_s = llama.loc["pre-optimised", "iteration_ms"] / 1e3
     a, mqps = dlrm.iloc[0], dlrm["throughput_samples_per_s"] / 1e6

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
         cross_validate as cross_validate,
         formula_operators as formula_operators,
     )
-    from madmax_lib.papers.vtrain.graph import (
-        Operators as Operators,
-        iteration_s as iteration_s,
-        timeline as timeline,
-    )
+    from madmax_lib.papers.vtrain.graph import iteration_s as iteration_s, timeline as timeline
     from madmax_lib.papers.vtrain.plots import (
         plot_compute_optimal as plot_compute_optimal,
         plot_costs as plot_costs,
@@ -35,7 +31,7 @@ if TYPE_CHECKING:
         plot_seed as plot_seed,
         plot_space as plot_space,
     )
-    from madmax_lib.papers.vtrain.rules import CORRECTED as CORRECTED, RELEASED as RELEASED, VTrainRules as VTrainRules
+    from madmax_lib.papers.vtrain.rules import VTrainRules as VTrainRules
     from madmax_lib.papers.vtrain.scheduling import scheduling_study as scheduling_study
     from madmax_lib.papers.vtrain.seed import (
         SEED as SEED,

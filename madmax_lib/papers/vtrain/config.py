@@ -216,16 +216,16 @@ def _fill_in(config: Config) -> None:
     """The one of num_gpus and the degrees that is 0; the degrees must multiply to num_gpus."""
     degrees = {name: getattr(config, name) for name in _DEGREES}
     open_degrees = [name for name, value in degrees.items() if not value]
-    known = math.prod(value or 1 for value in degrees.values())
+    product = math.prod(value or 1 for value in degrees.values())
     if not config.num_gpus and not open_degrees:
-        object.__setattr__(config, "num_gpus", known)
-    elif config.num_gpus and len(open_degrees) == 1 and config.num_gpus % known == 0:
-        object.__setattr__(config, open_degrees[0], config.num_gpus // known)
+        object.__setattr__(config, "num_gpus", product)
+    elif config.num_gpus and len(open_degrees) == 1 and config.num_gpus % product == 0:
+        object.__setattr__(config, open_degrees[0], config.num_gpus // product)
     elif open_degrees:
         raise ValueError(f"{open_degrees[0]} is missing and does not follow from num_gpus={config.num_gpus}")
-    elif config.num_gpus != known:
-        product = " x ".join(map(str, degrees.values()))
-        raise ValueError(f"num_gpus={config.num_gpus} is not {' x '.join(_DEGREES)} = {product} = {known}")
+    elif config.num_gpus != product:
+        factors = " x ".join(map(str, degrees.values()))
+        raise ValueError(f"num_gpus={config.num_gpus} is not {' x '.join(_DEGREES)} = {factors} = {product}")
 
 
 def _check(config: Config) -> None:

@@ -140,10 +140,10 @@ def compute_optimal(days: float = 30.0) -> pd.DataFrame:
         rows.append(best.assign(hidden=hidden, layers=layers, parameters=model.parameters, sequence=model.sequence))
     table = pd.concat(rows).sort_values("parameters", ignore_index=True)
     tokens = 20 * table["parameters"]
-    took = tokens / (_GPUS * table.pop("sequence")) * table["step_s"] / _DAY_S
+    training_days = tokens / (_GPUS * table.pop("sequence")) * table["step_s"] / _DAY_S
     flops = 120 * table["parameters"].astype(float) ** 2  # C = 6 N D, D = 20 N [arXiv 2203.15556]
     naive = flops <= _GPUS * machine.peak("fp16") * _DAY_S * days
-    table = table.assign(tokens=tokens, days=took, feasible=took <= days, naive=naive)
+    table = table.assign(tokens=tokens, days=training_days, feasible=training_days <= days, naive=naive)
     first = ["hidden", "layers", "parameters", "tokens"]
     table = table[first + [column for column in table if column not in first]]
     return with_origin(table, "vtrain/published", rules=_ON_FORMULAS)
@@ -154,8 +154,8 @@ def layouts(hidden: int = 8192, layers: Sequence[int] = (16, 32, 48, 96, 128)) -
 
     On nodes of a DGX A100 by the corrected rules, which is what it meant to configure.
     """
-    meant, parts = as_meant(SEED).shape, []
-    network = {"inter_gbit_per_s": meant.inter_gbit_per_s, "intra_gbyte_per_s": meant.intra_gbyte_per_s}
+    dgx, parts = as_meant(SEED).shape, []
+    network = {"inter_gbit_per_s": dgx.inter_gbit_per_s, "intra_gbyte_per_s": dgx.intra_gbyte_per_s}
     for depth in layers:
         plans = pd.DataFrame([plan for plan in _LAYOUTS if depth % plan[2] == 0], columns=["tp", "dp", "pp"])
         model = replace(SEED, num_layers=depth, hidden_size=hidden).model
