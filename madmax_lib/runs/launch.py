@@ -87,8 +87,8 @@ def sweep(specs: Iterable[RunSpec], folder: str | Path) -> dict[str, Run]:
     runs = {}
     for spec in specs:
         directory = Path(folder) / spec.name
-        kept = read_run(directory) if (directory / "spec.json").exists() else None
-        if not kept or kept.spec != spec or kept.summary.get("status") != "completed":
+        earlier = read_run(directory) if (directory / "spec.json").exists() else None
+        if not earlier or earlier.spec != spec or earlier.summary.get("status") != "completed":
             launch(spec, directory, check=False)
         runs[spec.name] = read_run(directory)
     return runs

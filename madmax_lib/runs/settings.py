@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import isfinite
 
-__all__ = ["DTYPES", "Settings"]
+__all__ = ["Settings"]
 
-DTYPES = ("fp32", "bf16", "fp16")
+_DTYPES = ("fp32", "bf16", "fp16")
 _CLASSES = {"str": str, "bool": bool, "dict": dict}
 _POSITIVE = ("steps", "global_batch", "learning_rate", "timeout_s")  # other numbers may be zero
 
@@ -44,8 +44,8 @@ class Settings:
     def __post_init__(self):
         for item in fields(self):
             _check(item.name, item.type, getattr(self, item.name))
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}")
 
 
 def _check(name: str, annotation: str, value: object) -> None:

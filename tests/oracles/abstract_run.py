@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pandas as pd
 import torch
@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from madmax_lib.plan import Plan
-from madmax_lib.plan_layers import chunk_layers
-from madmax_lib.runs.model import models
 from madmax_lib.runs.parallel import trainer
 from madmax_lib.runs.parallel.mesh import Mesh
 from madmax_lib.runs.settings import Settings
@@ -55,48 +53,30 @@ class Traced:
     flops: Mapping[str, float]
 
 
-def trace(
-    model: str, plan: Plan, *, rank: int = 0, depth: int = 2, sizes: Mapping[str, object] | None = None, **settings
-) -> Traced:
+def trace(model: str, plan: Plan, *, rank: int = 0, sizes: Mapping[str, object] | None = None, **settings) -> Traced:
     """One step of a plan as one of its ranks sees it; settings: fields of `Settings`, such as global_batch.
 
-    depth: layers per pipeline chunk that are traced; every further layer adds the difference between one layer less and
-    these (the number of DDP's buckets is approximate then); 0: all layers. No process group may run.
+    No process group may run. In a thread of its own: DTensor remembers, per thread, process groups that will be gone
+    the next time.
     """
-    sizes, options = dict(sizes or {}), Settings(**settings)
-    spec = models.spec(model, **sizes)
-    stage = rank // (plan.world_size // plan.pp)
-    layers = sum(len(part) for part in chunk_layers(spec.layers, plan)[stage])
-    if not depth or layers <= depth * plan.interleave:
-        total = _in_thread(model, plan, options, sizes, rank)
-    else:
-        even = replace(plan, first_layers=0, last_layers=0, embedding_as_layer=False, head_as_layer=False)
-        counts = [{"layers": few * plan.pp * plan.interleave} for few in (depth - 1, depth)]
-        less, more = (_in_thread(model, even, options, sizes | count, rank) for count in counts)
-        further = layers / plan.interleave - depth
-        total = {key: more[key] + further * (more[key] - less.get(key, 0)) for key in more}
+    with ThreadPoolExecutor(1) as pool:
+        total = pool.submit(_step, model, plan, Settings(**settings), dict(sizes or {}), rank).result()
     calls = sorted({key[:3] for key in total if len(key) == 4})
-    rows = [(*call, round(total[*call, "count"]), total[*call, "size_bytes"]) for call in calls]
+    rows = [(*call, total[*call, "count"], total[*call, "size_bytes"]) for call in calls]
     table = pd.DataFrame(rows, columns=["collective", "group", "ranks", "count", "size_bytes"])
     flops = {direction: float(total.get(("flops", direction), 0.0)) for direction in ("forward", "backward")}
-    return Traced(layers, table, flops)
+    return Traced(total["layers"], table, flops)
 
 
-def _in_thread(*arguments) -> dict[tuple, float]:
-    """`_step` in a thread of its own: DTensor remembers, per thread, process groups that will be gone the next time."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_step, *arguments).result()
-
-
-def _step(model: str, plan: Plan, settings: Settings, sizes: Mapping, rank: int) -> dict[tuple, float]:
-    """Counts, bytes and FLOPs of one step by key, as `_Shapes` sums them."""
+def _step(model: str, plan: Plan, settings: Settings, sizes: Mapping, rank: int) -> dict:
+    """Counts, bytes and FLOPs of one step by key, as `_Shapes` sums them, and layers of the rank."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     try:
         with _Shapes() as shapes:
             job = trainer.parallelize(model, plan, settings, sizes=sizes)
             shapes.start(job.mesh)
             job.step(_batch(job.spec, job.settings))
-        return dict(shapes.sums)
+        return {**shapes.sums, "layers": sum(len(module.layers) for module in job.modules)}
     finally:
         dist.destroy_process_group()
 

@@ -55,13 +55,6 @@ def test_fully_sharded(trace, layers):
     assert traced.layers == layers
 
 
-def test_further_layers_are_those_traced_in_full(trace):
-    options = {"global_batch": 4, "sizes": {"layers": 5}}
-    short, full = (trace("gpt-tiny", "dp4.z3", depth=depth, **options) for depth in (2, 0))
-    assert short.flops == full.flops
-    assert short.collectives.astype({"size_bytes": float}).equals(full.collectives.astype({"size_bytes": float}))
-
-
 @pytest.mark.parametrize(("model", "samples"), [("gpt-tiny", 1), ("vit-tiny", 2)])
 def test_flops_are_the_closed_form(trace, model, samples):
     """Forward exactly; backward twice, and half of the attention once more where it is fused."""
