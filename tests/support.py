@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from madmax_lib.datasets import dataset, local_data
 from madmax_lib.planner.space import layouts, passes, plan_of, shards
 from madmax_lib.side_tables import SIDE_TABLES, SideTables, conform
-from madmax_lib.timeline import SPANS, Meta, Timeline
+from madmax_lib.timeline import Meta, Timeline
 
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync"]  # fmt: skip
@@ -34,27 +35,31 @@ def dataset_or_skip(name: str) -> Path:
 
 
 def make_timeline(rows: list[tuple], **meta) -> Timeline:
-    """Timeline of (rank, stream, kind, name, start_ns, dur_ns) rows."""
-    spans = pd.DataFrame(rows, columns=["rank", "stream", "kind", "name", "start_ns", "dur_ns"])
-    spans = spans.assign(step=0, correlation=-1, op=-1, group=None, size_bytes=float("nan"))
-    return Timeline(spans, Meta(**meta))
+    """Timeline of (rank, stream, kind, name, start_ns, dur_ns[, correlation[, step]]) rows."""
+    columns = ["rank", "stream", "kind", "name", "start_ns", "dur_ns", "correlation", "step"]
+    spans = pd.DataFrame([(*row, -1, 0)[:8] if len(row) < 7 else (*row, 0)[:8] for row in rows], columns=columns)
+    return Timeline(spans.assign(op=-1, group=None, size_bytes=float("nan")), Meta(**meta))
+
+
+def with_columns(timeline: Timeline, **columns) -> Timeline:
+    """The timeline with other values in some columns of its spans."""
+    return replace(timeline, spans=timeline.spans.assign(**columns))
+
+
+def with_tables(timeline: Timeline, **tables: list[dict | tuple]) -> Timeline:
+    """The timeline with side tables of these rows; what a row does not say is unknown, -1 or empty."""
+    side_tables = {}
+    for name, rows in tables.items():
+        schema = SIDE_TABLES[name]
+        unknown = {column: "" if dtype == "category" else -1 for column, dtype in schema.items()}
+        full = [unknown | (row if isinstance(row, dict) else dict(zip(schema, row, strict=False))) for row in rows]
+        side_tables[name] = conform(name, pd.DataFrame(full, columns=list(schema)))
+    return replace(timeline, side_tables=SideTables(lambda: side_tables))
 
 
 def core_flops(block) -> float:
     """Forward FLOPs of a block's attention scores."""
     return sum(op.flops for op in block.ops if op.core)
-
-
-def timeline_with_tables(rows, **tables) -> Timeline:
-    """Timeline of (rank, stream, kind, name, start_ns, dur_ns[, correlation]) rows, with side tables."""
-    columns = ["rank", "stream", "kind", "name", "start_ns", "dur_ns", "correlation"]
-    table = pd.DataFrame([(*row, -1)[:7] for row in rows], columns=columns)
-    table = table.assign(step=0, op=-1, group=None, size_bytes=float("nan"))
-    columns = {
-        name: dict(zip(SIDE_TABLES[name], zip(*rows, strict=True), strict=True)) for name, rows in tables.items()
-    }
-    side_tables = {name: conform(name, table) for name, table in columns.items()}
-    return Timeline(table[list(SPANS)], Meta(), side_tables=SideTables(lambda: side_tables))
 
 
 def plans_of_space(space, model, cluster, batch):

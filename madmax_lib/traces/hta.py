@@ -23,7 +23,7 @@ from madmax_lib.traces.read.kineto import TraceWarning, read_trace
 if TYPE_CHECKING:
     from hta.trace_analysis import TraceAnalysis
 
-__all__ = ["analysis", "beside_hta", "idle", "kernels", "launches", "overlap", "queue", "temporal"]
+__all__ = ["analysis", "beside_hta", "idle", "overlap", "temporal"]
 
 
 def analysis(source: str | Path | Sequence[str | Path]) -> TraceAnalysis:
@@ -70,14 +70,6 @@ def overlap(hta: TraceAnalysis) -> pd.DataFrame:
     return pd.DataFrame({"rank": table["rank"], "overlap": table["comp_comm_overlap_pctg"] / 100})
 
 
-def kernels(hta: TraceAnalysis) -> pd.DataFrame:
-    """rank, name, kernel_type, total_s, max_s, min_s, mean_s of the longest kernels (HTA get_gpu_kernel_breakdown)."""
-    names = {"sum (us)": "total_s", "max (us)": "max_s", "min (us)": "min_s", "mean (us)": "mean_s"}
-    with _quiet():
-        _, table = hta.get_gpu_kernel_breakdown(visualize=False)
-    return _seconds(table.rename(columns=names)[["rank", "name", "kernel_type", *names.values()]])
-
-
 def idle(hta: TraceAnalysis) -> pd.DataFrame:
     """rank, stream, cause, idle_s, share of the stream's idle time in 0..1 (HTA get_idle_time_breakdown)."""
     columns = ["rank", "stream", "cause", "idle_s", "share"]
@@ -87,27 +79,6 @@ def idle(hta: TraceAnalysis) -> pd.DataFrame:
         table, _ = hta.get_idle_time_breakdown(ranks=ranks, visualize=False)
     names = {"idle_category": "cause", "idle_time": "idle_s", "idle_time_ratio": "share"}
     return _seconds(table.rename(columns=names)[columns])
-
-
-def queue(hta: TraceAnalysis) -> pd.DataFrame:
-    """rank, stream, count, mean, std, min, 25%, 50%, 75%, max of kernels waiting (HTA get_queue_length_summary)."""
-    columns = ["rank", "stream", "count", "mean", "std", "min", "25%", "50%", "75%", "max"]
-    with _quiet():
-        table = hta.get_queue_length_summary(ranks=sorted(hta.t.traces))
-    if table is None:
-        warnings.warn("HTA found no kernel launches: queue length is empty", TraceWarning, stacklevel=2)
-        return pd.DataFrame(columns=columns)
-    table = table.droplevel(0, axis="columns").reset_index()
-    return table[columns]
-
-
-def launches(hta: TraceAnalysis) -> pd.DataFrame:
-    """rank, correlation, cpu_s, gpu_s, delay_s of every kernel launch (HTA get_cuda_kernel_launch_stats)."""
-    names = {"cpu_duration": "cpu_s", "gpu_duration": "gpu_s", "launch_delay": "delay_s"}
-    with _quiet():
-        per_rank = hta.get_cuda_kernel_launch_stats(ranks=sorted(hta.t.traces), visualize=False)
-    tables = [table.rename(columns=names).assign(rank=rank) for rank, table in per_rank.items()]
-    return _seconds(pd.concat(tables, ignore_index=True)[["rank", "correlation", *names.values()]])
 
 
 def _seconds(table: pd.DataFrame) -> pd.DataFrame:

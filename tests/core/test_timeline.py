@@ -5,11 +5,7 @@ from support import make_timeline
 from madmax_lib.side_tables import SideTables, conform
 from madmax_lib.timeline import SPANS, Meta, Timeline, concat
 
-ROWS = [
-    (0, 7, "compute", "gemm", 0, 10),
-    (0, 20, "comm", "nccl", 5, 10),
-    (0, -1, "cpu", "aten::mm", 0, 3),
-]
+ROWS = [(0, 7, "compute", "gemm", 0, 10), (0, 20, "comm", "nccl", 5, 10), (0, -1, "cpu", "aten::mm", 0, 3)]
 
 
 def test_schema_is_enforced_and_ranks_are_known():

@@ -4,21 +4,22 @@ import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given, settings, strategies as st
-from matplotlib import pyplot as plt
-from support import local_or_skip, timeline_with_tables as trace
+from support import local_or_skip, make_timeline, with_columns, with_tables
 
 import madmax_lib as mm
 from madmax_lib.datasets import PROJECT
 from madmax_lib.simulator.schedule.engine import Program, run, to_timeline
 from madmax_lib.timeline import Meta, Timeline
 from madmax_lib.traces import hta
-from madmax_lib.traces.critical_path import PATH_KINDS, critical_path, faster_kinds, path_share, what_if
+from madmax_lib.traces.critical_path import PATH_KINDS, critical_path, faster_kinds, launch_gain, path_share, what_if
 from madmax_lib.traces.read.kineto import read_trace
-from madmax_lib.view.drawing import figure_data
-from madmax_lib.view.plots.path import plot_path, plot_path_share, plot_what_if
 
 INF = float("inf")
 TRACES = PROJECT / "traces"
+
+
+def trace(rows, **tables) -> Timeline:
+    return with_tables(make_timeline(rows), **tables)
 
 
 def parts(path) -> list:
@@ -156,7 +157,7 @@ def test_what_earlier_steps_left_running_counts_from_the_start_of_the_step():
         (0, 7, "compute", "new", 31, 9, 2),
     ]
     timeline = trace(rows)
-    timeline = Timeline(timeline.spans.assign(step=[0, 1, 0, 1]), timeline.meta)
+    timeline = with_columns(timeline, step=[0, 1, 0, 1])
     assert parts(critical_path(timeline, 1)) == [
         ("compute", "old", 0, 20),
         ("wait", "new", 20, 1),
@@ -280,27 +281,12 @@ def any_row(random, reach_ns) -> tuple:
 def test_whatever_a_trace_says_the_parts_sum_to_the_step(seed):
     random = Random(seed)
     rows = [any_row(random, random.choice([5, 100, 200_000])) for _ in range(40)]
-    syncs = [
-        (
-            row,
-            random.choice(["Stream Wait Event", "Event Sync", "Stream Sync"]),
-            random.randint(-1, 2),
-            random.randint(-1, 6),
-        )
-        for row, values in enumerate(rows)
-        if values[2] == "idle"
-    ]
-    operators = [
-        (row, "", "", "", random.randint(-1, 2), random.randint(-1, 1))
-        for row, values in enumerate(rows)
-        if values[2] == "cpu"
-    ]
+    of_kind = {kind: [row for row, values in enumerate(rows) if values[2] == kind] for kind in ("idle", "cpu")}
+    waits = ("Stream Wait Event", "Event Sync", "Stream Sync")
+    syncs = [(row, random.choice(waits), random.randint(-1, 2), random.randint(-1, 6)) for row in of_kind["idle"]]
+    operators = [(row, "", "", "", random.randint(-1, 2), random.randint(-1, 1)) for row in of_kind["cpu"]]
     timeline = trace(rows, syncs=syncs, operators=operators)
-    timeline = Timeline(
-        timeline.spans.assign(step=[random.randint(-1, 1) for _ in rows]),
-        timeline.meta,
-        side_tables=timeline.side_tables,
-    )
+    timeline = with_columns(timeline, step=[random.randint(-1, 1) for _ in rows])
     for step in timeline.steps:
         path = critical_path(timeline, step)
         starts, ends = path["start_s"].mul(1e9).round(), path["start_s"].add(path["dur_s"]).mul(1e9).round()
@@ -310,23 +296,66 @@ def test_whatever_a_trace_says_the_parts_sum_to_the_step(seed):
         assert step_ns == round(now * 1e9) == round(ends.max() if len(path) else 0) and none <= now
 
 
-def test_pictures_say_what_decides():
-    timeline = trace(TWO_STREAMS, syncs=[(7, "Stream Wait Event", 7, 2)])
-    path = critical_path(timeline)
-    ax = plot_path(path, timeline)
-    assert ax.get_title() == "What decides 65 ns: 57% compute, 31% communication, 5% host"
-    data = figure_data(ax)
-    assert data.loc[data["part"] == "path", "dur_s"].sum() == pytest.approx(65e-9)
-    assert set(data["part"]) == {"path", "beside"}
-    assert plot_path_share(path_share(path)).get_title() == "Compute decides 57% of the step"
-    assert plot_what_if(faster_kinds(timeline)).get_title() == "Most to gain: compute, up to 54%"
-    nothing = trace([])
-    plot_path_share(path_share(critical_path(nothing)))
-    plot_what_if(faster_kinds(nothing))
-    with pytest.raises(ValueError, match="the path is empty"):
-        plot_path(critical_path(nothing), nothing)
-    plt.close("all")
+# Launches replayed
 
+US = 1000
+
+
+def launched(kernels, call_us, kernel_us, between_us, delay_us=2):
+    """A host that launches one kernel after another; each starts `delay_us` after its call ends, or when free."""
+    rows, host, free = [], 0, 0
+    for number in range(kernels):
+        end = host + call_us * US
+        begin = max(end + delay_us * US, free)
+        free = begin + kernel_us * US
+        rows.append((0, -1, "cpu", "cudaLaunchKernel", host, call_us * US, number))
+        rows.append((0, 7, "compute", "gemm", begin, kernel_us * US, number))
+        host = end + between_us * US
+    return make_timeline(rows)
+
+
+def gains(timeline):
+    return launch_gain(timeline).set_index("scenario")["step_s"] * 1e6
+
+
+def test_a_launch_bound_step():
+    """Ten calls of 10 us, 7 us between them, kernels of 3 us that start 12 us after their call does.
+
+    Free launches leave 7 us for each of the others and the last kernel's delay, a graph of the step the kernels.
+    """
+    found = gains(launched(10, 10, 3, 7))
+    assert found["as measured"] == pytest.approx(9 * 17 + 12 + 3)
+    assert found["free launches"] == pytest.approx(9 * 7 + 12 + 3)
+    assert found["graph of kernels"] == pytest.approx(9 * 7 + 3)
+    assert found["graph of the step"] == pytest.approx(10 * 3)
+
+
+def test_a_busy_device_gains_nothing_but_the_start():
+    found = gains(launched(10, 1, 100, 1))
+    assert found["as measured"] - found["graph of the step"] == pytest.approx(1 + 2)
+
+
+def test_launches_are_counted():
+    table = launch_gain(launched(10, 10, 3, 7))
+    assert (table["launches"] == 10).all() and table["bound_s"].to_numpy() == pytest.approx(9 * 14e-6)
+    assert table["saved_s"].iloc[0] == 0 and (table["speedup"] >= 1).all()
+
+
+@pytest.mark.parametrize("name", ["gpt-ddp", "vit-ddp"])
+def test_shipped_traces(name):
+    """No kernel is launched on a CPU; without the host's work between operators a step cannot be longer."""
+    table = launch_gain(mm.read_trace(mm.dataset(name)))
+    assert table["scenario"].tolist() == ["as measured", "graph of the step"]
+    assert (table["launches"] == 0).all() and 1 < table["speedup"].iloc[1] < 1.5
+
+
+def test_simulated_steps_have_no_launches():
+    step = mm.simulate(mm.model("gpt2"), mm.cluster("colab-t4"), mm.Plan(), global_batch=1)
+    with pytest.raises(ValueError, match="no launches to be replayed"):
+        launch_gain(step)
+
+
+# Beside HTA
 
 HTA_BLOCKING = ("cudaDeviceSynchronize", "cudaEventQuery")  # HTA gives them no time on the path
 

@@ -212,43 +212,23 @@ def test_both_origins_are_kept():
 
 
 OPS = [
-    (
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int)",
-        "elementwise CUDAFunctor_add",
-        "pointwise",
-    ),
-    (
-        "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl<at::native::BinaryFunctor<float, "
-        "float, float, at::native::binary_internal::MulFunctor<float> > > >(int)",
-        "elementwise MulFunctor",
-        "pointwise",
-    ),
-    (
-        "void at::native::elementwise_kernel<128, 2, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>"
-        "(int)",
-        "elementwise direct_copy_kernel_cuda",
-        "copy",
-    ),
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int)",
+     "elementwise CUDAFunctor_add", "pointwise"),
+    ("void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl<at::native::BinaryFunctor<float, float, "
+     "float, at::native::binary_internal::MulFunctor<float> > > >(int)", "elementwise MulFunctor", "pointwise"),
+    ("void at::native::elementwise_kernel<128, 2, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>(int)",
+     "elementwise direct_copy_kernel_cuda", "copy"),
     ("volta_sgemm_128x64_tn", "sgemm_tn", "gemm"),
-    (
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas",
-        "xmma_gemm_bfbf_bff_f_tn_n_tilesize_cublas",
-        "gemm",
-    ),
-    (
-        "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_64x64_16x6_nt_align4>(Params)",
-        "cutlass_tensorop_sgemm_nt_align",
-        "gemm",
-    ),
+    ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas", "xmma_gemm_bfbf_bff_f_tn_n_tilesize_cublas",
+     "gemm"),
+    ("void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_64x64_16x6_nt_align4>(Params)",
+     "cutlass_tensorop_sgemm_nt_align", "gemm"),
     ("Cijk_Ailk_Bljk_BBS_BH_MT320x224x64_MI16x16x1_SN", "Cijk_Ailk_Bljk_BBS_BH", "gemm"),
     ("sm80_xmma_wgrad_implicit_gemm_indexed_nhwc", "xmma_wgrad_implicit_gemm_indexed_nhwc", "convolution"),
     ("void flash_bwd_kernel<Flash_bwd_kernel_traits<64> >(Params)", "flash_bwd_kernel", "attention"),
     ("triton_poi_fused_addmm_gelu_view_15", "triton_poi_fused_addmm_gelu_view", "fused"),
-    (
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float> >(int)",
-        "multi_tensor_apply_kernel FusedAdamMathFunctor",
-        "optimizer",
-    ),
+    ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float> >(int)",
+     "multi_tensor_apply_kernel FusedAdamMathFunctor", "optimizer"),
     ("autograd::engine::evaluate_function: MmBackward0", "evaluate_function: MmBackward", "gemm"),
     ("autograd::engine::evaluate_function: TBackward0", "evaluate_function: TBackward", "shape"),
     ("aten::_fused_adamw_", "fused_adamw", "optimizer"),
@@ -261,7 +241,7 @@ OPS = [
     ("adam", "adam", "optimizer"),
     ("reduce_scatter gradients head", "reduce_scatter", "reduce_scatter"),
     ("42", "42", "other"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "op", "work"), OPS)

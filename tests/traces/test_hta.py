@@ -1,4 +1,4 @@
-"""Our numbers beside those HTA prints live, on every GPU trace that is present."""
+"""Our numbers beside those that HTA prints live, on every GPU trace that is present, and where it is wrong."""
 
 import numpy as np
 import pytest
@@ -8,6 +8,8 @@ from madmax_lib.accounting import breakdown
 from madmax_lib.traces import hta
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
 
+pytest.importorskip("hta")
+US = 1e-6
 GPU_TRACES = [
     "deepseek-v3-train/train.json.gz",
     "hta-samples/cuda_event_sync_multi_stream.json.gz",
@@ -39,37 +41,10 @@ def test_compatible_breakdown_equals_hta(name):
     assert overlap["error"].abs().fillna(0).max() <= 1e-4
 
 
-@pytest.fixture(scope="module")
-def dlrm():
-    path = dataset_or_skip("dlrm-8xv100")
-    return hta.analysis(path), read_trace(path)
-
-
-def test_kernels_have_our_totals(dlrm):
-    theirs = hta.kernels(dlrm[0])
-    theirs = theirs[theirs["name"] != "others"]  # HTA's sum of the short ones
-    ours = dlrm[1].spans
-    assert len(theirs) > 8
-    for row in theirs.itertuples():
-        ns = ours.loc[(ours["rank"] == row.rank) & (ours["name"] == row.name), "dur_ns"].sum()
-        assert ns * 1e-9 == pytest.approx(row.total_s, abs=1e-9)
-
-
-def test_launches_join_on_our_correlation(dlrm):
-    theirs = hta.launches(dlrm[0])
-    rank0 = theirs[theirs["rank"] == 0]
-    spans = dlrm[1].spans
-    kernels = spans[(spans["rank"] == 0) & (spans["stream"] >= 0) & spans["correlation"].isin(rank0["correlation"])]
-    assert len(rank0) == len(kernels) > 200
-    assert rank0["gpu_s"].sum() == pytest.approx(kernels["dur_ns"].sum() * 1e-9)
-
-
-def test_idle_shares_and_queue(dlrm):
-    idle = hta.idle(dlrm[0])
-    shares = idle.groupby(["rank", "stream"])["share"].sum()
-    np.testing.assert_allclose(shares[idle.groupby(["rank", "stream"])["idle_s"].sum() > 0], 1, atol=0.02)
-    queue = hta.queue(dlrm[0])
-    assert sorted(queue["rank"].unique()) == list(range(8)) and (queue["max"] >= queue["mean"]).all()
+def test_idle_shares_of_a_stream_sum_to_one():
+    idle = hta.idle(hta.analysis(dataset_or_skip("dlrm-8xv100")))
+    of_stream = idle.groupby(["rank", "stream"])
+    np.testing.assert_allclose(of_stream["share"].sum()[of_stream["idle_s"].sum() > 0], 1, atol=0.02)
 
 
 def test_a_rank_without_gpu_does_not_hide_the_others():
@@ -82,9 +57,52 @@ def test_a_rank_without_gpu_does_not_hide_the_others():
 def test_cpu_traces_give_empty_tables_and_say_so():
     path = dataset_or_skip("vit-ddp")
     analysis = hta.analysis(path)
-    for what in (hta.temporal, hta.idle, hta.queue):
+    for what in (hta.temporal, hta.idle):
         with pytest.warns(TraceWarning, match="HTA"):
             assert not len(what(analysis))
     assert hta.overlap(analysis)["overlap"].isna().all()
-    assert not len(hta.launches(analysis)) and not len(hta.kernels(analysis))
     assert breakdown(read_trace(path))["comm_s"].min() > 0
+
+
+# Faults of HTA 0.5.0: ours has the right value, both are shown. Others stand in test_stragglers and test_diff.
+
+
+def test_rounding_to_whole_microseconds_loses_an_eighth_of_the_compute_time():
+    path = local_or_skip("traces/hta-samples/mi250_minitoy_train_ROCm6_2_kineto.json.gz")
+    with pytest.warns(TraceWarning, match="taken as rank 0"):
+        theirs, ours = hta.temporal(hta.analysis(path)), breakdown(read_trace(path))
+    assert theirs["compute_s"].item() == pytest.approx(96 * US)
+    assert ours["compute_s"].item() == pytest.approx(110.881 * US, abs=1e-9)
+
+
+def test_the_last_step_counts():
+    path = local_or_skip("traces/hta-samples/nccl_data.json.gz")
+    timeline = read_trace(path)
+    assert timeline.steps == [4, 5, 6] and hta.analysis(path).get_profiler_steps() == [4, 5]
+    assert hta.temporal(hta.analysis(path))["total_s"].item() == pytest.approx(435_586 * US)
+    assert breakdown(timeline)["total_s"].item() == pytest.approx(660_551.005 * US, abs=1e-9)
+
+
+def test_kernels_of_the_default_stream_of_amd_have_a_step_and_a_launch():
+    path = local_or_skip("traces/tracelens-samples/resnet_act_checkpoint.json.gz")
+    spans, theirs = read_trace(path).spans, hta.analysis(path).t.get_trace(0)
+    assert theirs.loc[theirs["stream"] == 0, "iteration"].isna().all()
+    ours = spans[(spans["stream"] == 0) & (spans["kind"] == "compute")]
+    launches = spans.loc[(spans["stream"] < 0) & (spans["correlation"] >= 0), "correlation"]
+    launched = ours["correlation"].isin(launches)
+    assert launched.sum() > 1000 and (ours.loc[launched, "step"] >= 0).all()
+
+
+def test_expert_parallel_kernels_without_nccl_are_communication():
+    path = local_or_skip("traces/deepseek-v3-train/train.json.gz")
+    assert np.isnan(hta.overlap(hta.analysis(path))["overlap"].item())
+    ours = breakdown(read_trace(path))
+    assert ours["comm_s"].item() > 0.01 and 0 <= ours["overlap"].item() <= 1
+
+
+def test_a_run_on_cpus_has_communication_and_compute():
+    path = local_or_skip("traces/cpu-gloo-torch2.13/ddp-rank0.json.gz")
+    with pytest.raises(IndexError):
+        hta.analysis(path).get_temporal_breakdown(visualize=False)
+    ours = breakdown(read_trace(path))
+    assert ours["comm_s"].item() > 0 and ours["compute_s"].item() > 0

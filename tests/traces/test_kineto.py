@@ -66,27 +66,14 @@ VENDORS = {
     "stream only in tid": device(args=NO_ARGS),
     "stream is -1": device(args=({"stream": -1},) * 3),
     "MTIA": device("hccl:all_reduce", "dma_request", "mtia_ccp_events mtia_ccp_events mtia_ccp_events", args=NO_ARGS),
-    "2020": device(
-        "ncclAllReduceRingLLKernel_sum_f32(ncclColl)",
-        "Memcpy HtoD\n",
-        "Kernel Kernel\n Memcpy",
-        ("stream 7", "stream 20", "stream 7"),
-        NO_ARGS,
-    ),
+    "2020": device("ncclAllReduceRingLLKernel_sum_f32(ncclColl)", "Memcpy HtoD\n", "Kernel Kernel\n Memcpy",
+                   ("stream 7", "stream 20", "stream 7"), NO_ARGS),
     "copy is a memset": device(copy="Memset (Device)", cats="kernel kernel gpu_memset"),
-    **{
-        name: device(name)
-        for name in (
-            "void rcclGenericKernel<1, false>(ncclDevComm*)",
-            "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(...)",
-            "void deep_ep::internode::dispatch<false, 8>(int4*)",
-            "deep_ep::intranode::combine<8>",
-            "multimem_all_reduce_kernel<c10::BFloat16>",
-            "two_shot_all_reduce_kernel",
-            "vllm::cross_device_reduce_2stage",
-        )
-    },
-}
+    **{name: device(name) for name in (
+        "void rcclGenericKernel<1, false>(ncclDevComm*)", "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(...)",
+        "void deep_ep::internode::dispatch<false, 8>(int4*)", "deep_ep::intranode::combine<8>",
+        "multimem_all_reduce_kernel<c10::BFloat16>", "two_shot_all_reduce_kernel", "vllm::cross_device_reduce_2stage")},
+}  # fmt: skip
 NOISE = [  # none of it is work of the device
     op("aten::mm", -50, 900, stream=7),
     op("cudaLaunchKernel", -40, 5, cat="cuda_runtime", correlation=1),
@@ -134,31 +121,19 @@ def test_an_edited_table_counts_at_the_next_reading(tmp_path):
 GLOO = {"cat": "user_annotation"}
 CPU = {  # events of a trace without a device; compute, comm, exposed and total time
     "all-reduce on its thread": (
-        [
-            op("aten::mm", 0, 100),
-            op("aten::t", 10, 5),
-            op("gloo:all_reduce", 60, 100, 101, **GLOO),
-            op("aten::add_", 70, 10, 101),
-            op("ProfilerStep#1", 0, 500, **GLOO),
-            op("FSDP::pre", 0, 90, **GLOO),
-        ],
-        (100, 100, 60, 160),
-    ),
+        [op("aten::mm", 0, 100), op("aten::t", 10, 5), op("gloo:all_reduce", 60, 100, 101, **GLOO),
+         op("aten::add_", 70, 10, 101), op("ProfilerStep#1", 0, 500, **GLOO), op("FSDP::pre", 0, 90, **GLOO)],
+        (100, 100, 60, 160)),
     "2020 operators": ([op("mm", 0, 100, cat="Operator"), op("t", 10, 20, cat="Operator")], (100, 0, 0, 100)),
     "two overlapping collectives": (
-        [op("gloo:all_gather", 0, 60, 101, **GLOO), op("gloo:all_reduce", 40, 60, 102, **GLOO)],
-        (0, 100, 100, 100),
-    ),
+        [op("gloo:all_gather", 0, 60, 101, **GLOO), op("gloo:all_reduce", 40, 60, 102, **GLOO)], (0, 100, 100, 100)),
     "blocking send": (
-        [op("aten::mm", 0, 50), op("gloo:send", 50, 30, **GLOO), op("aten::mm", 80, 20)],
-        (70, 30, 30, 100),
-    ),
+        [op("aten::mm", 0, 50), op("gloo:send", 50, 30, **GLOO), op("aten::mm", 80, 20)], (70, 30, 30, 100)),
     # torch 2.14: gloo:send begins inside of c10d::send, on its thread, and ends at wait(); mm runs meanwhile
     "send in flight": (
         [op("c10d::send", 0, 10), op("gloo:send", 5, 95, **GLOO), op("aten::matmul", 20, 60), op("aten::mm", 21, 50)],
-        (70, 95, 30, 100),
-    ),
-}
+        (70, 95, 30, 100)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CPU)
@@ -216,21 +191,12 @@ def test_unusable_times_are_left_out_and_negative_durations_count_as_nothing(tmp
 
 
 ODD = [
-    ({"tid": [1]}, {}),
-    ({"tid": {"a": 1}, "pid": None}, {}),
-    ({"tid": 2**64, "pid": "Spans"}, {}),
-    ({"name": ["x"]}, {}),
-    ({"name": None}, {}),
-    ({"args": {"stream": [7]}}, {}),
-    ({}, {"baseTimeNanoseconds": "2020"}),
-    ({"args": {"stream": 2**31 + 5}}, {}),
-    ({"args": {"correlation": "x", "External id": 1e300, "bytes": "many"}}, {}),
-    ({}, {"deviceProperties": {"0": {}}}),
-    ({}, {"deviceProperties": 5}),
-    ({}, {"distributedInfo": []}),
-    ({}, {"distributedInfo": {"rank": "0"}}),
-    ({}, {"baseTimeNanoseconds": 2**70}),
-]
+    ({"tid": [1]}, {}), ({"tid": {"a": 1}, "pid": None}, {}), ({"tid": 2**64, "pid": "Spans"}, {}),
+    ({"name": ["x"]}, {}), ({"name": None}, {}), ({"args": {"stream": [7]}}, {}), ({}, {"baseTimeNanoseconds": "2020"}),
+    ({"args": {"stream": 2**31 + 5}}, {}), ({"args": {"correlation": "x", "External id": 1e300, "bytes": "many"}}, {}),
+    ({}, {"deviceProperties": {"0": {}}}), ({}, {"deviceProperties": 5}), ({}, {"distributedInfo": []}),
+    ({}, {"distributedInfo": {"rank": "0"}}), ({}, {"baseTimeNanoseconds": 2**70}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("event", "envelope"), ODD)
@@ -311,20 +277,8 @@ def test_sources_are_files_lists_and_directories_and_stay_untouched(run):
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-NO_TRACE = [
-    "",
-    " \n",
-    "step,loss\n1,2.5\n",
-    "{}",
-    '{"lr": 0.1}',
-    '{"traceEvents": 5}',
-    "[[1, 2], [3, 4]]",
-    "[1, 2]",
-    '[{"loss": 2.5}]',
-    "5",
-    '"text"',
-    "<html></html>",
-]
+NO_TRACE = ["", " \n", "step,loss\n1,2.5\n", "{}", '{"lr": 0.1}', '{"traceEvents": 5}', "[[1, 2], [3, 4]]", "[1, 2]",
+            '[{"loss": 2.5}]', "5", '"text"', "<html></html>"]  # fmt: skip
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -7,37 +7,25 @@ from functools import cache
 import numpy as np
 import pandas as pd
 import pytest
-from support import dataset_or_skip, local_or_skip
+from support import dataset_or_skip, local_or_skip, make_timeline, with_tables
 
 import madmax_lib as mm
 from madmax_lib.accounting import breakdown
-from madmax_lib.side_tables import SideTables, conform
-from madmax_lib.timeline import SPANS, Meta, Timeline
+from madmax_lib.side_tables import SideTables
+from madmax_lib.timeline import Timeline, concat
 from madmax_lib.traces import hta
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
 from madmax_lib.traces.waits.idle import CAUSES, idle, launch_bound
-from madmax_lib.traces.waits.launch import (
-    launch_floor,
-    launches,
-    queue_length,
-    queue_series,
-    short_kernels,
-)
-from madmax_lib.view.drawing import figure_data
-from madmax_lib.view.plots.launch import plot_idle, plot_launch_floor, plot_launches, plot_queue
+from madmax_lib.traces.waits.launch import launch_floor, launches, queue_length, queue_series, short_kernels
 
 US = 1000
 ANALYSES = [launches, short_kernels, queue_series, queue_length, launch_bound, idle]
 
 
-def timeline_of(rows: list[tuple], graphs: dict[int, int] | None = None, **meta) -> Timeline:
+def timeline_of(rows: list[tuple], graphs: dict[int, int] | None = None) -> Timeline:
     """Timeline of (stream, kind, name, start_us, dur_us, correlation, step) rows of rank 0; graphs: {row: graph}."""
-    spans = pd.DataFrame(rows, columns=["stream", "kind", "name", "start_ns", "dur_ns", "correlation", "step"])
-    spans = spans.assign(start_ns=spans["start_ns"] * US, dur_ns=spans["dur_ns"] * US, rank=0, op=-1, group=None)
-    graphs = graphs or {}
-    table = conform("graphs", {"row": list(graphs), "graph": list(graphs.values())})
-    tables = {"graphs": table} if graphs else {}
-    return Timeline(spans.assign(size_bytes=float("nan")), Meta(**meta), side_tables=SideTables(lambda: tables))
+    rows = [(0, *row[:3], row[3] * US, row[4] * US, *row[5:]) for row in rows]
+    return with_tables(make_timeline(rows), graphs=list((graphs or {}).items()))
 
 
 def call(start: int, dur: int, correlation: int, step: int = 0, name: str = "cudaLaunchKernel") -> tuple:
@@ -49,18 +37,8 @@ def kernel(start: int, dur: int, correlation: int, step: int = 0, stream: int = 
 
 
 # launched at 0, 8, 40 and 100 us; the device runs 5-25, 25-35, 50-60 and 90-95 (unlaunched), 104-120
-FOUR = [
-    call(0, 4, 1),
-    call(8, 4, 2),
-    call(40, 6, 3),
-    call(100, 3, 4, 1),
-    (-1, "cpu", "cudaEventQuery", 1, 1, 99, 0),
-    kernel(5, 20, 1),
-    kernel(25, 10, 2),
-    kernel(50, 10, 3),
-    kernel(90, 5, -1),
-    kernel(104, 16, 4, 1),
-]
+FOUR = [call(0, 4, 1), call(8, 4, 2), call(40, 6, 3), call(100, 3, 4, 1), (-1, "cpu", "cudaEventQuery", 1, 1, 99, 0),
+        kernel(5, 20, 1), kernel(25, 10, 2), kernel(50, 10, 3), kernel(90, 5, -1), kernel(104, 16, 4, 1)]  # fmt: skip
 
 
 def us(values) -> list[float]:
@@ -83,23 +61,16 @@ def test_a_kernel_that_starts_during_its_launch_has_no_delay():
 
 def test_ranks_do_not_share_correlations():
     one = timeline_of(FOUR)
-    spans = pd.concat([one.spans, one.spans.assign(rank=3, start_ns=one.spans["start_ns"] + 7)], ignore_index=True)
-    table = launches(Timeline(spans))
+    later = Timeline(one.spans.assign(rank=3, start_ns=one.spans["start_ns"] + 7))
+    table = launches(concat([one, later]))
     assert len(table) == 8
     columns = ["correlation", "cpu_s", "gpu_s", "delay_s"]
     first, second = (part[columns].to_numpy() for _, part in table.groupby("rank"))
     np.testing.assert_allclose(first, second)
 
 
-GRAPH_CALLS = [call(0, 10, 1, name="cudaGraphLaunch"), call(20, 2, 2, name="cudaGraphLaunch"), call(24, 2, 3)]
-GRAPH = [
-    *GRAPH_CALLS,
-    kernel(12, 3, 1),
-    kernel(15, 4, 1),
-    kernel(15, 5, 1, stream=8),
-    kernel(40, 1, 2),
-    kernel(41, 1, 3),
-]
+GRAPH = [call(0, 10, 1, name="cudaGraphLaunch"), call(20, 2, 2, name="cudaGraphLaunch"), call(24, 2, 3)]
+GRAPH += [kernel(12, 3, 1), kernel(15, 4, 1), kernel(15, 5, 1, stream=8), kernel(40, 1, 2), kernel(41, 1, 3)]
 
 
 def test_a_graph_is_launched_once():
@@ -127,14 +98,8 @@ def test_a_correlation_used_twice_on_the_host_belongs_to_the_first_call():
 
 
 def test_short_kernels_by_name():
-    rows = [
-        call(0, 5, 1),
-        call(10, 5, 2),
-        call(20, 5, 3),
-        kernel(6, 2, 1),
-        kernel(16, 9, 2),
-        kernel(30, 5, 3, name="equal"),
-    ]
+    rows = [call(0, 5, 1), call(10, 5, 2), call(20, 5, 3)]
+    rows += [kernel(6, 2, 1), kernel(16, 9, 2), kernel(30, 5, 3, name="equal")]
     table = short_kernels(timeline_of(rows)).set_index("name")
     assert table.loc["gemm", ["count", "short", "share"]].tolist() == [2, 1, 0.5]
     assert us(table.loc["gemm", ["cpu_s", "gpu_s"]]) == [5, 2]
@@ -233,10 +198,8 @@ def random_timeline(seed: int) -> Timeline:
     rows = []
     for i, start in enumerate(starts):
         delay, stream = int(random.integers(0, 40)), int(random.choice([0, 7]))
-        rows += [
-            call(int(start), int(random.integers(1, 20)), i, i // 20),
-            kernel(int(start) + delay, int(random.integers(0, 60)), i, i // 20, stream),
-        ]
+        rows.append(call(int(start), int(random.integers(1, 20)), i, i // 20))
+        rows.append(kernel(int(start) + delay, int(random.integers(0, 60)), i, i // 20, stream))
     return timeline_of(rows)
 
 
@@ -267,18 +230,10 @@ def test_launch_floor_closed_form():
             launch_floor(timeline, *bad)
 
 
-def empty() -> Timeline:
-    return Timeline(pd.DataFrame({column: pd.Series([], dtype=dtype) for column, dtype in SPANS.items()}))
-
-
-def host_only() -> Timeline:
-    return timeline_of([call(0, 5, 1), call(9, 5, -1)])
-
-
-@pytest.mark.parametrize("make", [empty, host_only])
+@pytest.mark.parametrize("rows", [[], [call(0, 5, 1), call(9, 5, -1)]])
 @pytest.mark.parametrize("analysis", ANALYSES)
-def test_without_device_work_tables_are_empty_with_their_columns(analysis, make):
-    table = analysis(make())
+def test_without_device_work_tables_are_empty_with_their_columns(analysis, rows):
+    table = analysis(timeline_of(rows))
     assert not len(table) and set(table) == set(analysis(timeline_of(FOUR)))
     assert table.attrs["source"] == "measured"
 
@@ -297,19 +252,6 @@ def test_a_simulated_step_has_idle_time_but_no_launches():
     bound = launch_bound(step).groupby("rank")[["idle_s", "launch_bound_s"]].sum()
     assert bound["launch_bound_s"].sum() == 0
     np.testing.assert_allclose(bound["idle_s"], breakdown(step).set_index("rank")["idle_s"], atol=1e-9)
-
-
-@pytest.mark.parametrize("make", [lambda: timeline_of(FOUR), host_only])
-def test_pictures_show_their_table(make):
-    timeline = make()
-    for ax in (
-        plot_launches(launches(timeline)),
-        plot_queue(queue_series(timeline)),
-        plot_idle(idle(timeline)),
-        plot_launch_floor(launch_floor(timeline, 5e-6, [1.0, 10.0]), launch_s=5e-6),
-    ):
-        assert ax.get_title() and figure_data(ax) is not None
-        ax.figure.clear()
 
 
 # --- beside HTA 0.5.0
@@ -335,17 +277,26 @@ def both(name: str):
     return hta.analysis(path), read_trace(path, hta_compatible=True)
 
 
+def launches_of_hta(analysis) -> pd.DataFrame:
+    per_rank = analysis.get_cuda_kernel_launch_stats(ranks=sorted(analysis.t.traces), visualize=False)
+    return pd.concat([table.assign(rank=rank) for rank, table in per_rank.items()], ignore_index=True)
+
+
+def queue_of_hta(analysis) -> pd.DataFrame:
+    return analysis.get_queue_length_summary(ranks=sorted(analysis.t.traces)).droplevel(0, axis="columns").reset_index()
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_launches_equal_htas(name):
     analysis, timeline = both(name)
-    theirs, ours = hta.launches(analysis), launches(timeline)
+    theirs, ours = launches_of_hta(analysis), launches(timeline)
     known = ["cudaLaunchKernel", "cudaLaunchKernelExC", "cudaMemcpyAsync", "cudaMemsetAsync"]
     ours = ours[ours["launch"].isin(known)]
     assert len(ours) == len(theirs) > 5
-    table = ours.merge(theirs, on=["rank", "correlation"], suffixes=("", "_hta"))
+    table = ours.merge(theirs, on=["rank", "correlation"])
     assert len(table) == len(theirs)
-    for column in ("cpu_s", "gpu_s", "delay_s"):
-        np.testing.assert_allclose(table[column], table[f"{column}_hta"], atol=1e-12)
+    for column, name in {"cpu_s": "cpu_duration", "gpu_s": "gpu_duration", "delay_s": "launch_delay"}.items():
+        np.testing.assert_allclose(table[column], table[name] * 1e-6, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.*taken as rank 0:UserWarning")
@@ -364,11 +315,10 @@ def test_idle_equals_htas(name):
 def test_queue_equals_htas(name):
     """The same lengths wherever the time is not that of another change; there HTA's order is left to the sorting."""
     analysis, timeline = both(name)
-    theirs = hta.queue(analysis)
+    theirs = queue_of_hta(analysis)
     ours = queue_length(timeline, capacity=1024)
-    assert (
-        ours[["stream", "count", "max"]].to_numpy().tolist() == theirs[["stream", "count", "max"]].to_numpy().tolist()
-    )
+    columns = ["stream", "count", "max"]
+    assert ours[columns].to_numpy().tolist() == theirs[columns].to_numpy().tolist()
     np.testing.assert_allclose(ours["mean"], theirs["mean"], rtol=0.02)
     series = analysis.get_queue_length_time_series(ranks=timeline.ranks)[timeline.ranks[0]]
     last = series.groupby(["stream", "ts"])["queue_length"].last()
@@ -380,7 +330,7 @@ def test_queue_equals_htas(name):
 def test_amd_launches_on_stream_0_are_found():
     """HTA 0.5.0 knows no hip name here, so its table is empty; every kernel of stream 0 was launched by a hip call."""
     analysis, _ = both("mi250")
-    assert not len(hta.launches(analysis))
+    assert not len(launches_of_hta(analysis))
     table = launches(read_trace(local_or_skip(NAMES["mi250"])))
     assert len(table) == 16 and set(table["stream"]) == {0}
     assert set(table["launch"]) == {"hipLaunchKernel", "hipMemcpyWithStream", "hipExtModuleLaunchKernel"}
@@ -390,9 +340,9 @@ def test_amd_launches_on_stream_0_are_found():
 def test_amd_queue_holds_every_launch_call():
     """HTA's list lacks hipExtLaunchKernel, which starts all of RCCL's kernels: it loses stream 4."""
     analysis, timeline = both("mi300x")
-    assert hta.queue(analysis)["stream"].tolist() == [0]
+    assert queue_of_hta(analysis)["stream"].tolist() == [0]
     queue = queue_length(timeline).set_index("stream")
-    assert queue.loc[4, "count"] == 24 and queue.loc[0, "count"] == hta.queue(analysis)["count"].iloc[0]
+    assert queue.loc[4, "count"] == 24 and queue.loc[0, "count"] == queue_of_hta(analysis)["count"].iloc[0]
     assert queue.loc[0, "max"] > 1022 and queue.loc[0, "blocked_s"] < 0.03 * queue.loc[0, "full_s"]
 
 

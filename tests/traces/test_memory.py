@@ -222,8 +222,7 @@ def test_holders_beyond_the_top_are_one_row_and_bytes_sum_to_the_peak(top):
 
 
 @pytest.mark.parametrize(
-    ("kept", "per_step"),
-    [([10, 10, 10, 10], 10), ([0, 0, 0, 0], 0), ([0, 500, 0, 0], 0), ([7], float("nan"))],
+    ("kept", "per_step"), [([10, 10, 10, 10], 10), ([0, 0, 0, 0], 0), ([0, 500, 0, 0], 0), ([7], float("nan"))]
 )
 def test_growth_is_what_a_step_keeps(kept, per_step):
     """Each step takes 1000 bytes and gives back all but some; one that is kept once is no leak."""

@@ -32,11 +32,8 @@ def kernel(start: int, correlation: int, stream: int = GPU) -> tuple:
 
 TWO = [step("ProfilerStep#3", 0, 100), step("ProfilerStep#4", 100, 100)]
 BY_STEP = [
-    (
-        "host spans by their start",
-        [*TWO, launch(-1, -1), launch(0, -1), launch(99, -1), launch(200, -1)],
-        [-1, 3, 3, -1],
-    ),
+    ("host spans by their start", [*TWO, launch(-1, -1), launch(0, -1), launch(99, -1), launch(200, -1)],
+     [-1, 3, 3, -1]),
     ("a kernel that runs late keeps the step of its launch", [*TWO, launch(90, 5), kernel(150, 5)], [3, 3]),
     ("launched before, run inside", [*TWO, launch(-5, 5), kernel(50, 5)], [-1, -1]),
     ("default stream of AMD", [*TWO, launch(90, 5), kernel(150, 5, stream=0)], [3, 3]),
@@ -45,12 +42,9 @@ BY_STEP = [
     ("rows in any order", [kernel(150, 6), kernel(160, 5), launch(120, 6), launch(90, 5), *TWO[::-1]], [4, 3, 4, 3]),
     ("the device's own annotations do not count", [*TWO, step("ProfilerStep#4", 20, 60, GPU), launch(50, -1)], [3, 3]),
     ("gap between two steps", [step("ProfilerStep#1", 0, 10), step("ProfilerStep#2", 20, 10), launch(15, -1)], [-1]),
-    (
-        "ProfilerStep goes before others",
-        [step("iteration 9", 0, 100), *TWO[1:], launch(50, -1), launch(150, -1)],
-        [-1, 4],
-    ),
-]
+    ("ProfilerStep goes before others", [step("iteration 9", 0, 100), *TWO[1:], launch(50, -1), launch(150, -1)],
+     [-1, 4]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rows", "expected"), [case[1:] for case in BY_STEP], ids=[case[0] for case in BY_STEP])

@@ -18,38 +18,21 @@ import pandas as pd
 
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
-__all__ = ["Cost", "operator_cost", "operator_costs"]
+__all__ = ["operator_costs"]
 
 _ARITHMETIC = {"double": "fp64", "float": "fp32", "half": "fp16", "bfloat16": "bf16", "char": "int8"}
 _MATRICES = {  # place of the first factor among the inputs
-    "mm": 0,
-    "bmm": 0,
-    "matmul": 0,
-    "_int_mm": 0,
-    "_scaled_mm": 0,
-    "addmm": 1,
-    "addmm_": 1,
-    "baddbmm": 1,
-    "baddbmm_": 1,
-    "_addmm_activation": 1,
-}
+    "mm": 0, "bmm": 0, "matmul": 0, "_int_mm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1,
+    "baddbmm_": 1, "_addmm_activation": 1,
+}  # fmt: skip
 _CONVOLUTIONS = {  # places of stride, padding, dilation, transposed (99: none)
-    "convolution": (3, 4, 5, 6),
-    "_convolution": (3, 4, 5, 6),
-    "convolution_overrideable": (3, 4, 5, 6),
-    "conv1d": (3, 4, 5, 99),
-    "conv2d": (3, 4, 5, 99),
-    "conv3d": (3, 4, 5, 99),
-    "cudnn_convolution": (3, 2, 4, 99),
-    "cudnn_convolution_relu": (3, 4, 5, 99),
-    "miopen_convolution": (4, 3, 5, 99),
-    "miopen_depthwise_convolution": (4, 3, 5, 99),
-    "mkldnn_convolution": (4, 3, 5, 99),
-    "_slow_conv2d_forward": (4, 5, 99, 99),
-    "slow_conv3d_forward": (4, 5, 99, 99),
-    "_conv_depthwise2d": (4, 5, 6, 99),
-    "slow_conv_dilated2d": (4, 5, 6, 99),
-}
+    "convolution": (3, 4, 5, 6), "_convolution": (3, 4, 5, 6), "convolution_overrideable": (3, 4, 5, 6),
+    "conv1d": (3, 4, 5, 99), "conv2d": (3, 4, 5, 99), "conv3d": (3, 4, 5, 99),
+    "cudnn_convolution": (3, 2, 4, 99), "cudnn_convolution_relu": (3, 4, 5, 99),
+    "miopen_convolution": (4, 3, 5, 99), "miopen_depthwise_convolution": (4, 3, 5, 99),
+    "mkldnn_convolution": (4, 3, 5, 99), "_slow_conv2d_forward": (4, 5, 99, 99), "slow_conv3d_forward": (4, 5, 99, 99),
+    "_conv_depthwise2d": (4, 5, 6, 99), "slow_conv_dilated2d": (4, 5, 6, 99),
+}  # fmt: skip
 _HEADS_FIRST = """
 _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
 _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
@@ -60,22 +43,8 @@ add sub rsub mul div remainder pow neg abs exp log log2 sqrt rsqrt reciprocal si
 leaky_relu hardtanh hardswish softplus erf clamp clamp_min clamp_max maximum minimum where masked_fill lerp addcmul
 addcdiv floor ceil round sign threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward elu_backward
 hardtanh_backward leaky_relu_backward mse_loss_backward native_dropout_backward bitwise_and bitwise_or bitwise_not
-eq ne lt le gt ge logical_and logical_or logical_not logical_xor isnan isinf
 """
-_TO_BOOL = (
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "logical_and",
-    "logical_or",
-    "logical_not",
-    "logical_xor",
-    "isnan",
-    "isinf",
-)
+_TO_BOOL = "eq ne lt le gt ge logical_and logical_or logical_not logical_xor isnan isinf"  # pointwise, too
 _THREE_INPUTS = ("addcmul", "addcdiv", "where", "lerp", "clamp")  # a third input of others is the output, given as out=
 _LIKE_FIRST = """
 _softmax _log_softmax native_layer_norm native_batch_norm cudnn_batch_norm miopen_batch_norm native_group_norm cumsum
@@ -89,7 +58,7 @@ max_pool2d_with_indices avg_pool2d copy_ fill_ zero_
 """
 
 
-class Cost(NamedTuple):
+class _Cost(NamedTuple):
     """Work of one call. flops and moved_bytes: NaN where unknown. dtype: of the arithmetic, as in `specs.Device`."""
 
     flops: float = nan
@@ -119,23 +88,23 @@ class _Inputs(NamedTuple):
         return json.loads(self.inputs[place].lower())
 
 
-def operator_cost(name: str, shapes: str, types: str = "", inputs: str = "") -> Cost:
+def _operator_cost(name: str, shapes: str, types: str = "", inputs: str = "") -> _Cost:
     """Work of one call of an operator from the JSON texts of `Timeline.side_tables["operators"]`.
 
     All NaN for an operator without formula or with inputs that do not fit it; a convolution needs `inputs` (strides).
 
-    >>> operator_cost("aten::mm", "[[4,8],[8,2]]", '["c10::Half","c10::Half"]')
-    Cost(flops=128.0, moved_bytes=112.0, dtype='fp16')
+    >>> _operator_cost("aten::mm", "[[4,8],[8,2]]", '["c10::Half","c10::Half"]')
+    _Cost(flops=128.0, moved_bytes=112.0, dtype='fp16')
     """
     library, _, bare = name.rpartition("::")
     if library not in ("aten", "flash_attn") or bare not in _RULES:
-        return Cost()
+        return _Cost()
     try:
         call, dtype = _read(shapes, types, inputs)
         flops, moved_bytes = _RULES[bare](bare, call)
-        return Cost(float(flops), float(moved_bytes) if dtype is not None else nan, dtype or "")
+        return _Cost(float(flops), float(moved_bytes) if dtype is not None else nan, dtype or "")
     except (ValueError, TypeError, IndexError, AttributeError, ArithmeticError, RecursionError):
-        return Cost()
+        return _Cost()
 
 
 def operator_costs(table: pd.DataFrame) -> pd.DataFrame:
@@ -151,7 +120,7 @@ def operator_costs(table: pd.DataFrame) -> pd.DataFrame:
         call = np.unique(call * (len(key.cat.categories) + 1) + key.cat.codes.to_numpy() + 1, return_inverse=True)[1]
     _, first = np.unique(call, return_index=True)
     texts = [key.iloc[first].astype(object).fillna("") for key in keys]
-    costs = pd.DataFrame([operator_cost(*map(str, each)) for each in zip(*texts, strict=True)], columns=Cost._fields)
+    costs = pd.DataFrame([_operator_cost(*map(str, each)) for each in zip(*texts, strict=True)], columns=_Cost._fields)
     return costs.iloc[call].set_index(table.index)
 
 
@@ -264,7 +233,7 @@ def _elements(name: str, call: _Inputs) -> tuple[float, float]:
     """One pass over the elements: every input is read, the output has the shape they broadcast to."""
     tensors = [place for place, size in enumerate(call.sizes) if size][: 3 if name in _THREE_INPUTS else 2]
     out = prod(np.broadcast_shapes(*(tuple(call.shapes[place]) for place in tensors)))
-    size = 1 if name in _TO_BOOL else max(call.sizes[p] for p in tensors if call.shapes[p] or len(tensors) == 1)
+    size = 1 if name in _TO_BOOL.split() else max(call.sizes[p] for p in tensors if call.shapes[p] or len(tensors) == 1)
     return nan, call.bytes(*tensors) + out * size
 
 
@@ -284,8 +253,8 @@ _RULES: dict[str, Callable[[str, _Inputs], tuple[float, float]]] = {
     **dict.fromkeys([name + end for name in _HEADS_FIRST.split() for end in ("", "_backward")], _attention),
     **dict.fromkeys([name + end for name in _TOKENS_FIRST for end in ("_forward", "_backward")], _attention),
     **dict.fromkeys(("embedding", "index_select", "embedding_dense_backward"), _rows),
-    **dict.fromkeys(_POINTWISE.split(), _elements),
-    **dict.fromkeys([f"{name}_" for name in _POINTWISE.split()], _like_first),
+    **dict.fromkeys(f"{_POINTWISE} {_TO_BOOL}".split(), _elements),
+    **dict.fromkeys([f"{name}_" for name in f"{_POINTWISE} {_TO_BOOL}".split()], _like_first),
     **dict.fromkeys(_LIKE_FIRST.split(), _like_first),
     **dict.fromkeys(_READS.split(), _reads),
 }

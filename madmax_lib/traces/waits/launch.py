@@ -16,14 +16,7 @@ import pandas as pd
 from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.units import NS_PER_S
 
-__all__ = [
-    "device_work",
-    "launch_floor",
-    "launches",
-    "queue_length",
-    "queue_series",
-    "short_kernels",
-]
+__all__ = ["device_work", "launch_floor", "launches", "queue_length", "queue_series", "short_kernels"]
 
 _NO_LAUNCH_NS = np.iinfo(np.int64).min  # launch time of work without a launch: before everything
 _SYNCS = ("Event Sync", "Stream Sync", "Context Sync", "Stream Wait Event")  # HTA's reading takes them for kernels
