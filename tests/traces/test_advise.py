@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import dataset_or_skip, make_timeline
+from support import dataset_or_skip, make_timeline, with_columns
 
 import madmax_lib as mm
 from madmax_lib.accounting import breakdown
@@ -51,18 +51,17 @@ def test_small_messages_gain_up_to_the_rate_of_the_best():
         (0, 20, "comm", "ncclDevKernel_Broadcast", start, dur) for start, dur in ((0, 1000), (1000, 500), (1500, 500))
     ]
     timeline = make_timeline(rows)
-    timeline = Timeline(timeline.spans.assign(size_bytes=[1000.0, 100.0, 100.0], group="g"), timeline.meta)
+    timeline = with_columns(timeline, size_bytes=[1000.0, 100.0, 100.0], group="g")
     assert gains(timeline) == {"exposed communication": 2000, "small messages": 800}  # 500 ns each would take 100
 
 
 def launched(*kernels: tuple[int, int, int, int]) -> Timeline:
     """Timeline of (launch start, launch duration, kernel start, kernel duration)."""
-    rows, correlation = [], []
+    rows = []
     for number, (call, call_dur, start, dur) in enumerate(kernels):
-        rows += [(0, -1, "cpu", "cudaLaunchKernel", call, call_dur), (0, 7, "compute", KERNEL, start, dur)]
-        correlation += [number, number]
-    timeline = make_timeline(rows)
-    return Timeline(timeline.spans.assign(correlation=correlation), timeline.meta)
+        rows.append((0, -1, "cpu", "cudaLaunchKernel", call, call_dur, number))
+        rows.append((0, 7, "compute", KERNEL, start, dur, number))
+    return make_timeline(rows)
 
 
 def test_a_late_host_is_told_from_slow_launches():
@@ -88,8 +87,7 @@ def test_gains_are_per_step_and_mean_over_the_ranks():
     one = [(0, 7, "compute", KERNEL, 0, 1000), (0, 9, "memcpy", "Memcpy HtoD", 1000, 400)]
     timeline = make_timeline([*one, (1, 7, "compute", KERNEL, 0, 1400)])
     assert gains(timeline) == {"exposed copies": 200}
-    spans = timeline.spans.assign(step=[0, 1, 1])
-    assert gains(Timeline(spans, timeline.meta)) == {"exposed copies": 100}
+    assert gains(with_columns(timeline, step=[0, 1, 1])) == {"exposed copies": 100}
 
 
 def test_nothing_to_say_about_nothing_and_about_pure_compute():

@@ -3,19 +3,15 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib import pyplot as plt
-from support import dataset_or_skip, make_timeline
+from support import dataset_or_skip, make_timeline, with_columns, with_tables
 
 import madmax_lib as mm
-from madmax_lib.side_tables import SideTables, conform
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces import hta
 from madmax_lib.traces.comm.alignment import align, clock_offsets
-from madmax_lib.traces.comm.collectives import by_group, calls, waiting
+from madmax_lib.traces.comm.collectives import calls, waiting
 from madmax_lib.traces.read.kineto import read_trace
 from madmax_lib.traces.stragglers import skew, stragglers
-from madmax_lib.view.drawing import figure_data
-from madmax_lib.view.plots import comm as plots
 
 AR = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 EPOCH_NS = 1_700_000_000_000_000_000
@@ -71,7 +67,7 @@ def test_groups_are_joined_through_others_and_a_lonely_rank_keeps_its_clock():
     ]
     timeline = make_timeline(rows)
     groups = ["[0, 1]"] * 2 + ["[1, 2]"] * 2 + ["[4, 5]"] * 2 + [None]
-    timeline = Timeline(timeline.spans.assign(group=groups).astype({"group": "category"}), timeline.meta)
+    timeline = with_columns(timeline, group=groups)
     table = clock_offsets(timeline).set_index("rank")
     assert (table["offset_s"] * 1e9).round().tolist() == [0, 100, 1000, 0, 0, 2]
     assert table["reference"].tolist() == [0, 0, 0, 3, 4, 4]
@@ -86,8 +82,8 @@ def test_disagreeing_groups_share_the_error():
         *meetings([{1: 40, 2: 40}], {1: 10, 2: 20}),
         *meetings([{0: 80, 2: 80}], {2: 26}),
     ]
-    spans = make_timeline(rows).spans.assign(group=["a"] * 2 + ["b"] * 2 + ["c"] * 2)
-    assert (clock_offsets(Timeline(spans))["offset_s"] * 1e9).round(6).tolist() == [0, 12, 24]
+    timeline = with_columns(make_timeline(rows), group=["a"] * 2 + ["b"] * 2 + ["c"] * 2)
+    assert (clock_offsets(timeline)["offset_s"] * 1e9).round(6).tolist() == [0, 12, 24]
 
 
 def test_a_broadcast_only_joins_ranks_that_nothing_else_joins():
@@ -101,18 +97,8 @@ def test_a_broadcast_only_joins_ranks_that_nothing_else_joins():
 
 def test_aligning_again_changes_nothing_and_memory_events_move_along():
     timeline = make_timeline(meetings([{0: 0, 1: 50}, {0: 100, 1: 90}], {1: 1000}))
-    columns = {
-        "rank": [0, 1],
-        "stream": -1,
-        "time_ns": [5, 1005],
-        "size_bytes": 1,
-        "address": 0,
-        "allocated_bytes": 1,
-        "reserved_bytes": 1,
-        "device": "cpu",
-    }
-    memory = conform("memory", pd.DataFrame(columns))
-    once = align(Timeline(timeline.spans, timeline.meta, side_tables=SideTables(lambda: {"memory": memory})))
+    memory = [{"rank": 0, "time_ns": 5}, {"rank": 1, "time_ns": 1005}]
+    once = align(with_tables(timeline, memory=memory))
     assert once.side_tables["memory"]["time_ns"].tolist() == [5, 5]
     twice = align(once)
     pd.testing.assert_frame_equal(once.spans, twice.spans)
@@ -241,49 +227,3 @@ def test_dlrm_stragglers_beside_hta():
     assert sorted(theirs.get_potential_stragglers(num_candidates=2)) == [2, 7]
     assert table["rank"].tolist()[:3] == [7, 5, 4] and table["last"].tolist() == [5, 2, 1, 0, 0, 0, 0, 0]
     assert table["cost_s"].iloc[0] == pytest.approx(0.0355, abs=0.0001)
-
-
-# pictures
-
-
-def titles(timeline: Timeline) -> list[str]:
-    draw = {
-        plots.plot_groups: by_group,
-        plots.plot_bandwidth: calls,
-        plots.plot_skew: skew,
-        plots.plot_stragglers: stragglers,
-        plots.plot_clock_offsets: clock_offsets,
-    }
-    axes = [plot(analyse(timeline)) for plot, analyse in draw.items()]
-    data = [figure_data(ax) for ax in axes]
-    assert all("provenance" in table.attrs for table in data)
-    plt.close("all")
-    return [ax.get_title() for ax in axes]
-
-
-def test_pictures_say_what_the_tables_say():
-    """Two calls of 10 ns transfer; rank 1 waits 30 ns for rank 0 and rank 0 once 10 ns; clocks 5 us apart."""
-    timeline = make_timeline(meetings([{0: 30, 1: 0}, {0: 100, 1: 110}], {1: 5000}))
-    timeline = Timeline(timeline.spans.assign(size_bytes=1e3, group="tp [0, 1]"), timeline.meta)
-    assert titles(timeline) == [
-        "50% of the communication is waiting for the last rank",
-        "All-reduce reaches 100 GB/s with 1 kB",
-        "Median skew 20 ns, 2 times the median transfer",
-        "Rank 0 is last in 50% of its calls and costs the others 30 ns",
-        "Clocks lie up to 5 µs apart, ends scatter by 0 ns",
-    ]
-
-
-def test_pictures_of_nothing_say_so():
-    one = [(0, 20, "comm", AR, 0, 5), (0, 20, "comm", AR, 9, 15)]
-    expected = [
-        "No communication in this trace",
-        "No bandwidth: no call tells its size",
-        "No skew: no call has two ranks here",
-        "No stragglers: no call has two ranks here",
-        "Clocks cannot be compared: no call has two ranks here",
-    ]
-    assert titles(make_timeline([])) == expected
-    assert titles(make_timeline(one)) == ["All-reduce takes 100% of the communication", *expected[1:]]
-    together = make_timeline(meetings([{0: 0, 1: 0}], {}))
-    assert titles(together)[2:4] == ["All ranks arrive together", "No rank waits for another"]

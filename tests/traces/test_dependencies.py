@@ -3,10 +3,14 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 import pytest
-from support import timeline_with_tables as trace
+from support import make_timeline, with_tables
 
 from madmax_lib.timeline import Meta, Timeline
 from madmax_lib.traces.waits.dependencies import dependency_graph
+
+
+def trace(rows, **tables) -> Timeline:
+    return with_tables(make_timeline(rows), **tables)
 
 
 def edges(timeline, *why) -> set:

@@ -14,9 +14,6 @@ from madmax_lib.specs import Cluster, Device, Link, Transformer
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, compare_ops, op_classes, op_names
 from madmax_lib.traces.read.kineto import read_trace
-from madmax_lib.view.drawing import figure_data
-from madmax_lib.view.notebooks.setup import save_figure
-from madmax_lib.view.plots.diff import plot_compare, plot_ops, plot_pair
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
 STEP = [(0, 7, "compute", "gemm", 0, 10), (0, 20, "comm", NCCL, 8, 6), (0, 7, "compute", "gelu", 20, 4)]
@@ -380,36 +377,3 @@ def test_hta_loses_the_default_stream_of_amd_and_we_do_not():
     on_zero = timeline.spans[(timeline.spans["stream"] == 0) & timeline.spans["kind"].isin(BUSY_KINDS)]
     assert not set(table.index) & set(on_zero["name"]) and (ours["kind"] == "compute").sum() > 30
     assert ours["count_a"].sum() == (timeline.spans["kind"].isin(BUSY_KINDS) & (timeline.spans["step"] == first)).sum()
-
-
-# Pictures
-
-
-def test_pictures_show_both_sides(tmp_path, monkeypatch):
-    monkeypatch.setenv("MADMAX_FIGURES", str(tmp_path))
-    a = make_timeline(STEP, provenance={"files": {"0": "sha a"}})
-    b = make_timeline([(*row[:5], 2 * row[5]) for row in STEP], source="simulated", provenance={"model": "m"})
-    pair, bars, ops = plot_pair(a, b), plot_compare(compare(a, b)), plot_ops(compare_ops(a, b))
-    data = figure_data(pair)
-    assert (
-        set(data["side"]) == {"a", "b"}
-        and pair.get_title() == "b (simulated) takes 17% longer than a (measured) in this step"
-    )
-    kinds = data["kind"].nunique()
-    hatched = [bool(c.get_hatch()) for c in pair.collections if len(c.get_facecolor())]
-    assert hatched == [False] * kinds + [True] * kinds
-    assert [bool(p.get_hatch()) for p in (bars.patches[0], bars.patches[-1])] == [False, True]
-    assert bars.get_title() == "b (simulated) takes 17% longer than a (measured): compute +14 ns"
-    assert all(p.get_hatch() for p in ops.patches) and "differs most" in ops.get_title()
-    for ax in (pair, bars, ops):
-        assert "simulated" in save_figure(ax, "diff/test").with_suffix(".json").read_text()
-
-
-def test_pictures_of_nothing():
-    empty, a = make_timeline([]), make_timeline(STEP)
-    with pytest.raises(ValueError, match="nothing to draw"):
-        plot_pair(a, empty)
-    assert plot_compare(compare(a, empty)).get_title() == "Nothing to compare: no device work"
-    assert plot_ops(compare_ops(a, a)).get_title() == "No operation differs"
-    assert plot_ops(compare_ops(empty, empty)).get_title() == "No operation differs"
-    assert plot_compare(compare(a, a)).get_title() == "b (measured) takes as long as a (measured)"

@@ -5,23 +5,12 @@ import warnings
 import numpy as np
 import pandas as pd
 import pytest
-from support import dataset_or_skip, local_or_skip, make_timeline
+from support import dataset_or_skip, local_or_skip, make_timeline, with_columns, with_tables
 
-from madmax_lib.side_tables import SideTables, conform
+from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import Timeline
-from madmax_lib.traces.operators.memory import (
-    BEFORE,
-    CATEGORIES,
-    allocations,
-    growth,
-    held_at_peak,
-    memory_timeline,
-    peak,
-    read_memory_timeline,
-)
-from madmax_lib.traces.read.kineto import read_trace
-from madmax_lib.view.drawing import figure_data
-from madmax_lib.view.plots.memory import plot_held, plot_memory, plot_memory_categories
+from madmax_lib.traces import allocations, growth, held_at_peak, memory_timeline, peak, read_memory_timeline, read_trace
+from madmax_lib.traces.operators.memory import BEFORE, CATEGORIES
 
 ANALYSES = [memory_timeline, allocations, peak, held_at_peak, growth]
 
@@ -31,17 +20,11 @@ def remembering(events: list[tuple], spans: list[tuple] = (), operators: list[in
 
     operators: rows of the spans that are operators.
     """
-    usual = {"rank": 0, "stream": -1, "allocated_bytes": -1, "reserved_bytes": -1, "device": "cuda:0"}
-    rows = [
-        usual | dict(zip(("time_ns", "size_bytes", "address"), e[:3], strict=True)) | (e[3] if e[3:] else {})
-        for e in events
-    ]
-    columns = pd.DataFrame(rows, columns=["time_ns", "size_bytes", "address", *usual]).to_dict("series")
-    shapes = {"row": operators, "sequence": -1, "forward_thread": -1, "shapes": "", "types": "", "inputs": ""}
-    operators = pd.DataFrame(shapes, index=range(len(operators))).to_dict("series")
-    tables = {"memory": conform("memory", columns), "operators": conform("operators", operators)}
+    usual = {"rank": 0, "stream": -1, "device": "cuda:0"}
+    names = ("time_ns", "size_bytes", "address")
+    memory = [usual | dict(zip(names, event[:3], strict=True)) | (event[3] if event[3:] else {}) for event in events]
     timeline = make_timeline(list(spans), **meta)
-    return Timeline(timeline.spans, timeline.meta, side_tables=SideTables(lambda: tables))
+    return with_tables(timeline, memory=memory, operators=[{"row": row} for row in operators])
 
 
 def told(total: int) -> dict:
@@ -67,8 +50,7 @@ def test_totals_are_told_or_integrated(events, levels, before):
 def test_time_counts_from_the_first_span_and_steps_are_those_of_the_host():
     spans = [(0, -1, "annotation", "ProfilerStep#0", 100, 100), (0, -1, "annotation", "ProfilerStep#1", 200, 50)]
     timeline = remembering([(150, 1, 1), (240, 1, 2), (400, 1, 3)], spans)
-    timeline = Timeline(timeline.spans.assign(step=[0, 1]), timeline.meta, side_tables=timeline.side_tables)
-    table = memory_timeline(timeline)
+    table = memory_timeline(with_columns(timeline, step=[0, 1]))
     assert (table["time_s"] * 1e9).round().tolist() == [50, 140, 300] and table["step"].tolist() == [0, 1, -1]
 
 
@@ -85,16 +67,8 @@ def test_a_device_is_chosen_by_name_and_a_cpu_has_no_reserve():
 def test_an_allocation_lives_until_the_next_event_at_its_address():
     """An address is used again, also on another device and rank; one free is lost, one block outlives the trace."""
     other, second = {"device": "cpu"}, {"rank": 1}
-    events = [
-        (0, 5, 1),
-        (10, 6, 1, other),
-        (20, 7, 1, second),
-        (30, -5, 1),
-        (40, 8, 1),
-        (50, 9, 1),
-        (60, -6, 1, other),
-        (70, -99, 3),
-    ]
+    events = [(0, 5, 1), (10, 6, 1, other), (20, 7, 1, second), (30, -5, 1), (40, 8, 1), (50, 9, 1)]
+    events += [(60, -6, 1, other), (70, -99, 3)]
     table = allocations(remembering(events, [(1, 7, "compute", "k", 0, 1), (0, 7, "compute", "k", 0, 1)]))
     assert len(table) == 5
     lifetime = dict(zip(table["size_bytes"], (table["lifetime_s"] * 1e9).round(), strict=True))
@@ -127,7 +101,7 @@ SPANS = [
     (0, -1, "cpu", "nn.Module: Linear_3", 90, 300),
     (0, -1, "cpu", "aten::linear", 100, 200),
     (0, -1, "cpu", "aten::addmm", 120, 100),
-    (0, -1, "cpu", "cudaMalloc", 410, 20),
+    (0, -1, "cpu", "cudaMalloc", 410, 20, 7),
     (0, -2, "cpu", "autograd::engine::evaluate_function: MmBackward0", 0, 900),
     (0, -2, "cpu", "aten::mm", 130, 50),
     (0, -1, "annotation", "Optimizer.step#SGD.step", 600, 100),
@@ -149,8 +123,7 @@ SPANS = [
 )
 def test_who_asked(time_ns, stream, asked):
     timeline = remembering([(time_ns, 8, 1, {"stream": stream})], SPANS, operators=[3, 4, 6, 7])
-    spans = timeline.spans.assign(correlation=[7 if name == "cudaMalloc" else -1 for name in timeline.spans["name"]])
-    table = allocations(Timeline(spans, timeline.meta, side_tables=timeline.side_tables))
+    table = allocations(timeline)
     assert tuple(table[["operator", "annotation", "module", "phase"]].iloc[0]) == asked
 
 
@@ -230,9 +203,7 @@ def test_growth_is_what_a_step_keeps(kept, per_step):
     events = [
         e for s, k in enumerate(kept) for e in ((100 * s, 1000, 1), (100 * s + 5, k, 10 + s), (100 * s + 99, -1000, 1))
     ]
-    timeline = remembering(events, spans)
-    spans = timeline.spans.assign(step=range(len(kept)))
-    row = growth(Timeline(spans, timeline.meta, side_tables=timeline.side_tables)).iloc[0]
+    row = growth(with_columns(remembering(events, spans), step=range(len(kept)))).iloc[0]
     assert row["bytes_per_step"] == pytest.approx(per_step, nan_ok=True)
     assert (row["steps"], row["first_bytes"], row["last_bytes"]) == (len(kept), kept[0], sum(kept))
 
@@ -304,15 +275,8 @@ def test_cpu_traces_of_gloo_have_a_peak_too(name):
     assert {"forward", "backward"} <= set(allocations(timeline)["phase"])
 
 
-RAW = [
-    [-1, 1, 100, 0],
-    [-1, 1, 40, 7],
-    [2000, 2, 8, 4],
-    [2000, 2, 4, 3],
-    [3000, 3, -8, 4],
-    [3000, 3, 8, 5],
-    [5000, 4, -4, 3],
-]
+RAW = [[-1, 1, 100, 0], [-1, 1, 40, 7], [2000, 2, 8, 4], [2000, 2, 4, 3]]
+RAW += [[3000, 3, -8, 4], [3000, 3, 8, 5], [5000, 4, -4, 3]]
 
 
 def test_raw_export_in_closed_form(tmp_path):
@@ -377,44 +341,3 @@ def test_raw_export_equals_hta():
     assert (table["size_bytes"].to_numpy().reshape(-1, len(CATEGORIES)) == np.array(sizes)).all()
     seconds = (np.array(times) - min(times)) / 1e9
     assert np.allclose(table["time_s"][:: len(CATEGORIES)], seconds, rtol=0, atol=1e-12)
-
-
-def test_pictures_keep_the_peak_and_stay_small():
-    timeline, _ = a_random_history(3)
-    many = pd.concat(
-        [timeline.side_tables["memory"].assign(time_ns=lambda t, k=k: t["time_ns"] + 5000 * k) for k in range(40)]
-    )
-    timeline = Timeline(timeline.spans, timeline.meta, side_tables=SideTables(lambda: {"memory": many}))
-    ax = plot_memory(timeline)
-    drawn = figure_data(ax)
-    assert drawn["allocated_bytes"].max() == peak(timeline)["peak_bytes"].item() and len(drawn) <= 1204 < len(many)
-    assert f"{drawn['allocated_bytes'].max() / 1e3:.3g} kB" in ax.get_title(loc="left") + ax.get_title()
-    assert [text.get_text() for text in ax.texts if "held by" in text.get_text()]
-
-
-def test_pictures_choose_the_fullest_device_and_hatch_what_is_simulated():
-    events = [(0, 5, 1), (1, 900, 2, {"device": "cuda:1"})]
-    timeline = remembering(events, [(0, -1, "cpu", "aten::mm", 0, 9)], operators=[0], source="simulated")
-    ax = plot_memory(timeline)
-    assert set(figure_data(ax)["device"]) == {"cuda:1"} and ax.collections[0].get_hatch()
-    assert set(figure_data(plot_memory(timeline, device="cuda:0"))["device"]) == {"cuda:0"}
-    ax = plot_held(held_at_peak(timeline))
-    assert set(figure_data(ax)["device"]) == {"cuda:1"} and ax.patches[0].get_hatch()
-    with pytest.raises(ValueError, match="rank=3, device=None has no allocator events"):
-        plot_held(held_at_peak(timeline), rank=3)
-
-
-def test_pictures_without_events_say_how_to_record_them():
-    timeline = make_timeline([(0, 7, "compute", "k", 0, 5)])
-    for ax in (plot_memory(timeline), plot_held(held_at_peak(timeline))):
-        assert "profile_memory=True" in ax.get_title(loc="left") + ax.get_title() and figure_data(ax) is not None
-
-
-def test_categories_are_stacked_to_the_total(tmp_path):
-    (tmp_path / "m.json").write_text(json.dumps(RAW))
-    ax = plot_memory_categories(read_memory_timeline(tmp_path / "m.json"))
-    drawn = figure_data(ax)
-    assert drawn[list(CATEGORIES)].sum(axis=1).max() == 152
-    assert "66% parameter" in ax.get_title(loc="left") + ax.get_title()
-    (tmp_path / "m.json").write_text("[]")
-    plot_memory_categories(read_memory_timeline(tmp_path / "m.json"))

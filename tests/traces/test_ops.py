@@ -1,18 +1,13 @@
-from functools import partial
-
 import numpy as np
 import pandas as pd
 import pytest
-from support import local_or_skip, make_timeline
+from support import local_or_skip, make_timeline, with_columns, with_tables
 
 from madmax_lib import catalog
-from madmax_lib.side_tables import SideTables, conform
-from madmax_lib.timeline import BUSY_KINDS, Meta, Timeline, concat
+from madmax_lib.timeline import BUSY_KINDS, concat
 from madmax_lib.traces import hta
 from madmax_lib.traces.operators import ops, roofline
 from madmax_lib.traces.read.kineto import read_trace
-from madmax_lib.view.drawing import figure_data
-from madmax_lib.view.plots import operators as op_plots
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo"),
@@ -27,16 +22,8 @@ def traced(rows, operators=(), **meta):
 
     operators: {row: (shapes, types, inputs[, sequence, forward_thread])}; rows that are listed alone have no shapes.
     """
-    spans = pd.DataFrame(rows, columns=["rank", "stream", "kind", "name", "start_ns", "dur_ns", "correlation"])
-    spans = spans.assign(step=0, op=-1, group=None, size_bytes=float("nan"))
-    known = dict(operators) if isinstance(operators, dict) else dict.fromkeys(operators, ("", "", ""))
-    columns = [(*values, -1, -1)[: 5 if len(values) == 3 else len(values)] for values in known.values()]
-    table = {
-        name: [values[i] for values in columns]
-        for i, name in enumerate(("shapes", "types", "inputs", "sequence", "forward_thread"))
-    }
-    table = conform("operators", {"row": list(known), **table})
-    return Timeline(spans, Meta(**meta), side_tables=SideTables(partial(dict, {"operators": table})))
+    recorded = operators if isinstance(operators, dict) else dict.fromkeys(operators, ())
+    return with_tables(make_timeline(rows, **meta), operators=[(row, *values) for row, values in recorded.items()])
 
 
 def by_name(table, column, name="name"):
@@ -342,9 +329,7 @@ def test_mfu_goes_from_step_to_step():
         shapes[len(rows)] = MM
         rows += [(0, -1, "cpu", "aten::mm", start, 10, -1), (0, -1, "cpu", "l", start, 1, i)]
         rows += [(0, 7, "compute", "k", start + 100 - 10 * (i == 2), 20, i)]
-    timeline = traced(rows, shapes, device="v100-32")
-    spans = timeline.spans.assign(step=[0] * 6 + [1] * 3)
-    timeline = Timeline(spans, timeline.meta, side_tables=timeline.side_tables)
+    timeline = with_columns(traced(rows, shapes, device="v100-32"), step=[0] * 6 + [1] * 3)
     table = roofline.mfu(timeline)
     assert table["flops"].tolist() == [256, 128]
     assert (table["total_s"] * 1e9).round(6).tolist() == [50, 20]
@@ -465,38 +450,3 @@ def test_backward_kernels_of_a_real_training_belong_to_modules():
     table = ops.modules(timeline).set_index("module")
     assert table.loc["ResNet_0", "backward_s"] / table.loc["ResNet_0", "device_s"] == pytest.approx(0.68, abs=0.05)
     assert table.loc["Conv2d_19", "flops"] == pytest.approx(3 * 5 * 2 * 512 * 49 * 512 * 512 * 9)
-
-
-PICTURES = {
-    ops.kernels: op_plots.plot_kernels,
-    ops.operators: op_plots.plot_operators,
-    ops.modules: op_plots.plot_modules,
-    roofline.roofline: op_plots.plot_roofline,
-    ops.kernel_types: op_plots.plot_kernel_types,
-    roofline.mfu: op_plots.plot_mfu,
-}
-
-
-@pytest.mark.parametrize("function", PICTURES)
-def test_pictures_say_what_they_show(function):
-    """Of a trace with everything, of a simulation (hatched) and of nothing at all."""
-    measured = traced(MODULES, MODULE_OPS, device="a100-80")
-    titles = {
-        ops.kernels: "k takes 100% of the work",
-        ops.operators: "MmBackward0 takes 52% of the time",
-        ops.modules: "Linear takes 87% of the modules' time",
-        roofline.roofline: "mm runs at 1.2% of its memory roof on a100-80",
-        ops.kernel_types: "100% of the busy time is compute alone",
-        roofline.mfu: "of the peak in the median step",
-    }
-    ax = PICTURES[function](function(measured))
-    assert titles[function] in ax.get_title() and len(figure_data(ax))
-    assert ax.get_xlabel() and not any(bar.get_hatch() for bar in ax.patches)
-    simulated = make_timeline([(0, 0, "compute", "attention 3 forward", 0, 9)], source="simulated", device="t4")
-    ax = PICTURES[function](
-        function(simulated, flops_per_step=1e3) if function is roofline.mfu else function(simulated)
-    )
-    assert all(bar.get_hatch() for bar in ax.patches) and figure_data(ax).attrs["source"] == "simulated"
-    assert len(ax.patches) == (function not in (ops.modules, roofline.roofline))
-    empty = PICTURES[function](function(make_timeline([])))
-    assert empty.get_title() and not len(figure_data(empty))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
-from support import dataset_or_skip, local_or_skip, make_timeline
+from support import dataset_or_skip, local_or_skip, make_timeline, with_columns
 
 import madmax_lib as mm
 from madmax_lib.accounting import breakdown
-from madmax_lib.timeline import SPANS, Timeline
+from madmax_lib.timeline import Timeline
 from madmax_lib.traces.read.kineto import read_trace
 from madmax_lib.traces.waits.step_times import step_summary, steps
-from madmax_lib.view.drawing import figure_data
-from madmax_lib.view.plots.launch import plot_steps
 
 MS = 10**6
 QUANTITIES = ["wall_s", "period_s", *breakdown(make_timeline([])).columns[1:]]
@@ -34,9 +31,7 @@ def timeline_of(walls_ms: list[float], ranks: int = 1, ops: dict[int, int] | Non
             rows.append((rank, 7, "compute", "gemm", start + 1, 0.6 * wall, step))
             rows.append((rank, 20, "comm", "ncclDevKernel_AllReduce", start + 1 + 0.5 * wall, 0.2 * wall, step))
             start += wall
-    spans = pd.DataFrame(rows, columns=["rank", "stream", "kind", "name", "start_ns", "dur_ns", "step"])
-    times = {column: (spans[column] * MS).round().astype("int64") for column in ("start_ns", "dur_ns")}
-    return Timeline(spans.assign(**times, correlation=-1, op=-1, group=None, size_bytes=float("nan")))
+    return make_timeline([(*row[:4], round(row[4] * MS), round(row[5] * MS), -1, row[6]) for row in rows])
 
 
 def ms(values) -> list[float]:
@@ -78,8 +73,7 @@ def test_ranks_agree_on_warmup():
     for slow, expected in ((1, False), (2, True)):
         timeline = timeline_of([100] * 5, ranks=3)
         stretched = (timeline.spans["name"] == "ProfilerStep#0") & (timeline.spans["rank"] < slow)
-        spans = timeline.spans.assign(dur_ns=timeline.spans["dur_ns"].where(~stretched, 200 * MS))
-        table = steps(Timeline(spans))
+        table = steps(with_columns(timeline, dur_ns=timeline.spans["dur_ns"].where(~stretched, 200 * MS)))
         assert (table.loc[table["step"] == 0, "warmup"] == expected).all() and len(table) == 15
 
 
@@ -128,10 +122,8 @@ def test_one_step_has_no_spread():
 
 
 def test_without_spans_tables_are_empty():
-    timeline = Timeline(pd.DataFrame({column: pd.Series([], dtype=dtype) for column, dtype in SPANS.items()}))
-    table = steps(timeline)
+    table = steps(make_timeline([]))
     assert not len(table) and set(table) == set(steps(timeline_of([100]))) and not len(step_summary(table))
-    plot_steps(table).figure.clear()
 
 
 def test_a_simulated_step():
@@ -153,9 +145,6 @@ def test_shipped_traces(name):
     for step, part in table.groupby("step"):
         whole = breakdown(timeline.select(steps=[step]))
         np.testing.assert_allclose(part[QUANTITIES[2:]], whole[QUANTITIES[2:]])
-    ax = plot_steps(table)
-    assert figure_data(ax)["step"].tolist() == [10, 11] and "A step takes" in ax.get_title()
-    ax.figure.clear()
 
 
 def test_a_host_that_runs_ahead_hides_the_pace():

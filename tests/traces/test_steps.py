@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
-from support import make_timeline
 
 from madmax_lib.timeline import KINDS, Meta, Timeline
 from madmax_lib.traces.read.steps import assign_steps, hta_rows
@@ -99,27 +98,12 @@ def test_hta_drops_the_last_of_several_steps(rows, dropped):
 
 
 def test_kernels_launched_before_the_trace_are_outside_of_its_steps():
-    rows = [
-        (0, -1, "annotation", "ProfilerStep#1", 0, 100),
-        (0, -1, "cpu", "cudaLaunchKernel", 50, 5),
-        (0, 7, "compute", "left over", 10, 20),
-        (0, 7, "compute", "launched", 60, 20),
-        (0, 7, "compute", "launch lost", 90, 5),
-    ]
-    spans = make_timeline(rows).spans.assign(correlation=[-1, 5, 3, 5, 6])
-    assert assign_steps(spans).tolist() == [1, 1, -1, 1, 1]
+    rows = [step("ProfilerStep#1", 0, 100), launch(50, 5), kernel(10, 3), kernel(60, 5), kernel(90, 6)]
+    assert assign_steps(spans(rows)).tolist() == [1, 1, -1, 1, 1]
 
 
 def test_left_over_kernels_are_told_by_stream_or_by_correlation():
-    rows = [
-        (0, -1, "annotation", "ProfilerStep#1", 0, 100),
-        (0, -1, "cpu", "cudaLaunchKernel", 5, 5),
-        (0, -1, "cpu", "cudaLaunchKernel", 6, 5),
-        (0, 27, "comm", "launched at once", 10, 20),
-        (0, 7, "compute", "left over, its stream drains", 20, 20),
-        (0, 7, "compute", "launched", 60, 20),
-        (0, 9, "compute", "left over by its number", 70, 5),
-        (0, 9, "compute", "launch lost", 80, 5),
-    ]
-    spans = make_timeline(rows).spans.assign(correlation=[-1, 50, 51, 50, 60, 51, 3, 61])
-    assert assign_steps(spans).tolist() == [1, 1, 1, 1, -1, 1, -1, 1]
+    """Stream 7 drains what was left over; on stream 9, which launches nothing before, the number tells."""
+    rows = [step("ProfilerStep#1", 0, 100), launch(5, 50), launch(6, 51), kernel(10, 50, 27), kernel(20, 60)]
+    rows += [kernel(60, 51), kernel(70, 3, 9), kernel(80, 61, 9)]
+    assert assign_steps(spans(rows)).tolist() == [1, 1, 1, 1, -1, 1, -1, 1]
