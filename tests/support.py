@@ -9,8 +9,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from madmax_lib.case import Case
 from madmax_lib.datasets import dataset, local_data
-from madmax_lib.planner.space import layouts, passes, plan_of, shards
+from madmax_lib.plan import Plan
+from madmax_lib.planner.space import legal_degrees, pass_choices, plan_of, sharding_choices
 from madmax_lib.side_tables import SIDE_TABLES, SideTables, conform
 from madmax_lib.timeline import Meta, Timeline
 
@@ -65,8 +67,9 @@ def core_flops(block) -> float:
 def plans_of_space(space, model, cluster, batch):
     """The plans of a space one by one."""
     result = []
-    for at in layouts(space, model, cluster, batch, model.sequence)[0]:
-        rows, columns = passes(space, model, at, batch), shards(space, at, cluster)
+    case = Case(model, cluster, Plan(), batch)
+    for at in legal_degrees(space, case)[0]:
+        rows, columns = pass_choices(space, case, at), sharding_choices(space, at, cluster)
         if rows and columns:
             for i, j in product(range(len(rows["micro_batch"])), range(columns["zero"].shape[1])):
                 row = vars(at) | {k: v[i, 0] for k, v in rows.items()} | {k: v[0, j] for k, v in columns.items()}

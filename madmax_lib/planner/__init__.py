@@ -9,10 +9,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from madmax_lib.planner import hetero as hetero
     from madmax_lib.planner.codesign import codesign as codesign, training as training
+    from madmax_lib.planner.compare import EXPOSED as EXPOSED, shortlist as shortlist, variants as variants
     from madmax_lib.planner.levers import lever_table as lever_table
-    from madmax_lib.planner.search import search as search
-    from madmax_lib.planner.shortlist import shortlist as shortlist
+    from madmax_lib.planner.search import SearchResult as SearchResult, search as search
     from madmax_lib.planner.space import Space as Space, plan_of as plan_of
-    from madmax_lib.planner.variants import EXPOSED as EXPOSED, variants as variants
 
 __all__ = open_room(__name__)

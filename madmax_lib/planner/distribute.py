@@ -1,6 +1,6 @@
 """How is a search spread out, and how does it go on after a stop? Parts of the space, here or on dask workers.
 
-A part is a fixed share of the layouts; its result does not depend on who works it out, and results are merged by a
+A part is a fixed share of the degrees; its result does not depend on who works it out, and results are merged by a
 total order, so a serial search, one on many workers and a resumed one end the same. dask starts the part of a worker
 that dies again.
 """
@@ -16,8 +16,8 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from madmax_lib.atomic import replacing
-from madmax_lib.planner.evaluate import Found, Problem, evaluate, merged
-from madmax_lib.planner.space import Layout
+from madmax_lib.planner.evaluate import Found, SearchProblem, evaluate, merged
+from madmax_lib.planner.space import Degrees
 
 __all__ = ["run_parts"]
 
@@ -26,30 +26,31 @@ _RETRIES = 3  # of a part whose worker died
 _COUNTS = ("evaluated", "feasible", "least_bytes")
 
 
-def run_parts(problem: Problem, at: Sequence[Layout], client=None, directory: str | Path | None = None,
-              progress: bool = True) -> tuple[Found, bool]:  # fmt: skip
+def run_parts(
+    problem: SearchProblem,
+    degrees: Sequence[Degrees],
+    client=None,
+    directory: str | Path | None = None,
+    progress: bool = True,
+) -> tuple[Found, bool]:
     """(what was found, whether all parts were done). directory: finished parts are kept there and read again.
 
     Raises ValueError if the directory holds parts of another search.
     """
-    parts = [at[i::_PARTS] for i in range(min(_PARTS, len(at)))]
-    folder = _folder(directory, problem, at)
-    found, todo = Found(pd.DataFrame(), pd.DataFrame()), []
-    for number, part in enumerate(parts):
-        known = _load(folder, number)
-        found, todo = (found + known, todo) if known else (found, [*todo, (number, part)])
+    parts = {i: degrees[i::_PARTS] for i in range(min(_PARTS, len(degrees)))}
+    folder = _folder(directory, problem, degrees)
+    kept = {number: part for number in parts if (part := _load(folder, number))}
+    found, todo = sum(kept.values(), Found()), [(number, part) for number, part in parts.items() if number not in kept]
     run = _serial if client is None else _on_workers
-    bar = tqdm(total=len(parts), initial=len(parts) - len(todo), desc="searching", unit="part", leave=False, delay=1,
-               disable=not progress)  # fmt: skip
-    try:
-        for number, result in run(evaluate, problem, todo, client):
-            _save(folder, number, result)
-            found = merged(problem, found + result)
-            bar.update()
-    except KeyboardInterrupt:
-        return merged(problem, found), False
-    finally:
-        bar.close()
+    bar = {"desc": "searching", "unit": "part", "leave": False, "delay": 1, "disable": not progress}
+    with tqdm(total=len(parts), initial=len(kept), **bar) as done:
+        try:
+            for number, result in run(evaluate, problem, todo, client):
+                _save(folder, number, result)
+                found = merged(problem, found + result)
+                done.update()
+        except KeyboardInterrupt:
+            return merged(problem, found), False
     return merged(problem, found), True
 
 
@@ -70,18 +71,23 @@ def _on_workers(work, problem, todo, client) -> Iterator[tuple]:
         client.cancel(list(futures))
 
 
-def _folder(directory: str | Path | None, problem: Problem, at: Sequence[Layout]) -> Path | None:
+def _folder(directory: str | Path | None, problem: SearchProblem, degrees: Sequence[Degrees]) -> Path | None:
     """The directory, with what is searched written down, or checked if it was there."""
     if directory is None:
         return None
-    folder, said = Path(directory), hashlib.sha256(repr((problem, at)).encode()).hexdigest()
+    folder, digest = Path(directory), hashlib.sha256(repr((problem, degrees)).encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
-    note = folder / "search.json"
-    if note.exists() and json.loads(note.read_text()).get("sha256") != said:
+    note, case = folder / "search.json", problem.case
+    if note.exists() and json.loads(note.read_text()).get("sha256") != digest:
         raise ValueError(f"{folder} holds parts of another search; give an empty directory")
+    facts = {
+        "sha256": digest,
+        "model": case.model.name,
+        "cluster": case.cluster.name,
+        "global_batch": case.global_batch,
+    }
     with replacing(note) as temporary:
-        temporary.write_text(json.dumps({"sha256": said, "model": problem.model.name, "cluster": problem.cluster.name,
-                                         "global_batch": problem.global_batch}) + "\n")  # fmt: skip
+        temporary.write_text(json.dumps(facts) + "\n")
     return folder
 
 

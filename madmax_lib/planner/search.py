@@ -1,6 +1,6 @@
 """Which plan is best? Every legal plan of a space is timed and its memory checked; the best, and the Pareto front.
 
-A search deals the layouts of a `space` out in parts (`shards`), each of which is worked out by `evaluate`.
+A search deals the degrees of a `space` out in parts (`distribute`), each of which is worked out by `evaluate`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
+from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.planner.distribute import run_parts
-from madmax_lib.planner.evaluate import Found, Problem
-from madmax_lib.planner.space import Space, layouts, plan_of
+from madmax_lib.planner.evaluate import Found, SearchProblem
+from madmax_lib.planner.space import Space, legal_degrees, plan_of
 from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.specs import DLRM, Cluster, Transformer
@@ -24,11 +25,16 @@ __all__ = ["SearchResult", "search"]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Plans in order of the objective. table: the best `top`; pareto: no other plan is better in time and memory.
+    """What a search has shown; tables in order of the objective.
 
-    Both have the fields of Plan, step_s, memory_bytes (of the fullest device), mfu, tokens_per_s, cost_usd (per step,
-    NaN without a price) and energy_j (all devices). evaluated: legal plans that were timed; feasible: those that fit.
-    dropped: layouts that no plan was made of, by rule, and plans that do not fit. complete: False if interrupted.
+    table: the best `top` plans, with the fields of Plan, plan (its text), step_s, memory_bytes (of the fullest device),
+        mfu, tokens_per_s, cost_usd (per step, NaN without a price) and energy_j (all devices).
+    pareto: plans that no other one beats in time and memory, same columns.
+    evaluated: legal plans that were timed.
+    feasible: those of them that fit.
+    seconds: of the search, wall clock.
+    dropped: rule, count, of: degrees ("layouts") that no plan was made of, by rule, and plans that do not fit.
+    complete: False if interrupted (default True).
     """
 
     table: pd.DataFrame
@@ -86,32 +92,30 @@ def search(
         raise ValueError(f"shard={shard} is not one of 0 to {shards - 1} (shards={shards})")
     start = time.perf_counter()
     price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
-    problem = Problem(model, cluster, global_batch, objective, top, space or Space(), sequence or model.sequence,
-                      dtype, parameters or shipped(), price, usable_bytes(cluster.device))  # fmt: skip
-    legal, dropped = layouts(problem.space, model, cluster, global_batch, problem.sequence)
-    if not legal:
+    case = Case(model, cluster, Plan(), global_batch, sequence or 0, dtype)
+    room_bytes = usable_bytes(cluster.device)
+    problem = SearchProblem(case, space or Space(), objective, top, parameters or shipped(), price, room_bytes)
+    degrees, dropped = legal_degrees(problem.space, case)
+    if not degrees:
         raise ValueError(f"no layout of {model.name} on {cluster.world_size} devices: {_reasons(dropped)}")
-    found, complete = run_parts(problem, legal[shard::shards], client, directory, progress)
+    found, complete = run_parts(problem, degrees[shard::shards], client, directory, progress)
     if complete and not found.feasible and shards == 1:
         raise ValueError(_too_large(problem, found))
-    return _result(problem, found, dropped, time.perf_counter() - start, complete)
-
-
-def _result(problem: Problem, found: Found, dropped: Counter, seconds: float, complete: bool) -> SearchResult:
-    table, front = (_finished(problem, part) for part in (found.table, found.front))
-    rules = pd.DataFrame([(rule, count, "layouts") for rule, count in sorted(dropped.items())]
-                         + [("must fit in memory", found.evaluated - found.feasible, "plans")],
-                         columns=["rule", "count", "of"])  # fmt: skip
+    table, front = (_finished(case, part) for part in (found.table, found.front))
+    rules = [(rule, count, "layouts") for rule, count in sorted(dropped.items())]
+    rules.append(("must fit in memory", found.evaluated - found.feasible, "plans"))
+    rules = pd.DataFrame(rules, columns=["rule", "count", "of"])
+    seconds = time.perf_counter() - start
     return SearchResult(table, front, found.evaluated, found.feasible, seconds, rules, complete)
 
 
-def _finished(problem: Problem, table: pd.DataFrame) -> pd.DataFrame:
+def _finished(case: Case, table: pd.DataFrame) -> pd.DataFrame:
     """With the text of each plan, MFU and tokens per second."""
     if not len(table):
         return table
-    tokens = problem.global_batch * problem.sequence
-    flops = 3 * problem.model.forward_flops(problem.global_batch, problem.sequence)
-    peak = problem.cluster.world_size * problem.cluster.device.peak(problem.dtype)
+    tokens = case.global_batch * case.sequence
+    flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
+    peak = case.cluster.world_size * case.cluster.device.peak(case.dtype)
     table = table.drop(columns="place").reset_index(drop=True)
     table.insert(0, "plan", [str(plan_of(row)) for row in table.to_dict("records")])
     return table.assign(mfu=flops / table["step_s"] / peak, tokens_per_s=tokens / table["step_s"])
@@ -121,9 +125,11 @@ def _reasons(dropped: Counter) -> str:
     return "; ".join(f"{rule} ({count} dropped)" for rule, count in dropped.most_common())
 
 
-def _too_large(problem: Problem, found: Found) -> str:
+def _too_large(problem: SearchProblem, found: Found) -> str:
+    model, device = problem.case.model.name, problem.case.cluster.device.name
     if not found.evaluated:
-        return f"no plan of {problem.model.name}: the space names no micro-batch, schedule or ZeRO stage that divides"
-    device = problem.cluster.device.name
-    return (f"no plan of {problem.model.name} fits: the least needs {found.least_bytes / 1e9:.1f} GB per device, "
-            f"{device} has {problem.room_bytes / 1e9:.1f} GB ({found.evaluated:,} plans)")  # fmt: skip
+        return f"no plan of {model}: the space names no micro-batch, schedule or ZeRO stage that divides"
+    least, room = (f"{size / 1e9:.1f} GB" for size in (found.least_bytes, problem.room_bytes))
+    return (
+        f"no plan of {model} fits: the least needs {least} per device, {device} has {room} ({found.evaluated:,} plans)"
+    )

@@ -1,8 +1,8 @@
 """Which plans are worth timing? All legal plans of a model on a cluster, as arrays, and how many each rule drops.
 
-A `Layout` fixes the degrees (tp, cp, pp, ep, dp). Its plans are the product of two short lists: passes (micro-batch,
-schedule, recompute, ...: what a device does between two messages) and shards (ZeRO and what belongs to it). Both are
-arrays, of shapes (a, 1) and (1, b), so that costs which depend on one of them are worked out once, not a x b times.
+`Degrees` fill the cluster. The plans of some degrees are the product of two short lists: passes (micro-batch, schedule,
+recompute, ...: what a device does between two messages) and shardings (ZeRO and what belongs to it). Both are arrays,
+of shapes (a, 1) and (1, b), so that costs which depend on one of them are worked out once, not a x b times.
 A choice that changes nothing is not listed: sequence parallelism without tp, schedules without pp, ZeRO on one replica.
 """
 
@@ -10,29 +10,46 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields, replace
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 
+from madmax_lib.case import Case
 from madmax_lib.plan import DEFAULTS, Plan
-from madmax_lib.specs import Cluster, Transformer
+from madmax_lib.plans import Plans, Verdict, legal
+from madmax_lib.specs import Cluster
 
-__all__ = ["Layout", "Space", "layouts", "namespace", "passes", "plan_of", "shards"]
+__all__ = ["SEARCHED", "Degrees", "Space", "legal_degrees", "pass_choices", "plan_of", "sharding_choices"]
 
 _PASS = ("micro_batch", "schedule", "interleave", "recompute", "sequence_parallel", "context", "attention")
-_SHARD = ("zero", "shard", "overlap_gather", "reduce_fp32", "qwz", "hpz", "qgz", "prefetch")
+_SHARDING = ("zero", "shard", "overlap_gather", "reduce_fp32", "qwz", "hpz", "qgz", "prefetch")
+
+SEARCHED = ("tp", "cp", "pp", "ep", "dp", *_PASS, *_SHARDING)  # fields of a Plan that a search sets
 
 
 @dataclass(frozen=True)
 class Space:
-    """Values a search tries for the choices of a Plan; None: all that divide. Fixed choices have one value.
+    """Values that a search tries for the choices of a Plan; fixed choices have one value, None is all that divide.
 
-    interleave: up to that many chunks per stage, as Megatron cuts them (pp x interleave divides the layers, pp the
-    micro-batches). tp_beyond_node: whether tensor parallelism may leave the node. hybrid: sizes of HSDP's shards,
-    none for no HSDP.
-    quantised: tries the choices of ZeRO++. Raises ValueError for an empty choice.
+    tp, cp, pp, ep: degrees (default None).
+    micro_batch: samples per device and micro-batch (default None).
+    interleave: chunks per stage, as Megatron cuts them: pp x interleave divides the layers, pp the micro-batches
+        (default None).
+    schedule: of the pipeline (default all).
+    recompute: what the backward pass computes again (default all).
+    sequence_parallel: beside tp (default both; always with ep).
+    context: how cp exchanges keys and values (default ring and ulysses).
+    attention: kernels (default flash and unfused).
+    zero: stages of ZeRO (default all).
+    hybrid: sizes of HSDP's shards in devices (default None; () for no HSDP).
+    overlap_gather: of ZeRO-1/2 (default both).
+    reduce_fp32: gradients reduced in fp32 (default both).
+    quantised: the choices of ZeRO++ too (default True).
+    prefetch: layers that ZeRO-3 gathers ahead (default 1 and 0).
+    tp_beyond_node: tensor parallelism may leave the node (default True).
+
+    Raises ValueError for an empty choice.
     """
 
     tp: tuple[int, ...] | None = None
@@ -62,13 +79,13 @@ class Space:
     @classmethod
     def quick(cls) -> Space:
         """What people run: flash attention, 1F1B, ring attention, tensor parallelism inside a node, no ZeRO++."""
-        return cls(schedule=("1f1b",), context=("ring",), attention=("flash",), sequence_parallel=(True,),
-                   overlap_gather=(True,), reduce_fp32=(True,), quantised=False, prefetch=(1,),
-                   tp_beyond_node=False)  # fmt: skip
+        one = {"schedule": ("1f1b",), "context": ("ring",), "attention": ("flash",), "sequence_parallel": (True,)}
+        one |= {"overlap_gather": (True,), "reduce_fp32": (True,), "prefetch": (1,)}
+        return cls(**one, quantised=False, tp_beyond_node=False)
 
 
 @dataclass(frozen=True, order=True)
-class Layout:
+class Degrees:
     """Degrees of parallelism that fill a cluster."""
 
     tp: int
@@ -78,54 +95,56 @@ class Layout:
     dp: int
 
 
-def layouts(space: Space, model: Transformer, cluster: Cluster, global_batch: int, sequence: int
-            ) -> tuple[list[Layout], Counter]:  # fmt: skip
-    """Legal layouts in order, and how many of all that fill the cluster each rule drops (the first that applies)."""
-    found, dropped = [], Counter()
-    world = cluster.world_size
+def legal_degrees(space: Space, case: Case) -> tuple[list[Degrees], Counter]:
+    """Degrees that have a legal plan, in order, and how many of all that fill the cluster each rule drops.
+
+    case: the model, cluster, batch and sequence; its plan is not looked at. Degrees are dropped by the first rule that
+    applies, after those of the book by the choice of the space to stay inside a node.
+    """
+    filling = sorted(_filling(space, case))
+    names = [field.name for field in fields(Degrees)]
+    columns = dict(zip(names, np.array([*map(astuple, filling)], int).reshape(-1, len(names)).T, strict=True))
+    verdicts = [legal(replace(case, plan=Plans(**columns, context=context))) for context in space.context]
+    allowed = np.logical_or.reduce([verdict.mask for verdict in verdicts])
+    dropped = Counter(_names(verdicts[0], ~allowed))
+    leaves_node = allowed & (columns["tp"] > case.cluster.devices_per_node) & (not space.tp_beyond_node)
+    if leaves_node.any():
+        dropped["tp must stay inside a node"] = int(leaves_node.sum())
+    return [filling[i] for i in np.flatnonzero(allowed & ~leaves_node)], dropped
+
+
+def _filling(space: Space, case: Case) -> Iterator[Degrees]:
+    world = case.cluster.world_size
     degrees = _divisors(world)
+    experts = _among(space.ep, _divisors(case.model.experts or 1))
     for tp, cp, pp in product(*(_among(values, degrees) for values in (space.tp, space.cp, space.pp))):
-        if world % (tp * cp * pp):
-            continue
-        dp = world // (tp * cp * pp)
-        for ep in _among(space.ep, _divisors(model.experts or 1)):
-            layout = Layout(tp, cp, pp, ep, dp)
-            rule = _broken(layout, space, model, cluster, global_batch, sequence)
-            dropped[rule] += 1
-            if not rule:
-                found.append(layout)
-    del dropped[""]
-    return sorted(found), dropped
+        if world % (tp * cp * pp) == 0:
+            yield from (Degrees(tp, cp, pp, ep, world // (tp * cp * pp)) for ep in experts)
 
 
-def _broken(at: Layout, space: Space, model: Transformer, cluster: Cluster, global_batch: int, sequence: int) -> str:
-    """The rule that a layout breaks, empty if none."""
-    shared = at.tp > model.kv_heads and at.tp % model.kv_heads == 0
-    rules = {
-        "tp must divide the attention heads": model.heads % at.tp or (model.kv_heads % at.tp and not shared),
-        "tp must stay inside a node": not space.tp_beyond_node and at.tp > cluster.devices_per_node,
-        "pp must not exceed the layers": at.pp > model.layers,
-        "2 cp must divide the sequence": at.cp > 1 and sequence % (2 * at.cp),
-        "ep must divide dp x cp": (at.dp * at.cp) % at.ep,
-        "dp must divide the global batch": global_batch % at.dp,
-    }
-    return next((rule for rule, broken in rules.items() if broken), "")
+def _names(verdict: Verdict, rows: np.ndarray) -> Iterator[str]:
+    return (verdict.rules[place].name for place in verdict.place[rows])
 
 
-def passes(space: Space, model: Transformer, at: Layout, global_batch: int) -> dict[str, np.ndarray]:
-    """Columns of `_PASS`, each (a, 1)."""
-    local = global_batch // at.dp
+def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.ndarray]:
+    """Columns of `_PASS`, each (a, 1); none if no micro-batch or context goes with the degrees."""
+    local = case.global_batch // degrees.dp
+    contexts = _contexts(space, case, degrees)
+    parallel = (False,) if degrees.tp == 1 else (True,) if degrees.ep > 1 else space.sequence_parallel
     rows = []
-    contexts = ["ring"] if at.cp == 1 else [
-        c for c in space.context if c == "ring" or (model.heads // at.tp) % at.cp == 0]  # fmt: skip
-    parallel = (False,) if at.tp == 1 else (True,) if at.ep > 1 else space.sequence_parallel
     for micro in _among(space.micro_batch, _divisors(local)):
-        if local % micro:
-            continue
-        schedules = list(_schedules(space, model.layers, at.pp, local // micro))
+        schedules = list(_schedules(space, case.model.layers, degrees.pp, local // micro))
         for (schedule, v), *choices in product(schedules, space.recompute, parallel, contexts, space.attention):
             rows.append((micro, schedule, v, *choices))
     return {name: np.array([row[i] for row in rows])[:, None] for i, name in enumerate(_PASS)} if rows else {}
+
+
+def _contexts(space: Space, case: Case, degrees: Degrees) -> list[str]:
+    """Ways to exchange keys and values that are legal for the degrees."""
+    if degrees.cp == 1:
+        return ["ring"]
+    plans = {context: Plans(**vars(degrees), context=context) for context in space.context}
+    return [context for context, plan in plans.items() if legal(replace(case, plan=plan)).mask]
 
 
 def _schedules(space: Space, layers: int, pp: int, micro_batches: int) -> Iterator[tuple[str, int]]:
@@ -141,25 +160,25 @@ def _schedules(space: Space, layers: int, pp: int, micro_batches: int) -> Iterat
             yield schedule, 1
 
 
-def shards(space: Space, at: Layout, cluster: Cluster) -> dict[str, np.ndarray]:
-    """Columns of `_SHARD`, each (1, b)."""
-    ranks = at.dp * at.cp
+def sharding_choices(space: Space, degrees: Degrees, cluster: Cluster) -> dict[str, np.ndarray]:
+    """Columns of `_SHARDING`, each (1, b)."""
+    ranks = degrees.dp * degrees.cp
     rows: list[tuple] = []
     for zero in space.zero if ranks > 1 else (0,):
         if zero == 3:
-            rows += _full_shards(space, at, cluster)
+            rows += _full_shardings(space, ranks, max(cluster.devices_per_node // degrees.tp, 1))
         else:
             gathers = space.overlap_gather if zero else (False,)
             wide = space.reduce_fp32 if ranks > 1 else (False,)
             rows += [(zero, 0, gather, fp32, False, False, False, 1) for gather, fp32 in product(gathers, wide)]
-    return {name: np.array([row[i] for row in rows])[None, :] for i, name in enumerate(_SHARD)} if rows else {}
+    return {name: np.array([row[i] for row in rows])[None, :] for i, name in enumerate(_SHARDING)} if rows else {}
 
 
-def _full_shards(space: Space, at: Layout, cluster: Cluster) -> list[tuple]:
-    """ZeRO-3: plain, ZeRO++ in its parts, and HSDP with every size of shard."""
-    ranks, node = at.dp * at.cp, max(cluster.devices_per_node // at.tp, 1)
-    rows = [(3, size, False, fp32, False, False, False, ahead) for size, fp32, ahead in product(
-        [0, *_among(space.hybrid, _divisors(ranks)[1:-1])], space.reduce_fp32, space.prefetch)]  # fmt: skip
+def _full_shardings(space: Space, ranks: int, node: int) -> list[tuple]:
+    """ZeRO-3 over some ranks, `node` of them in a node: plain, HSDP with every size of shard, ZeRO++ in its parts."""
+    sizes = [0, *_among(space.hybrid, _divisors(ranks)[1:-1])]
+    plain = product(sizes, space.reduce_fp32, space.prefetch)
+    rows = [(3, size, False, fp32, False, False, False, ahead) for size, fp32, ahead in plain]
     if space.quantised:
         inside = (False,) if ranks <= node or node == 1 else (False, True)
         for qwz, hpz, qgz, ahead in product((False, True), inside, (False, True), space.prefetch):
@@ -167,11 +186,6 @@ def _full_shards(space: Space, at: Layout, cluster: Cluster) -> list[tuple]:
             if qwz or hpz or qgz:
                 rows += [(3, 0, False, fp32, qwz, hpz, qgz, ahead) for fp32 in wide]
     return rows
-
-
-def namespace(at: Layout, columns: dict[str, np.ndarray]) -> SimpleNamespace:
-    """A product of plans as an object with all fields of Plan, for formulas that broadcast."""
-    return SimpleNamespace(**(DEFAULTS | vars(at) | columns))
 
 
 def plan_of(row: dict) -> Plan:

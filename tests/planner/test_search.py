@@ -15,10 +15,10 @@ import madmax_lib as mm
 from madmax_lib.datasets import PROJECT
 from madmax_lib.planner import distribute as shards_module
 from madmax_lib.planner.codesign import RESOURCES, codesign, scaled, training
+from madmax_lib.planner.compare import shortlist
 from madmax_lib.planner.distribute import _on_workers
 from madmax_lib.planner.evaluate import OBJECTIVES
 from madmax_lib.planner.search import search
-from madmax_lib.planner.shortlist import shortlist
 from madmax_lib.planner.space import Space, plan_of
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters

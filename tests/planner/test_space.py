@@ -7,8 +7,9 @@ import pytest
 from support import plans_of_space as plans
 
 import madmax_lib as mm
+from madmax_lib.case import Case
 from madmax_lib.plan import Plan
-from madmax_lib.planner.space import Layout, Space, layouts, passes
+from madmax_lib.planner.space import Degrees, Space, legal_degrees, pass_choices
 
 MODEL = replace(mm.model("gpt2-large"), layers=12, heads=8, kv_heads=8, head_dim=160)
 WIDE = replace(MODEL, heads=16, kv_heads=16, head_dim=80)
@@ -47,14 +48,16 @@ def test_choices_that_change_nothing_are_not_listed():
     alone = replace(NODE, devices_per_node=1)
     assert {(p.zero, p.schedule, p.context, p.reduce_fp32) for p in plans(Space(), MODEL, alone, 4)} == {
         (0, "1f1b", "ring", False)}  # fmt: skip
-    at = Layout(tp=1, cp=1, pp=2, ep=1, dp=4)
-    one = passes(Space(attention=("flash",), recompute=("none",)), MODEL, at, 4)
+    at = Degrees(tp=1, cp=1, pp=2, ep=1, dp=4)
+    one = pass_choices(Space(attention=("flash",), recompute=("none",)), Case(MODEL, alone, Plan(), 4), at)
     assert set(one["schedule"][:, 0]) == {"1f1b"} and not one["sequence_parallel"].any()
 
 
 def test_interleaving_as_megatron_cuts_it():
-    at = Layout(tp=1, cp=1, pp=4, ep=1, dp=2)
-    rows = passes(Space(schedule=("1f1b",), recompute=("none",), attention=("flash",)), MODEL, at, 16)
+    at = Degrees(tp=1, cp=1, pp=4, ep=1, dp=2)
+    rows = pass_choices(
+        Space(schedule=("1f1b",), recompute=("none",), attention=("flash",)), Case(MODEL, NODE, Plan(), 16), at
+    )
     found = set(zip(rows["micro_batch"][:, 0], rows["interleave"][:, 0], strict=True))
     assert found == {(1, 1), (1, 3), (2, 1), (2, 3), (4, 1), (8, 1)}  # 8, 4, 2 and 1 micro-batches on 4 stages
 
@@ -65,7 +68,8 @@ def test_interleaving_as_megatron_cuts_it():
         ({"batch": 1}, "dp must divide the global batch"),
         ({"model": replace(MODEL, heads=4, kv_heads=4, head_dim=320)}, "tp must divide the attention heads"),
         ({"model": replace(MODEL, layers=2)}, "pp must not exceed the layers"),
-        ({"sequence": 10}, "2 cp must divide the sequence"),
+        ({"sequence": 10, "space": Space(context=("ring",))}, "2 cp must divide the sequence"),
+        ({"sequence": 10}, "cp must divide the sequence"),
         (
             {
                 "space": Space(tp_beyond_node=False),
@@ -80,8 +84,18 @@ def test_interleaving_as_megatron_cuts_it():
 def test_rules_are_counted(change, rule):
     arguments = {"space": Space(), "model": MODEL, "nodes": 1, "batch": 16, "sequence": 1024} | change
     cluster = replace(NODE, nodes=arguments["nodes"])
-    legal, dropped = layouts(arguments["space"], arguments["model"], cluster, arguments["batch"], arguments["sequence"])
-    assert dropped[rule] > 0 and legal
+    case = Case(arguments["model"], cluster, Plan(), arguments["batch"], arguments["sequence"])
+    degrees, dropped = legal_degrees(arguments["space"], case)
+    assert dropped[rule] > 0 and degrees
+
+
+def test_ulysses_takes_a_sequence_that_a_causal_ring_does_not():
+    found = plans(Space(cp=(2,)), replace(MODEL, sequence=10), NODE, 16)
+    assert {plan.context for plan in found} == {"ulysses"}
+
+
+def test_degrees_that_fill_nothing():
+    assert legal_degrees(Space(tp=(3,)), Case(MODEL, NODE, Plan(), 16)) == ([], {})
 
 
 def test_an_empty_choice_is_refused():
