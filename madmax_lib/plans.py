@@ -134,7 +134,7 @@ class Verdict:
     def words(self) -> np.ndarray:
         """What is said of each plan, empty for a legal one."""
         words = np.full(self.place.shape, "", dtype=object)
-        for row in zip(*np.nonzero(~self.mask), strict=True):
+        for row in map(tuple, np.argwhere(~self.mask)):
             words[row] = self.rules[self.place[row]].words(self.case.plan[row], self.case)
         return words
 

@@ -22,10 +22,11 @@ _OLD_S = 900.0  # a build of all of DeepSpeed's operators takes minutes
 def check(plan: Plan, spec: Transformer, settings: Settings, engine: str = "torch") -> None:
     """Raises ValueError, in one line, if a run of this plan cannot work or would silently give other gradients.
 
-    engine: torch or deepspeed. A plan with cp runs as Ulysses, whatever its `context` says: torch has no ring attention
-    for CPUs.
+    What no plan may do is said by `Plan.check`; the rest is what this room has not built. engine: torch or deepspeed. A
+    plan with cp runs as Ulysses, whatever its `context` says: torch has no ring attention for CPUs.
     """
     sequence, global_batch = settings.sequence or spec.sequence, settings.global_batch
+    plan.check(spec, None, global_batch, sequence)
     if spec.positions == "learned" and not spec.image and sequence > spec.sequence:
         raise ValueError(f"sequence={sequence} exceeds the {spec.sequence} learned positions of {spec.name}")
     _check_model(plan, spec)
@@ -34,7 +35,8 @@ def check(plan: Plan, spec: Transformer, settings: Settings, engine: str = "torc
     else:
         _check_torch(plan, settings)
     _check_division(plan, spec, sequence)
-    _check_batch(plan, global_batch, equal=plan.pp > 1 or engine == "deepspeed")
+    if plan.pp > 1 or engine == "deepspeed":
+        _check_equal_batches(plan, global_batch)
     if plan.pp > 1:
         _check_pipeline(plan, spec, plan.micro_batches(global_batch))
 
@@ -80,16 +82,12 @@ def _check_zero(plan: Plan, settings: Settings) -> None:
 
 
 def _check_division(plan: Plan, spec: Transformer, sequence: int) -> None:
-    if plan.ep > 1 and not spec.experts:
-        raise ValueError(f"ep={plan.ep}, but {spec.name} has no experts")
+    """Every tensor is cut into equal parts: nothing is padded, and no key-value head is held twice."""
     rules = [
-        ("tp", spec.heads, "attention heads"),
         ("tp", spec.kv_heads, "key-value heads"),
         ("tp", spec.expert_ffn if spec.experts else spec.ffn, "channels of the feed-forward block"),
         ("cp", spec.heads // plan.tp, "attention heads of a tp rank (Ulysses)"),
         ("cp", spec.kv_heads // plan.tp, "key-value heads of a tp rank (Ulysses)"),
-        ("cp", sequence, "tokens"),
-        ("ep", spec.experts, "experts"),
     ]
     if plan.sequence_parallel and plan.tp > 1:
         rules.append(("tp", sequence // plan.cp, "tokens of a cp rank (.nosp leaves them whole)"))
@@ -98,18 +96,13 @@ def _check_division(plan: Plan, spec: Transformer, sequence: int) -> None:
             raise ValueError(f"{field}={getattr(plan, field)} does not divide {count} {what} of {spec.name}")
 
 
-def _check_batch(plan: Plan, global_batch: int, equal: bool) -> None:
-    if global_batch % plan.dp:
-        raise ValueError(f"dp={plan.dp} does not divide global_batch={global_batch}")
-    if equal and global_batch % (plan.dp * plan.micro_batch):
+def _check_equal_batches(plan: Plan, global_batch: int) -> None:
+    if global_batch % (plan.dp * plan.micro_batch):
         sizes = f"dp x micro_batch = {plan.dp} x {plan.micro_batch} does not divide global_batch={global_batch}"
         raise ValueError(f"micro-batches must be equal here, but {sizes}")
 
 
 def _check_pipeline(plan: Plan, spec: Transformer, micro_batches: int) -> None:
-    chunks = plan.pp * plan.interleave
-    if chunks > spec.layers:
-        raise ValueError(f"pp x interleave = {plan.pp} x {plan.interleave} exceeds {spec.layers} layers of {spec.name}")
     if not all(part for stage in chunk_layers(spec.layers, plan) for part in stage):
         raise ValueError(f"a stage of {plan} would have no layer of {spec.name}")
     rounds = max(micro_batches // plan.pp, 1)
@@ -142,5 +135,7 @@ def check_deepspeed() -> None:
         raise ModuleNotFoundError("deepspeed is not installed; pip install deepspeed, or leave out @deepspeed")
     if stale := deepspeed_locks():
         age_h = (time.time() - stale[0].stat().st_mtime) / 3600
-        raise FileExistsError(f"{stale[0]}: {age_h:.1f} h old, left by a build that was killed; DeepSpeed would wait "
-                              "for it for ever. If no build is running, delete it")  # fmt: skip
+        raise FileExistsError(
+            f"{stale[0]}: {age_h:.1f} h old, left by a build that was killed; DeepSpeed would wait for it for ever. "
+            "If no build is running, delete it"
+        )

@@ -70,19 +70,19 @@ def estimate(
     """
     if isinstance(model, DLRM):
         raise ValueError(f"{model.name}: recommendation models have no closed form; use simulate")
-    single = isinstance(plan_or_table, Plan)
-    plans = plan_or_table if single else Plans.from_table(plan_or_table)
-    index = pd.RangeIndex(1) if single else plan_or_table.index
-    case = Case(model, cluster, plans, global_batch, sequence or 0, dtype)
-    if single:
-        enforce((*rules_of(case), *_COVERED), plans, case)
     parameters, policy = parameters or shipped(), policy or Policy()
-    starts = range(0, max(len(index), 1), _CHUNK)
-    parts = [_times(case if single else replace(case, plan=plans[start : start + _CHUNK]), parameters)
-             for start in starts]  # fmt: skip
-    table = {name: parts[0][name] if len(parts) == 1 else np.concatenate([part[name] for part in parts])
-             for name in (*_STEP, *PARTS)}  # fmt: skip
-    if plans.offload is not None:
+    if isinstance(plan_or_table, Plan):
+        case, index = Case(model, cluster, plan_or_table, global_batch, sequence or 0, dtype), pd.RangeIndex(1)
+        enforce((*rules_of(case), *_COVERED), case.plan, case)
+        times = _times(case, parameters)
+    else:
+        plans, index = Plans.from_table(plan_or_table), plan_or_table.index
+        case = Case(model, cluster, plans, global_batch, sequence or 0, dtype)
+        chunks = [plans[start : start + _CHUNK] for start in range(0, max(len(index), 1), _CHUNK)]
+        parts = [_times_of_legal(replace(case, plan=chunk), parameters) for chunk in chunks]
+        times = parts[0] if len(parts) == 1 else {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+    table = {name: times[name] for name in (*_STEP, *PARTS)}
+    if case.plan.offload is not None:
         table |= _with_offload(table, case, parameters, policy)
     tokens = global_batch * case.sequence
     flops = 3 * model.forward_flops(global_batch, sequence)
@@ -92,15 +92,23 @@ def estimate(
 
 
 def _times(case: Case, parameters: Parameters) -> dict[str, np.ndarray]:
-    """Seconds of the steps and their parts, with intervals; of a table NaN where a plan is not legal or not covered."""
+    """Seconds of the steps and their parts, with intervals."""
     work = work_of(case)
     times = step_time(work, parameters)
     width = log_width(work, parameters)
-    times |= {"low_s": times["step_s"] * np.exp(-width), "high_s": times["step_s"] * np.exp(width)}
-    if isinstance(case.plan, Plan):
-        return times
-    legal_plans = legal(case, _COVERED).mask
-    return times | {name: np.where(legal_plans, times[name], np.nan) for name in _STEP}
+    return times | {"low_s": times["step_s"] * np.exp(-width), "high_s": times["step_s"] * np.exp(width)}
+
+
+def _times_of_legal(case: Case, parameters: Parameters) -> dict[str, np.ndarray]:
+    """`_times` of a table, NaN where a plan is not legal or has no closed form."""
+    mask = legal(case, _COVERED).mask
+    if mask.all():
+        return _times(case, parameters)
+    times = _times(replace(case, plan=case.plan[mask]), parameters) if mask.any() else {}
+    table = {name: np.full(len(mask), np.nan) for name in (*_STEP, *PARTS)}
+    for name in times:
+        table[name][mask] = times[name]
+    return table
 
 
 def _with_offload(table: dict, case: Case, parameters: Parameters, policy: Policy) -> dict[str, np.ndarray]:

@@ -1,5 +1,6 @@
 """The closed form: limits, conservation, monotonicity, tables against single plans, published steps."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import madmax_lib as mm
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
+from madmax_lib.plans import Plans, legal
 from madmax_lib.simulator.estimate import estimate, machine_fields, matrix_fields, model_fields, plan_fields
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, load, save, shipped
 from madmax_lib.simulator.schedule.engine import run
@@ -164,6 +166,28 @@ def test_engine_and_closed_form_agree(plan, bound, parameters):
     engine_s = ((spans["start_ns"] + spans["dur_ns"]).max() - spans["start_ns"].min()) / 1e9
     closed_s = estimate(GPT, CLUSTER, plan, global_batch=256, parameters=parameters)["step_s"][0]
     assert closed_s == pytest.approx(engine_s, rel=bound)
+
+
+def drawn_sharded_plan(draw, model, cluster):
+    """A legal plan with experts over ep and a ZeRO stage, or none."""
+    degrees = {name: draw.choice([1, 2, 4, 8]) for name in ("tp", "pp", "cp")}
+    dp = cluster.world_size // (degrees["tp"] * degrees["pp"] * degrees["cp"])
+    plans = Plans(dp=dp, **degrees, ep=draw.choice([1, 2, 4, 8]), zero=draw.choice([0, 1, 2, 3]),
+                  shard=draw.choice([0, 0, 2, 4]))  # fmt: skip
+    return Plan(**vars(plans)) if dp and legal(Case(model, cluster, plans, 64)).mask else None
+
+
+def test_engine_and_closed_form_update_the_same_parameters():
+    """Random plans with experts under ZeRO and HSDP; what differs: norms, router and the vocabulary's share."""
+    draw, cluster = random.Random(16), mm.cluster("dgx-a100", nodes=4)
+    model = replace(mm.model("mixtral-8x7b"), layers=8, vocab=1)
+    plans = {plan for _ in range(300) if (plan := drawn_sharded_plan(draw, model, cluster))}
+    assert sum(plan.ep > 1 and plan.zero > 0 for plan in plans) > 20
+    for plan in plans:
+        _, program = lay_out(Case(model, cluster, plan, 64))
+        updates = [s for s, name in zip(program.duration_s, program.name, strict=True) if name == "adam"]
+        closed_s = estimate(model, cluster, plan, global_batch=64)["optimizer_s"][0]
+        assert closed_s == pytest.approx(np.mean(updates), rel=2e-3), str(plan)
 
 
 def test_more_work_takes_longer():

@@ -1,0 +1,159 @@
+"""One rule book: every door of the workbench gives the same verdict on a plan, in the same words."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import madmax_lib as mm
+from madmax_lib.case import Case
+from madmax_lib.plan import DEFAULTS, Plan
+from madmax_lib.plan_layers import chunk_layers
+from madmax_lib.planner.space import Degrees, Space, legal_degrees
+from madmax_lib.plans import Plans, legal, owned
+from madmax_lib.runs import checks
+from madmax_lib.runs.settings import Settings
+from madmax_lib.simulator.simulate import lay_out
+from madmax_lib.specs import DLRM
+
+NAMES = ["gpt2", "gpt2-large", "llama3-8b", "qwen2.5-3b", "mixtral-8x7b", "qwen3-30b-a3b", "vit-base", "dlrm-a"]
+GROUPS, PLANS = 50, 40  # of a model, cluster and batch each
+DEGREES = list(Degrees.__dataclass_fields__)
+NOT_IN_CLOSED_FORM = ("first_layers", "last_layers", "capacity")
+
+
+def drawn_situation(draw):
+    """A model of a few layers, a cluster, a batch and a sequence."""
+    model = mm.model(draw.choice(NAMES))
+    sequence = 0
+    if not isinstance(model, DLRM):
+        model = replace(model, layers=draw.randint(2, 8), dense_layers=0)
+        sequence = 0 if model.image else draw.choice([model.sequence, 96, 100, 1024])
+    nodes, devices = draw.choice([(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8), (2, 8), (3, 4)])
+    cluster = replace(mm.cluster("dgx-a100", nodes=nodes), devices_per_node=devices)
+    return model, cluster, draw.choice([4, 12, 16, 24, 48]), sequence
+
+
+def drawn_fields(draw, world):
+    """Fields of a plan that mostly fills the devices, and mostly obeys; most choices are at their default."""
+    fields, rest = {}, world if draw.random() < 0.95 else world + 1
+    for name in draw.sample(["tp", "pp", "cp"], 3):
+        fields[name] = draw.choice([d for d in range(1, rest + 1) if rest % d == 0])
+        rest //= fields[name]
+    fields["dp"] = rest
+    for name, values in {
+        "ep": (2, 3, 4, 8),
+        "zero": (1, 2, 3, 4),
+        "micro_batch": (2, 3, 0),
+        "interleave": (2, 3),
+        "schedule": ("gpipe", "zero-bubble", "none"),
+        "recompute": ("full", "selective"),
+        "sequence_parallel": (False, True),
+        "context": ("ulysses",),
+        "shard": (2, 4, -1),
+        "qwz": (True,),
+        "overlap_gather": (True,),
+        "first_layers": (1, 2),
+        "last_layers": (1, 3),
+        "embedding_as_layer": (True,),
+        "head_as_layer": (True,),
+        "capacity": (1.25, -1.0),
+    }.items():
+        if draw.random() < (0.3 if name in ("ep", "zero", "context") else 0.07):
+            fields[name] = draw.choice(values)
+    return fields
+
+
+def refusal(door, *arguments, **options):
+    """What a door says of a plan, nothing if it takes it."""
+    try:
+        door(*arguments, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def search_drops(case, plan):
+    """Name of the rule by which a search drops the degrees of a plan, nothing if it keeps them; None if not listed."""
+    space = Space(**{name: (getattr(plan, name),) for name in ("tp", "cp", "pp", "ep")}, context=(plan.context,))
+    kept, dropped = legal_degrees(space, case)
+    assert len(kept) + len(dropped) <= 1
+    return "" if kept else next(iter(dropped), None)
+
+
+@pytest.mark.parametrize("seed", range(GROUPS))
+def test_all_doors_give_the_same_verdict_in_the_same_words(seed):
+    draw = random.Random(seed)
+    model, cluster, batch, sequence = drawn_situation(draw)
+    rows = [drawn_fields(draw, cluster.world_size) for _ in range(PLANS)]
+    table = pd.DataFrame([DEFAULTS | {"sequence_parallel": row["tp"] > 1} | row for row in rows])
+    case = Case(model, cluster, Plans.from_table(table), batch, sequence)
+    verdict = legal(case)
+    words = verdict.words()
+    transformer = not isinstance(model, DLRM)
+    if transformer:
+        timed = mm.estimate(model, cluster, table, global_batch=batch, sequence=sequence or None)["step_s"].notna()
+        covered = (table[list(NOT_IN_CLOSED_FORM)] == 0).all(axis=1)
+        assert timed.tolist() == (verdict.mask & covered).tolist()
+    for row, (fields, said) in enumerate(zip(rows, words, strict=True)):
+        if (refused := refusal(Plan, **fields)) or (not transformer and "got" in said):
+            assert said.startswith(refused) and bool(refused or "got" in said)
+            continue
+        plan, shape = Plan(**fields), {"global_batch": batch, "sequence": sequence or None}
+        alone = replace(case, plan=plan)
+        assert refusal(plan.check, model, cluster, batch, sequence) == said
+        assert refusal(lay_out, alone) == said
+        if not transformer:
+            continue
+        closed = refusal(mm.estimate, model, cluster, plan, **shape)
+        assert closed == said or (not said and not covered[row] and "the closed form covers" in closed)
+        if without_cluster := legal(replace(case, cluster=None, plan=plan)).words()[()]:
+            assert (
+                refusal(checks.check, plan, model, Settings(global_batch=batch, sequence=sequence)) == without_cluster
+            )
+        if plan.world_size != cluster.world_size:
+            continue  # a search makes no such degrees
+        plain = legal(replace(case, plan=Plans(**{name: getattr(plan, name) for name in (*DEGREES, "context")})))
+        dropped = search_drops(case, plan)
+        assert (dropped == "") == bool(plain.mask)
+        assert not dropped or dropped == plain.rules[plain.place].name
+
+
+def test_gpt2_on_three_context_parallel_devices():
+    """Was timed by two doors, and refused by two for different reasons."""
+    cluster = replace(mm.cluster("dgx-a100", nodes=1), devices_per_node=6)
+    with pytest.raises(ValueError, match="cp=3 does not divide 1024 tokens of gpt2"):
+        mm.simulate(mm.model("gpt2"), cluster, Plan(dp=2, cp=3), global_batch=4)
+
+
+def test_products_broadcast_and_are_not_copied():
+    micro, zero = np.array([[1], [2], [3]]), np.array([[0, 1, 2, 3]])
+    plans = Plans(dp=4, micro_batch=micro, zero=zero)
+    assert plans.shape == (3, 4) and plans.micro_batch is micro and plans[1, 3].zero == 3
+    verdict = legal(Case(mm.model("gpt2"), None, plans, 6))
+    assert verdict.mask.shape == (3, 4) and not verdict.mask.any()
+    assert set(verdict.words().ravel().tolist()) == {
+        f"global_batch=6 is not a multiple of dp x micro_batch = 4 x {m}, nor, with a short last micro-batch, of dp"
+        for m in (1, 2, 3)
+    }
+
+
+def test_parts_of_a_table_are_views():
+    table = Plans.from_table(pd.DataFrame({"dp": [1, 2, 4], "recompute": ["none", "full", "full"]}))
+    part = table[1:]
+    assert np.shares_memory(part.dp, table.dp) and part.recompute.tolist() == ["full", "full"] and part.tp == 1
+    with pytest.raises(ValueError, match="'tensor' is not a field of Plan"):
+        Plans.from_table(pd.DataFrame({"tensor": [8]}))
+
+
+@pytest.mark.parametrize(
+    ("sharing", "ep", "parameters"), [(1, 1, 1800), (1, 4, 1800), (8, 1, 225), (8, 4, 450), (8, 8, 750), (2, 4, 1200)]
+)
+def test_experts_are_shared_by_what_expert_parallelism_leaves(sharing, ep, parameters):
+    assert owned(1200.0, 600.0, sharing, ep) == pytest.approx(parameters)
+
+
+def test_ends_that_count_as_layers_need_a_pipeline_to_matter():
+    assert chunk_layers(4, Plan(embedding_as_layer=True, head_as_layer=True)) == [[range(4)]]
