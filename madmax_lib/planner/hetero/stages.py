@@ -46,7 +46,7 @@ class Stages:
 
 @dataclass(frozen=True, eq=False)
 class _ReplicaSums:
-    """What a replica takes for the first 0, 1, ... layers: (layers + 1,) each, and beside them."""
+    """What a replica takes: sums over the first 0, 1, ... layers, and what does not depend on layers."""
 
     priced: bool
     base_bytes: float
@@ -84,8 +84,8 @@ class StageTable:
         fitting = self._fitting_degrees(start, stop)
         place = np.where(low == high, -1, start)
         key = np.stack([stop - start, place, low, high, one_node, fitting], axis=1)
-        known, first, number = np.unique(key, axis=0, return_index=True, return_inverse=True)
-        self.classes = len(known)
+        classes, first, number = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        self.classes = len(classes)
         self.start, self.size = start[first], (stop - start)[first]
         self.low, self.high, self.one_node, self.fits_node = low[first], high[first], one_node[first], fitting[first]
         self.inter = fleet.range_inter(self.low, self.high)
@@ -129,27 +129,12 @@ class StageTable:
     def _share(self) -> None:
         """Forms of each entry: the (type, way, samples) of its replicas, as codes into the rows of `_sums`."""
         counts, low, high = self._runs()
-        types, ways = len(self.fleet.types), len(self.prices.ways)
-        whole_s = self._whole_model_s()
-        weight = 1 / whole_s[low, high, self.way[:, None]]
-        weight[(counts.astype(bool).sum(axis=1) == 1)] = 1.0  # equal replicas need no profile at batch 1
-        weight = np.where(counts > 0, weight, 0.0)
-        with np.errstate(invalid="ignore"):
-            exact = self.samples * weight / (counts * weight).sum(axis=1, keepdims=True)
-        lost = ~np.isfinite(exact).all(axis=1) | ((weight == 0) & (counts > 0)).any(axis=1)
-        exact[lost] = 0.0
-        least = np.floor(exact).astype(int)
-        left = self.samples - (counts * least).sum(axis=1)
-        order = np.argsort(-np.round(exact - least, 9), axis=1, kind="stable")
-        sorted_counts = np.take_along_axis(counts, order, axis=1)
-        before = np.cumsum(sorted_counts, axis=1) - sorted_counts
-        more = np.empty_like(counts)
-        np.put_along_axis(more, order, np.clip(left[:, None] - before, 0, sorted_counts), axis=1)
-        forms = []  # (entries,) codes, -1 for none
+        least, more, unshared = self._samples_of_runs(counts, low, high)
+        ways, forms = len(self.prices.ways), []  # (entries,) codes, -1 for none
         for run in range(counts.shape[1]):
             for extra, used in ((1, more[:, run] > 0), (0, more[:, run] < counts[:, run])):
-                for kind in range(types):
-                    used_here = used & (low[:, run] <= kind) & (kind <= high[:, run]) & ~lost
+                for kind in range(len(self.fleet.types)):
+                    used_here = used & (low[:, run] <= kind) & (kind <= high[:, run]) & ~unshared
                     code = (kind * ways + self.way) * (self.samples + 1) + least[:, run] + extra
                     forms.append(np.where(used_here, code, -1))
         forms = -np.sort(-np.stack(forms, axis=1), axis=1)
@@ -157,6 +142,24 @@ class StageTable:
         self.codes, place = np.unique(np.where(forms < 0, forms[:, :1], forms), return_inverse=True)
         self.forms = place.reshape(forms.shape)
         self.most = np.where(forms >= 0, forms % (self.samples + 1), 0).max(axis=1)
+
+    def _samples_of_runs(self, counts, low, high) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`costs.shares` for runs of equal replicas: samples of each, how many take one more, and where speeds lack."""
+        weight = 1 / self._whole_model_s()[low, high, self.way[:, None]]
+        weight[(counts > 0).sum(axis=1) == 1] = 1.0  # equal replicas need no profile at batch 1
+        weight = np.where(counts > 0, weight, 0.0)
+        with np.errstate(invalid="ignore"):
+            exact = self.samples * weight / (counts * weight).sum(axis=1, keepdims=True)
+        unshared = ~np.isfinite(exact).all(axis=1) | ((weight == 0) & (counts > 0)).any(axis=1)
+        exact[unshared] = 0.0
+        least = np.floor(exact).astype(int)
+        left = self.samples - (counts * least).sum(axis=1)
+        order = np.argsort(-np.round(exact - least, 9), axis=1, kind="stable")
+        sorted_counts = np.take_along_axis(counts, order, axis=1)
+        before = np.cumsum(sorted_counts, axis=1) - sorted_counts
+        more = np.empty_like(counts)
+        np.put_along_axis(more, order, np.clip(left[:, None] - before, 0, sorted_counts), axis=1)
+        return least, more, unshared
 
     def _runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Replicas of each run of an entry and the types they span, (entries, runs) each; empty runs count 0."""
@@ -181,13 +184,13 @@ class StageTable:
         return np.stack(counts, axis=1), np.stack(low, axis=1), np.stack(high, axis=1)
 
     def _whole_model_s(self) -> np.ndarray:
-        """(types, types, ways) time of the model at batch 1 on the slowest of types low..high; infinite if unknown."""
-        one = np.full((len(self.fleet.types), len(self.prices.ways)), np.inf)
+        """(types, types, ways) time of the model at batch 1 on the slowest of types low..high; infinite if unpriced."""
+        whole_s = np.full((len(self.fleet.types), len(self.prices.ways)), np.inf)
         for kind, name in enumerate(self.fleet.types):
             for number, (tp, way) in enumerate(self.prices.ways):
                 if price := self.prices.table.get((name, tp, way, 1)):
-                    one[kind, number] = price.layer_s.sum()
-        return between(one, np.max)
+                    whole_s[kind, number] = price.layer_s.sum()
+        return between(whole_s, np.max)
 
     @cached_property
     def _sums(self) -> dict[str, np.ndarray]:
@@ -223,55 +226,53 @@ class StageTable:
     def stages(self, where: str, in_flight: int = 1, *, lacking: bool = False) -> Stages:
         """Stages over the middle, first or last slices or the whole model, with micro-batches in flight.
 
-        lacking: in place of times, MB that the fullest GPU lacks.
+        lacking: in place of times, bytes that the fullest GPU lacks.
         """
-        rows, grid = getattr(self.grid, where), self.grid
-        entry = np.arange(len(self.of_class))
-        if where != "middle":  # the first stage begins at rank 0, the last ends at the last
-            usable = self.start[self.of_class] == 0 if where in ("first", "whole") else np.ones(len(entry), bool)
-            if where in ("last", "whole"):
-                ending = self.group[np.arange(len(grid.sizes)), grid.places - grid.steps]
-                usable &= np.isin(self.of_class, ending)
-            if where in ("first", "whole"):
-                usable = np.isin(self.of_class, self.group[:, 0]) & (usable | (self.low == self.high)[self.of_class])
-            entry = entry[usable]
+        grid, rows = self.grid, getattr(self.grid, where)
+        begins, ends = where in ("first", "whole"), where in ("last", "whole")
+        usable = np.ones(len(self.of_class), bool)
+        if begins:
+            usable &= np.isin(self.of_class, self.group[:, 0])
+        if ends:
+            usable &= np.isin(self.of_class, self.group[np.arange(len(grid.sizes)), grid.places - grid.steps])
+        entry = np.flatnonzero(usable)
         forms, sums = self.forms[entry], self._sums
+        unpriced = ~sums["priced"][forms].all(axis=1)
+        missing_bytes = self._missing_bytes(forms, rows, in_flight)
         time_s = _largest(_slices(sums["layer_s"], rows), forms)
-        missing_bytes = np.zeros_like(time_s)
-        if self.rules.memory_factor:
-            held_bytes = (
-                _slices(sums["memory_bytes"] + in_flight * sums["live_bytes"], rows) + sums["base_bytes"][:, None]
-            )
-            missing_bytes = self.rules.memory_factor * held_bytes - sums["capacity_bytes"][:, None]
-            missing_bytes = np.maximum(_largest(missing_bytes, forms), 0.0)
-        unknown = ~sums["priced"][forms].all(axis=1)
         time_s = missing_bytes if lacking else np.where(missing_bytes > 0, np.inf, time_s)
-        time_s[unknown] = np.inf
-        classes, starts = np.unique(self.of_class[entry], return_index=True)
+        time_s[unpriced] = np.inf
         extra_s = np.zeros(len(entry))
-        for name, places in (("generator_s", ("first", "whole")), ("sync_s", ("last", "whole"))):
-            if where in places and len(entry):
-                extra_s += self.batches * np.where(unknown, 0.0, sums[name][forms].max(axis=1))
+        for name, counts in (("generator_s", begins), ("sync_s", ends)):
+            if counts and len(entry):
+                extra_s += self.batches * np.where(unpriced, 0.0, sums[name][forms].max(axis=1))
+        classes, starts = np.unique(self.of_class[entry], return_index=True)
         return Stages(entry, classes, starts, (time_s, *self._updates_s(entry, rows)), extra_s)
+
+    def _missing_bytes(self, forms: np.ndarray, rows: np.ndarray, in_flight: int) -> np.ndarray:
+        """(entries, rows) what the fullest GPU of a stage lacks."""
+        factor, sums = self.rules.memory_factor, self._sums
+        if not factor:
+            return np.zeros((len(forms), rows.shape[1]))
+        held_bytes = _slices(sums["memory_bytes"] + in_flight * sums["live_bytes"], rows) + sums["base_bytes"][:, None]
+        return np.maximum(_largest(factor * held_bytes - sums["capacity_bytes"][:, None], forms), 0.0)
 
     def _updates_s(self, entry: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Gradient all-reduce and optimizer of entries over slices."""
-        of, dp, tp, prices = self.of_class[entry], self.dp[entry], self.tp[entry], self.prices
-        bandwidth = np.where(self.one_node[of], self.fleet.intra_bytes_per_s[self.low[of]], self.inter[of])
+        group, dp, tp, prices = self.of_class[entry], self.dp[entry], self.tp[entry], self.prices
+        bandwidth = np.where(self.one_node[group], self.fleet.intra_bytes_per_s[self.low[group]], self.inter[group])
         size_bytes = _slices(_cumulative(prices.parameters_bytes)[None], rows)
         gradients_s = (2 * (dp - 1) / (dp * bandwidth) / tp)[:, None] * size_bytes
-        slowest = between(np.array([prices.optimizer_s[name] for name in self.fleet.types]), np.max)
+        slowest_s = between(np.array([prices.optimizer_s[name] for name in self.fleet.types]), np.max)
         share = (rows[1] - rows[0]) / prices.layers
-        return gradients_s, (slowest[self.low[of], self.high[of]] / tp)[:, None] * share
+        return gradients_s, (slowest_s[self.low[group], self.high[group]] / tp)[:, None] * share
 
     def send_s(self, entry: np.ndarray) -> np.ndarray:
         """(kinds, entries) time to send to a next stage of each kind."""
-        of, rules = self.of_class[entry], self.rules
-        nearby, inter = self.kinds[:, :1] > 0, self.kinds[:, 1:]
-        intra, inter = self.fleet.intra_bytes_per_s[self.low[of]], np.minimum(inter, self.inter[of])
-        bandwidth = np.where(nearby & self.one_node[of], intra, inter)
-        size_bytes = self.most[entry] * rules.sample_bytes
-        return size_bytes / (bandwidth)
+        group, nearby, inter = self.of_class[entry], self.kinds[:, :1] > 0, self.kinds[:, 1:]
+        inside = nearby & self.one_node[group]
+        intra, inter = self.fleet.intra_bytes_per_s[self.low[group]], np.minimum(inter, self.inter[group])
+        return self.most[entry] * self.rules.sample_bytes / np.where(inside, intra, inter)
 
 
 def _cumulative(values: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -52,6 +53,26 @@ class _Option:
     next_level: int
 
 
+@dataclass(frozen=True, eq=False)
+class _State:
+    """What a sweep found on its way: least totals of chains by their first stage.
+
+    starts: by (level, next level) of a first stage, over (kind, end, size). whole: of one stage alone.
+    middle: blocks of stages by level; last: (layers, sizes). reach: by level, what lies ahead of a stage.
+    """
+
+    starts: dict[tuple[int, int], np.ndarray]
+    middle: list[list[np.ndarray]]
+    last: np.ndarray
+    reach: list[np.ndarray]
+    whole: float
+
+    @cached_property
+    def total(self) -> float:
+        """The least of all."""
+        return min([self.whole, *(float(options.min(initial=np.inf)) for options in self.starts.values())])
+
+
 class Sweeper:
     """Sweeps over one stage table.
 
@@ -87,7 +108,7 @@ class Sweeper:
         for key, stages in self.stages.items():
             possible = np.where(np.isfinite(stages.parts[0]), stages.parts[part], np.inf)
             values[key] = np.broadcast_to(possible, (len(self.table.kinds), *possible.shape))
-        return self._descend(values, np.maximum)[0]
+        return self._descend(values, np.maximum).total
 
     def chain(self, corner: tuple[float, float, float], *, bottleneck: bool = False) -> Chain | None:
         """The chain of least total among those whose parts are at most the corner's; None if there is none."""
@@ -99,13 +120,10 @@ class Sweeper:
             send_s = 0.0 if bottleneck or key[0] in ("last", "whole") else self.send_s[key][:, :, None]
             values[key] = np.broadcast_to(alone, (len(self.table.kinds), *alone.shape)) + send_s
         combine = np.maximum if bottleneck else np.add
-        total, state = self._descend(values, combine)
-        if not np.isfinite(total):
-            return None
-        return self._path(total, state, values, combine)
+        state = self._descend(values, combine)
+        return self._path(state, values, combine) if np.isfinite(state.total) else None
 
-    def _descend(self, values: dict, combine) -> tuple[float, dict]:
-        """Least total, and the arrays that `_path` goes back through."""
+    def _descend(self, values: dict, combine) -> _State:
         grid, kind, kinds = self.table.grid, self.table.kind, len(self.table.kinds)
         layers, sizes = grid.layers, np.arange(len(grid.sizes))
         least = [np.full((kinds, layers + 1, grid.places + 2), np.inf) for _ in range(self.levels)]
@@ -127,16 +145,15 @@ class Sweeper:
             for level in range(self.levels)
             for source in self._sources(level)
         }
-        every = min([whole, *(float(options.min(initial=np.inf)) for options in starts.values())])
-        return every, {"last": last, "middle": middle, "reach": reach, "starts": starts, "whole": whole}
+        return _State(starts, middle, last, reach, whole)
 
     def _improve(self, least: np.ndarray, combine, rows: np.ndarray, ahead: np.ndarray, kind: np.ndarray) -> None:
         """Least of each kind and place, lowered by stages over rows with what lies ahead of them."""
         options = combine(rows, ahead, out=self._room(rows.shape))
-        found = options.reshape(-1, options[0, 0].size).min(axis=0).reshape(options.shape[2:])
+        lowest = options.reshape(-1, options[0, 0].size).min(axis=0).reshape(options.shape[2:])
         for code in range(len(least)):
-            one = found if len(least) == 1 else np.where(kind[:, : found.shape[1]] == code, found, np.inf)
-            np.minimum(least[code, : one.shape[1]], one.min(axis=0), out=least[code, : one.shape[1]])
+            of_kind = lowest if len(least) == 1 else np.where(kind[:, : lowest.shape[1]] == code, lowest, np.inf)
+            np.minimum(least[code, : of_kind.shape[1]], of_kind.min(axis=0), out=least[code, : of_kind.shape[1]])
 
     def _room(self, shape: tuple[int, ...]) -> np.ndarray:
         """Scratch memory: new pages for each block would cost as much as its sums."""
@@ -161,8 +178,8 @@ class Sweeper:
             group = self.table.group[band, : 1 + int(self.ending[band].max())]
             finite = np.isfinite(classes[0][np.unique(group)]).any(axis=0)
             count = len(finite) if not self.table.grid.alike else int(np.max(np.flatnonzero(finite), initial=-1)) + 1
-            found = [np.ascontiguousarray(one[:, :count].T)[:, group] for one in classes]
-            blocks.append(found[0][None] if len(found) == 1 else np.stack(found))
+            of_kinds = [np.ascontiguousarray(least[:, :count].T)[:, group] for least in classes]
+            blocks.append(of_kinds[0][None] if len(of_kinds) == 1 else np.stack(of_kinds))
         return blocks
 
     def _least(self, where: str, level: int, values: dict, group: np.ndarray) -> np.ndarray:
@@ -175,7 +192,7 @@ class Sweeper:
         last = (level,) if level == self.levels - 1 else ()
         return (*last, level - 1) if level else last
 
-    def _path(self, total: float, state: dict, values: dict, combine) -> Chain:
+    def _path(self, state: _State, values: dict, combine) -> Chain:
         """The chain behind a total: at each stage the option of least value, the first on ties."""
         option = self._first_option(state)
         begin, place = 0, 0
@@ -190,31 +207,31 @@ class Sweeper:
             begin, place = option.end, place + int(self.table.grid.steps[option.size])
             option = self._next_option(state, option, place, combine)
         largest = tuple(float(value) for value in np.max(parts, axis=0))
-        return Chain(total, largest, self._plan(cuts, entries))
+        return Chain(state.total, largest, self._plan(cuts, entries))
 
-    def _first_option(self, state: dict) -> _Option:
-        best = state["whole"]
+    def _first_option(self, state: _State) -> _Option:
+        best = state.whole
         answer = _Option("whole", 0, 0, self.table.grid.layers, len(self.ending) - 1, 0)
-        for (level, source), options in state["starts"].items():
+        for (level, source), options in state.starts.items():
             if options.min(initial=np.inf) < best:
                 best = options.min()
                 kind, row, size = map(int, np.unravel_index(options.argmin(), options.shape))
                 answer = _Option("first", level, kind, row + 1, size, source)
         return answer
 
-    def _next_option(self, state: dict, before: _Option, place: int, combine) -> _Option:
+    def _next_option(self, state: _State, before: _Option, place: int, combine) -> _Option:
         """The stage after one, which begins where that ends."""
         grid, level, begin = self.table.grid, before.next_level, before.end
         best, answer = np.inf, None
         of_kind = self.table.kind[:, place] == before.next_kind
         for size in np.flatnonzero((self.ending == place) & of_kind) if level == 0 else ():
-            best = state["last"][begin - 1, size]
+            best = state.last[begin - 1, size]
             answer = _Option("last", 0, 0, grid.layers, int(size), 0)
         first_row, count = grid.row(begin), grid.layers - 1 - begin
-        for band, block in zip(self.bands, state["middle"][level], strict=True):
+        for band, block in zip(self.bands, state.middle[level], strict=True):
             rows = block[:, first_row : first_row + count, :, place : place + 1]
             for source in self._sources(level) if rows.size else ():
-                ahead = state["reach"][source][:, begin + 1 : begin + 1 + rows.shape[1], band, place : place + 1]
+                ahead = state.reach[source][:, begin + 1 : begin + 1 + rows.shape[1], band, place : place + 1]
                 options = np.where(of_kind[band, None], combine(rows, ahead), np.inf)[..., 0]
                 if options.min() < best:
                     best = options.min()

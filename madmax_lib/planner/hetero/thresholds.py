@@ -46,7 +46,10 @@ class BestChain:
 
 @dataclass(order=True)
 class _Box:
-    """Thresholds from low to high of one space; chain: best below high, or below a corner further up."""
+    """Thresholds of one space that are still to be searched, by the least cost below them.
+
+    low, high: (3,) of stage time, gradient all-reduce and optimizer. chain: the best below high, or further up.
+    """
 
     bound_s: float
     number: int
@@ -140,11 +143,11 @@ class _Search:
             return
         axis = int((weights * (box.chain.largest - box.low)).argmax())
         middle = (box.low[axis] + box.chain.largest[axis]) / 2
-        upper, lower = box.low.copy(), high.copy()
-        upper[axis] = lower[axis] = middle
-        yield self._box(box.space, upper, high, box.chain)
-        if (chain := self._chain(box.space, lower)) is not None:
-            yield self._box(box.space, box.low, lower, chain)
+        upper_low, lower_high = box.low.copy(), high.copy()
+        upper_low[axis] = lower_high[axis] = middle
+        yield self._box(box.space, upper_low, high, box.chain)
+        if (chain := self._chain(box.space, lower_high)) is not None:
+            yield self._box(box.space, box.low, lower_high, chain)
 
     def _box(self, space: int, low: np.ndarray, high: np.ndarray, chain: Chain) -> _Box:
         return _Box(float(self.weights[space] @ low + chain.total), next(self.number), space, low, high, chain)
