@@ -5,24 +5,16 @@ import pandas as pd
 import pytest
 from scipy.stats import norm, t
 
-from madmax_lib.calibration.intervals import (
-    class_of,
-    comparison_quantiles,
-    coverage,
-    coverage_by_class,
-    interval_quantiles,
-    kind_of,
-    quantiles_of,
-)
+from madmax_lib.calibration import intervals
+from madmax_lib.calibration.intervals import coverage_by_class, interval_quantiles, quantiles_of
 
 
 def table(errors, groups=None, **fields):
     """Rows of `folds` with these errors, of one kind unless told otherwise."""
-    errors = np.asarray(errors, float)
+    rows = np.arange(len(errors))
     plain = {"experts": 0, "unfused": 0, "zero": 1, "tp": 1, "pp": 1, "family": "hopper", "calibrated": True}
-    made = pd.DataFrame({"log_error": errors, **{name: [value] * len(errors) for name, value in plain.items()}})
-    made["group"] = np.arange(len(errors)) if groups is None else groups
-    return made.assign(fold=np.arange(len(errors)) % 5, **fields)
+    group = rows if groups is None else groups
+    return pd.DataFrame({"log_error": np.asarray(errors, float), "group": group, "fold": rows % 5, **plain, **fields})
 
 
 @pytest.mark.parametrize(
@@ -36,9 +28,9 @@ def table(errors, groups=None, **fields):
     ],
 )
 def test_kinds(fields, kind):
-    made = table([0.0, 0.0], **fields)
-    assert (kind_of(made) == kind).all()
-    assert (class_of(made) == ("mixture" if "experts" in fields else "dense")).all()
+    rows = table([0.0, 0.0], **fields)
+    assert (intervals.kind_of(rows) == kind).all()
+    assert (intervals.class_of(rows) == ("mixture" if "experts" in fields else "dense")).all()
 
 
 def test_many_even_errors_give_their_90_percent():
@@ -86,7 +78,7 @@ def test_coverage_uses_the_other_folds_only():
     """One fold is off by 1, the others by up to 0.1: it lies outside of what they say, and makes theirs wide."""
     made = table(np.random.default_rng(0).uniform(-0.1, 0.1, 500)).assign(fold=np.arange(500) % 5)
     made.loc[made["fold"] == 0, "log_error"] = 1.0
-    found = coverage(made)
+    found = intervals.coverage(made)
     assert not found.loc[made["fold"] == 0, "inside"].any() and found.loc[made["fold"] > 0, "inside"].all()
     assert found.loc[made["fold"] == 0, "half_width"].max() < 0.11 < 1 < found.loc[made["fold"] > 0, "half_width"].min()
 
@@ -104,6 +96,6 @@ def test_exchangeable_rows_are_covered_as_promised():
 def test_comparisons_forget_what_a_group_shares():
     """Two groups far off, each with layouts that differ by 0.1: the comparison knows 0.1, widened for two groups."""
     made = table([1.0, 1.1, 1.0, 1.1, -2.0, -2.1], ["a", "a", "a", "a", "b", "b"])
-    width = comparison_quantiles(made)["layouts dense"][1]
+    width = intervals.comparison_quantiles(made)["layouts dense"][1]
     assert width == pytest.approx(0.1 * t.ppf(0.95, 2) / norm.ppf(0.95), rel=1e-6)
-    assert comparison_quantiles(table([1.0, 2.0])) == {}
+    assert intervals.comparison_quantiles(table([1.0, 2.0])) == {}

@@ -6,14 +6,13 @@ import pytest
 from support import local_or_skip
 
 from madmax_lib import catalog
-from madmax_lib.calibration.consistency import measured_s, model_flops, violation_of
+from madmax_lib.calibration.consistency import measured_s, model_flops
 from madmax_lib.calibration.published_rows import read_rows, to_work
 
-ROW = {
-    "source": "somewhere", "model": "GPT test", "layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096,
-    "vocab": 32000, "seq_len": 2048, "gpu": "A100-80GB", "n_gpus": 8, "tp": 2, "pp": 2, "dp": 2, "cp": 1,
-    "micro_batch": 1, "global_batch": 16, "precision": "bf16", "recompute": "none", "iteration_time_s": 1.5,
-}  # fmt: skip
+SHAPE = {"layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096, "vocab": 32000, "seq_len": 2048}
+RUN = {"gpu": "A100-80GB", "n_gpus": 8, "tp": 2, "pp": 2, "dp": 2, "cp": 1, "micro_batch": 1, "global_batch": 16}
+ROW = {"source": "somewhere", "model": "GPT test", "precision": "bf16", "recompute": "none", "iteration_time_s": 1.5}
+ROW |= SHAPE | RUN
 
 
 def read(**changes):
@@ -46,24 +45,22 @@ def test_a_row_that_cannot_be_timed_says_why(changes, reason):
     assert not row["supported"] and reason in row["reason"] and np.isnan(row["measured_s"])
 
 
+EIGHT_EXPERTS = {"model": "mixtral-8x7b", "tp": 1, "pp": 1, "dp": 6, "n_gpus": 6}
+
+
 @pytest.mark.parametrize(
     ("changes", "violation"),
     [
         ({"n_gpus": 16}, "dp x tp x pp x cp = 8, but n_gpus = 16"),
         ({"global_batch": 1}, "dp=2 exceeds the global batch of 1"),
         ({"pp": 16, "n_gpus": 64}, "pp x vpp = 16 exceeds 8 layers"),
+        (EIGHT_EXPERTS | {"ep": 4}, "ep=4 does not divide dp x cp = 6"),
+        (EIGHT_EXPERTS | {"ep": 3}, "ep=3 does not divide 8 experts"),
     ],
 )
 def test_contradictions_are_named_not_dropped(changes, violation):
     row = read(**changes)
     assert row["supported"] and not row["consistent"] and row["violation"] == violation
-
-
-def test_experts_must_be_divided():
-    row = {"dp": 6, "tp": 1, "pp": 1, "cp": 1, "n_gpus": 6, "global_batch": 6, "ep": 4, "experts": 8, "layers": 8,
-           "interleave": 1}  # fmt: skip
-    assert "ep=4 does not divide dp x cp = 6" in violation_of(row)
-    assert "does not divide 8 experts" in violation_of(row | {"ep": 3})
 
 
 def test_a_table_never_dies_of_missing_columns_or_one_row():
@@ -120,9 +117,9 @@ def test_a_cluster_column_replaces_the_network():
 
 
 def test_fsdp_where_the_weights_do_not_fit_otherwise():
-    big = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "tp": 1, "pp": 1, "dp": 64,
-           "n_gpus": 64, "gpu": "H100", "global_batch": 128}  # fmt: skip
-    assert read(**big)["zero"] == 3 and read(**big)["shard"] == 64
+    shape = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672}
+    big = read(**shape, tp=1, pp=1, dp=64, n_gpus=64, gpu="H100", global_batch=128)
+    assert big["zero"] == 3 and big["shard"] == 64
     assert read(gpu="H100")["zero"] == 1  # the distributed optimizer of Megatron-Core
 
 
@@ -149,10 +146,9 @@ def test_all_visible_rows_are_read():
     assert len(rows) == len(table) == 368
     assert rows["supported"].sum() == 356 and (rows["measured_s"] > 0).sum() == 352
     assert rows.loc[rows["supported"].astype(bool), "consistent"].all()
-    assert set(rows.loc[~rows["supported"].astype(bool), "reason"]) == {
-        "neither n_gpus nor dp is stated", "layers is not stated", "seq_len is not stated",
-        "neither global batch nor micro-batch is stated",
-    }  # fmt: skip
+    reasons = {f"{what} is not stated" for what in ("layers", "seq_len")}
+    reasons |= {f"neither {what} is stated" for what in ("n_gpus nor dp", "global batch nor micro-batch")}
+    assert set(rows.loc[~rows["supported"].astype(bool), "reason"]) == reasons
     assert len(to_work(rows[rows["supported"].astype(bool)]).layers) == 356
 
 

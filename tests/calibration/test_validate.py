@@ -15,6 +15,7 @@ from madmax_lib.datasets import PROJECT
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.step.step_time import step_time
 
+KINDS = "dense", "mixture"
 ADDED = ["predicted_s", "low_s", "high_s", "predicted_memory_bytes", "fits", "supported", "reason"]
 
 
@@ -95,12 +96,6 @@ def in_sample(rows):
     return rows.assign(predicted_s=times, log_error=np.log(rows["measured_s"].astype(float) / times))
 
 
-def test_in_sample_is_not_a_result_but_is_pinned(rows):
-    found = score(in_sample(rows))
-    assert found["dense mape"] < 0.045 and found["dense median"] < 0.032  # 4.1 %, 2.8 %
-    assert found["mixture mape"] < 0.10
-
-
 def test_a100_tables_of_megatron(rows):
     """SC'21 Table 1 and arXiv 2205.05198 Table 5; Calculon 5.75 % on all 18."""
     part = in_sample(rows[rows["source"].str.contains("cases_april2021|2205.05198")])
@@ -109,28 +104,24 @@ def test_a100_tables_of_megatron(rows):
 
 def test_bloom_layouts_are_ranked(rows, held_out):
     """Asked: 0.8 in each table. 181B misses it with every run counted; one layout differs by 7 % between days."""
-    found = layout_ranks(held_out[held_out["source"].str.contains("bigscience")])
-    assert found["layouts"].tolist() == [16, 10, 4] and found["rows"].tolist() == [21, 10, 4]
-    assert found["ranks"].tolist() == pytest.approx([0.73, 0.97, 0.8], abs=0.1)
-    assert found["layout_ranks"].tolist() == pytest.approx([0.81, 0.97, 0.8], abs=0.05)
+    ranks = layout_ranks(held_out[held_out["source"].str.contains("bigscience")])
+    assert ranks["layouts"].tolist() == [16, 10, 4] and ranks["rows"].tolist() == [21, 10, 4]
+    assert ranks["ranks"].tolist() == pytest.approx([0.73, 0.97, 0.8], abs=0.1)
+    assert ranks["layout_ranks"].tolist() == pytest.approx([0.81, 0.97, 0.8], abs=0.05)
     fitted = layout_ranks(in_sample(rows[rows["source"].str.contains("bigscience")]))
     assert fitted["layout_ranks"].min() > 0.74  # 0.79
 
 
-def test_folds_that_keep_source_and_model_together(held_out):
+def test_folds_keep_source_and_model_together_and_meet_the_goals(held_out):
+    """Asked: dense 7 % and 4.5 % in the median, mixtures 15 %; what they are is in README."""
     assert held_out.groupby("group")["fold"].nunique().max() == 1 and held_out["fold"].nunique() == 10
-    found = score(held_out)
-    assert found["dense mape"] < 0.06 and found["dense median"] < 0.042  # 5.2 %, 3.5 %; asked: 7 %, 4.5 %
-    assert found["mixture mape"] < 0.145  # 13.5 %; asked: 15 %
+    reached = score(held_out)
+    assert reached["dense mape"] < 0.07 and reached["dense median"] < 0.045 and reached["mixture mape"] < 0.15
     dense = held_out[held_out["experts"].astype(float) == 0]
-    by_source = errors(dense, "source")
-    assert by_source["mape"].max() < 0.16
+    assert errors(dense, "source")["mape"].max() < 0.16
 
 
 def test_leaving_a_source_out(left_out, held_out):
-    found = score(left_out)
-    assert found["dense mape"] < 0.085 and found["dense median"] < 0.07  # 7.6 %, 6.0 %
-    assert found["mixture mape"] < 0.14
     sure = coverage_by_class(left_out, held_out, by="source")  # nothing of the source in error or interval
     assert sure["inside"].between(0.83, 0.96).all()  # 87 %, 92 %, 88 %
 
@@ -141,20 +132,19 @@ def test_the_readme_tells_these_errors(rows, held_out, left_out):
     dense = held_out[held_out["experts"].astype(float) == 0]
     one_rate = np.abs(baseline(dense) / dense["measured_s"].to_numpy(float) - 1)
     sure = coverage_by_class(held_out)
-    told = [f"| the run's source and model | {columns(score(held_out))} |",
-            f"| the run's source | {columns(score(left_out))} |",
-            f"| nothing (in sample, not a result) | {columns(score(in_sample(rows)))} |",
-            f"in sample | {percent(one_rate.mean())} / {percent(np.median(one_rate))} | |",
-            f"cover {100 * sure.at['dense', 'inside']:.0f} % of the dense runs",
-            f"median half-width is {100 * sure.at['dense', 'half_width']:.0f} %",
-            f"that of mixtures {100 * sure.at['mixture', 'half_width']:.0f} %"]  # fmt: skip
+    kept_out = {"the run's source and model": held_out, "the run's source": left_out}
+    kept_out["nothing (in sample, not a result)"] = in_sample(rows)
+    lines = [f"| {what} | {columns(score(table))} |" for what, table in kept_out.items()]
+    lines.append(f"in sample | {percent(one_rate.mean())} / {percent(np.median(one_rate))} | |")
+    lines.append(f"cover {100 * sure.at['dense', 'inside']:.0f} % of the dense runs")
+    lines.append(f"median half-width is {100 * sure.at['dense', 'half_width']:.0f} %")
+    lines.append(f"that of mixtures {100 * sure.at['mixture', 'half_width']:.0f} %")
     readme = " ".join((PROJECT / "README.md").read_text().split())
-    assert not [text for text in told if text not in readme]
+    assert not [line for line in lines if line not in readme]
 
 
-def columns(found):
-    return " | ".join(f"{percent(found[f'{kind} mape'])} / {percent(found[f'{kind} median'])}" for kind in
-                      ("dense", "mixture"))  # fmt: skip
+def columns(errors):
+    return " | ".join(f"{percent(errors[f'{kind} mape'])} / {percent(errors[f'{kind} median'])}" for kind in KINDS)
 
 
 def percent(ratio):
@@ -172,11 +162,10 @@ def test_folds_beat_one_rate_per_device(held_out):
 
 
 def test_intervals_cover_rows_that_the_fit_has_not_seen(held_out):
-    """Asked: 85 to 95 % of the rows with a median half-width of at most 35 %."""
+    """Asked: 85 to 95 % of the rows with a median half-width of at most 35 %; mixtures are two models, and wider."""
     sure = coverage_by_class(held_out)
-    assert sure["inside"].between(0.86, 0.95).all()  # dense 90.7 %, mixtures 90.3 %
-    assert sure.loc["all", "half_width"] < 0.16 and sure.loc["dense", "half_width"] < 0.15  # 12.7 %, 12.5 %
-    assert sure.loc["mixture", "half_width"] < 0.5  # 41 %: two models, whose releases differ by as much
+    assert sure["inside"].between(0.86, 0.95).all()
+    assert sure.loc[["all", "dense"], "half_width"].max() < 0.16 and sure.loc["mixture", "half_width"] < 0.5
 
 
 def test_shipped_intervals_are_those_of_the_folds(held_out):

@@ -305,10 +305,24 @@ def test_readme_shows_every_claim():
     assert _block(README.read_text())[0] == table(), "run python tests/papers/test_papers.py"
 
 
-def test_numbers_are_shown_as_printed():
-    assert [_shown(*x) for x in ((863397, "h"), (0.7546, "share"), (2.24, "x"), (0.0, "share"), (1.88, "GB"))] == [
-        "863,397 h", "75.46 %", "2.24x", "0 %", "1.88 GB"]  # fmt: skip
-    assert [_shown(612.0, ""), _shown(100.0, ""), _shown(math.nan, "s")] == ["612", "100", "none"]
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (863397, "h", "863,397 h"),
+        (0.7546, "share", "75.46 %"),
+        (2.24, "x", "2.24x"),
+        (0.0, "share", "0 %"),
+        (1.88, "GB", "1.88 GB"),
+        (612.0, "", "612"),
+        (100.0, "", "100"),
+        (math.nan, "s", "none"),
+    ],
+)
+def test_numbers_are_shown_as_printed(value, unit, text):
+    assert _shown(value, unit) == text
+
+
+def test_errors_that_round_to_nothing_have_no_sign():
     small = Claim("a paper", "00_tour", "a claim", lambda: (1.0, 0.9999), "s", 0.01)
     assert _error(small) == "0.0 %" and small.error == pytest.approx(-1e-4)
 
