@@ -99,7 +99,7 @@ def lay_out(
     sizes = dict.fromkeys((plan.micro_batch, plan.last_micro_batch(case.global_batch)))
     batches = [_micro_batch(case, samples, parameters, imbalance) for samples in sizes]
     measured = None if collectives is None else MeasuredCollectives(collectives)
-    step = StepBuilder(plan, case.cluster, case.dtype, batches[0], batches[-1], measured, offloaded)
+    step = StepBuilder(case, batches[0], batches[-1], measured, offloaded)
     return step, step.build(plan.micro_batches(case.global_batch))
 
 

@@ -9,6 +9,7 @@ from oracles.op_table import blocks
 from support import core_flops
 
 import madmax_lib as mm
+from madmax_lib.case import Case
 from madmax_lib.kinds import collective_names
 from madmax_lib.simulator.layers.ops import Block, gemm
 from madmax_lib.simulator.rates.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
@@ -57,7 +58,7 @@ def test_bubble_of_equal_stages(plan, pp, micro_batches):
     plan = mm.Plan(pp=pp, schedule=schedule, interleave=v)
     block = Block("attention", (gemm("product", 0.5 / v, 1.0, 1.0, "bf16", weights=True),))  # 1/v FLOP at 1 FLOP/s
     batch = MicroBatch([[[block]] * v] * pp, DataSheet(plan, CLUSTER, Parameters()))
-    _, end_s = run(StepBuilder(plan, CLUSTER, "bf16", batch).build(micro_batches))
+    _, end_s = run(StepBuilder(Case(TINY, CLUSTER, plan), batch).build(micro_batches))
     passes = 3 * v * micro_batches if schedule == "zero-bubble" else v * micro_batches
     assert 1 - 3 * micro_batches / max(end_s) == pytest.approx((pp - 1) / (passes + pp - 1), abs=1e-12)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
-from madmax_lib.plan import Plan
+from madmax_lib.case import Case
 from madmax_lib.simulator.layers.ops import Block, Comm, mirror, phases, storage_bytes
 from madmax_lib.simulator.offload.hosts import Offloaded
 from madmax_lib.simulator.rates.collectives import MeasuredCollectives
@@ -23,7 +23,6 @@ from madmax_lib.simulator.schedule.schedules import Slot, dependency, in_order, 
 from madmax_lib.simulator.schedule.sharding import Sharding
 from madmax_lib.simulator.schedule.staging import Staging
 from madmax_lib.simulator.schedule.streams import Stream
-from madmax_lib.specs import Cluster
 
 __all__ = ["MicroBatch", "StepBuilder"]
 
@@ -45,6 +44,7 @@ class MicroBatch:
 class StepBuilder:
     """Lays out one training step; `build` returns its Program.
 
+    case: the step, as `normalised` gives it where it offloads.
     batch: the work of each micro-batch; last: of the last one, where it is shorter.
     measured: seconds that replace the prices of collectives.
     offloaded: what lies beside the device.
@@ -52,20 +52,16 @@ class StepBuilder:
 
     def __init__(
         self,
-        plan: Plan,
-        cluster: Cluster,
-        dtype: str,
+        case: Case,
         batch: MicroBatch,
         last: MicroBatch | None = None,
         measured: MeasuredCollectives | None = None,
         offloaded: Offloaded | None = None,
     ):
-        self.plan, self.cluster, self.measured, self.offloaded = plan, cluster, measured, offloaded
+        self.case, self.plan, self.measured, self.offloaded = case, case.plan, measured, offloaded
         self.batch, self.last, self.groups = batch, last or batch, batch.prices.groups
-        width = storage_bytes(dtype)
-        self.sharding = Sharding(plan, width, self.groups)
-        if offloaded:
-            self.sharding = Staging(plan, width, self.groups, offloaded)
+        moved = (case.plan, storage_bytes(case.dtype), self.groups)
+        self.sharding = Staging(*moved, offloaded) if offloaded else Sharding(*moved)
         self.comm_s, self._pass = cache(self._comm_s), cache(self._lay_out)  # blocks and micro-batches repeat
         self._seconds: dict[tuple, dict[str, float]] = {}
 
@@ -110,8 +106,11 @@ class StepBuilder:
         """Message to the next virtual stage, if there is one."""
         if not 0 <= to < self.plan.pp * self.plan.interleave:
             return
-        ready = [*ready, pass_.last] if pass_.last >= 0 else ready
-        name, duration_s = f"send_recv {what}", self._send_s(stage, to % self.plan.pp, size_bytes)
+        low, high = sorted((stage, to % self.plan.pp))
+        devices, node = self.plan.world_size // self.plan.pp, self.case.cluster.devices_per_node
+        same_node = low * devices // node == ((high + 1) * devices - 1) // node  # it holds the devices of both stages
+        duration_s = self.comm_s("send_recv", size_bytes, self.groups["same node" if same_node else "other node"])
+        ready, name = [*ready, pass_.last] if pass_.last >= 0 else ready, f"send_recv {what}"
         pass_.sends = pass_.op(Stream.PIPELINE, "comm", name, duration_s, ready, group="pp", size_bytes=size_bytes)
 
     def _forward(self, pass_: Pass, blocks: list[Block], first: bool) -> list[int]:
@@ -248,13 +247,6 @@ class StepBuilder:
             if seconds is not None:
                 return seconds
         return self.batch.prices.comm_s(kind, size_bytes, group)
-
-    def _send_s(self, stage: int, to: int, size_bytes: float) -> float:
-        """Message to a neighbour stage; one node holds both when the devices of both lie in it."""
-        devices, node = self.plan.world_size // self.plan.pp, self.cluster.devices_per_node
-        same_node = min(stage, to) * devices // node == ((max(stage, to) + 1) * devices - 1) // node
-        hop = self.groups["same node" if same_node else "other node"]
-        return self.comm_s("send_recv", size_bytes, hop)
 
 
 def _units(blocks: list[Block]) -> list[list[Block]]:

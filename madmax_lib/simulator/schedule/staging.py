@@ -64,7 +64,7 @@ class Staging(Sharding):
         ready = [] if o.delayed else list(dict.fromkeys(after))
         read_bytes = count * (o.method.optimizer + o.method.gradients)
         written_bytes = count * (o.method.optimizer + o.split.weights * self.width)
-        returned_bytes = count * self.width * o.returned / max(o.split.states, 1e-12)
+        returned_bytes = count * self.width * float(o.returned) / max(o.split.states, 1e-12)
         done: list[int] = []
         adams: list[int] = []
         reads = [self._drive(program, "read states", read_bytes, ready, rank=stage)] if o.drives else []
