@@ -12,7 +12,7 @@ from support import local_or_skip
 from madmax_lib.accounting import breakdown
 from madmax_lib.papers.madmax.model import cloud_cost, evaluate, timeline
 from madmax_lib.papers.madmax.rates import rates_of
-from madmax_lib.papers.madmax.rules import CORRECTED, GLOBAL, INTRA, RELEASED, STRATEGIES, MadmaxRules, parse_strategy
+from madmax_lib.papers.madmax.rules import CORRECTED, GLOBAL, INTRA, RELEASED, STRATEGIES, MadmaxRules, parse_classes
 from madmax_lib.papers.madmax.suite import suite, systems
 
 NAMES = ["DLRM-A", "DLRM-B", "DLRM-A MoE", "DLRM-B Transformer", "GPT-3", "LLaMA-65B", "LLaMA2-70B 4K"]
@@ -375,7 +375,7 @@ def test_in_a_single_node_only_the_first_element_counts(model, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_degrees_multiply_to_the_device_count(strategy):
-    elements = parse_strategy(strategy, 128, 16)
+    elements = parse_classes(strategy, ["top"], 128, 16)["top"]
     assert math.prod(element.degree for element in elements) == 128
     assert [element.level for element in elements] in ([GLOBAL], [INTRA, GLOBAL])
 

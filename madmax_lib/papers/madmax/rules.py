@@ -20,7 +20,6 @@ __all__ = [
     "MadmaxRules",
     "parse_classes",
     "parse_rules",
-    "parse_strategy",
 ]
 
 INTRA, GLOBAL = "intra-node", "global"
@@ -76,10 +75,10 @@ def parse_rules(rules: str | MadmaxRules) -> MadmaxRules:
     return RELEASED if rules == "released" else CORRECTED
 
 
-def parse_strategy(text: str, num_devices: int, num_nodes: int) -> tuple[Element, ...]:
+def _parse_strategy(text: str, num_devices: int, num_nodes: int) -> tuple[Element, ...]:
     """The elements of a strategy such as "fsdp" or "tp,ddp": one over all devices, or inside a node and across nodes.
 
-    >>> [tuple(element) for element in parse_strategy("TP, DDP", 128, 16)]
+    >>> [tuple(element) for element in _parse_strategy("TP, DDP", 128, 16)]
     [('tp', 8, 'intra-node'), ('ddp', 16, 'global')]
     """
     kinds = str(text).replace(" ", "").lower()
@@ -106,14 +105,14 @@ def parse_classes(
     (['tp', 'ddp'], ['ddp'])
     """
     if "=" not in str(text):
-        return dict.fromkeys(classes, parse_strategy(text, num_devices, num_nodes))
+        return dict.fromkeys(classes, _parse_strategy(text, num_devices, num_nodes))
     split: dict[str, tuple[Element, ...]] = {}
     for part in filter(str.strip, text.split(";")):
         name, _, strategy = (piece.strip().lower() for piece in part.partition("="))
         members = [one for one in _TOGETHER.get(name, (name,)) if one in classes]
         if not members:
             raise ValueError(f"dense_strategy={text!r}: {name!r} is not one of the layer classes {', '.join(classes)}")
-        split.update(dict.fromkeys(members, parse_strategy(strategy, num_devices, num_nodes)))
+        split.update(dict.fromkeys(members, _parse_strategy(strategy, num_devices, num_nodes)))
     if missing := [one for one in classes if one not in split]:
         raise ValueError(f"dense_strategy={text!r} says nothing of the layer class(es) {', '.join(missing)}")
     return split

@@ -37,7 +37,6 @@ from madmax_lib.specs import Cluster
 from madmax_lib.timeline import Timeline
 
 __all__ = [
-    "RELEASED_STRATEGIES",
     "claims",
     "cloud_comparison",
     "context_scaling",
@@ -53,7 +52,7 @@ __all__ = [
     "vit_mfu",
 ]
 
-RELEASED_STRATEGIES = STRATEGIES[:-1]  # the last one is ours
+_RELEASED_STRATEGIES = STRATEGIES[:-1]  # the last one is ours
 _DLRMS = ["DLRM-A", "DLRM-A Transformer", "DLRM-A MoE", "DLRM-B", "DLRM-B Transformer", "DLRM-B MoE"]
 _LLMS = ["GPT-3", "LLaMA-65B", "LLaMA2-70B 4K", "LLM-MoE 1.8T"]
 _LLM_GPUS = 2048
@@ -77,19 +76,19 @@ def _suite_steps(models: Sequence[str], strategies: Sequence[str], task: str, ru
 
 def strategies_over_fsdp() -> pd.DataFrame:
     """Figure 10: pre-training throughput of every strategy over FSDP (also figures 11 to 13 for single models)."""
-    return _suite_steps([*_DLRMS, *_LLMS], RELEASED_STRATEGIES, "pretrain")
+    return _suite_steps([*_DLRMS, *_LLMS], _RELEASED_STRATEGIES, "pretrain")
 
 
 def task_dependence() -> pd.DataFrame:
     """Figure 14: every strategy over FSDP for pre-training, fine-tuning (the head only, ours) and inference."""
     models = ["DLRM-A", "DLRM-A Transformer", "DLRM-A MoE", "GPT-3"]
-    parts = [_suite_steps(models, RELEASED_STRATEGIES, task) for task in ("pretrain", "finetune", "inference")]
+    parts = [_suite_steps(models, _RELEASED_STRATEGIES, task) for task in ("pretrain", "finetune", "inference")]
     return released(pd.concat(parts, ignore_index=True))
 
 
 def context_scaling() -> pd.DataFrame:
     """Figure 15: LLaMA2-70B with 4K to 32K tokens per sample under every strategy."""
-    table = _suite_steps([f"LLaMA2-70B {k}K" for k in (4, 8, 16, 32)], RELEASED_STRATEGIES, "pretrain")
+    table = _suite_steps([f"LLaMA2-70B {k}K" for k in (4, 8, 16, 32)], _RELEASED_STRATEGIES, "pretrain")
     table["context"] = table["model"].str.extract(r"(\d+)K$", expand=False).astype(int) * 1024
     return table
 
@@ -209,7 +208,7 @@ def scaling_study(factors: Sequence[float] = (1, 2, 4, 8)) -> pd.DataFrame:
         for part, columns in parts.items():
             mine = grid["part"] == part
             scaled.loc[mine, columns] = scaled.loc[mine, columns].mul(grid.loc[mine, "factor"], axis=0)
-        fastest = best(steps(cases([model], RELEASED_STRATEGIES, list(scaled["name"])), scaled))
+        fastest = best(steps(cases([model], _RELEASED_STRATEGIES, list(scaled["name"])), scaled))
         tables.append(fastest.merge(grid.assign(system=scaled["name"]), on="system"))
     table = pd.concat(tables, ignore_index=True).query("limit == 'memory'").reset_index(drop=True)
     first = table[table["factor"] == factors[0]].set_index(["model", "part"])["throughput_samples_per_s"]
@@ -231,7 +230,7 @@ def hardware_study(names: Sequence[str], *, nvlink_all: Sequence[str] = ()) -> p
         usable = catalog_systems(sized)
         if model.startswith("DLRM"):
             usable = usable[usable["f32_flops"] > 0]
-        table = steps(cases([model], RELEASED_STRATEGIES, list(usable["name"])), usable)
+        table = steps(cases([model], _RELEASED_STRATEGIES, list(usable["name"])), usable)
         fastest = best(table).query("limit == 'memory'").assign(choice="best that fits")
         fsdp = table[table["dense_strategy"] == "fsdp"].assign(choice="fsdp", limit="memory")
         both = pd.concat([fsdp, fastest], ignore_index=True)

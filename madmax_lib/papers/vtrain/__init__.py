@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from madmax_lib.papers.vtrain.fit import data_parallel_pairs as data_parallel_pairs, fit as fit, predict as predict
     from madmax_lib.papers.vtrain.formulas import (
         cross_validate as cross_validate,
+        fit_formulas as fit_formulas,
         formula_operators as formula_operators,
     )
     from madmax_lib.papers.vtrain.graph import iteration_s as iteration_s, timeline as timeline
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
         plot_space as plot_space,
     )
     from madmax_lib.papers.vtrain.rules import VTrainRules as VTrainRules
-    from madmax_lib.papers.vtrain.scheduling import scheduling_study as scheduling_study
+    from madmax_lib.papers.vtrain.scheduling import scheduling_study as scheduling_study, throughputs as throughputs
     from madmax_lib.papers.vtrain.seed import (
         SEED as SEED,
         as_meant as as_meant,

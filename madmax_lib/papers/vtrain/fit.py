@@ -24,7 +24,7 @@ from madmax_lib.papers.vtrain.config import TABLE, Shape, shape_of
 from madmax_lib.papers.vtrain.graph import Operators
 from madmax_lib.papers.vtrain.rules import VTrainRules, parse_rules
 
-__all__ = ["CONSTANTS", "GROUP", "Profile", "data_parallel_pairs", "fit", "network_s", "predict", "terms"]
+__all__ = ["GROUP", "TIME", "Profile", "data_parallel_pairs", "fit", "network_s", "predict", "terms"]
 
 CONSTANTS = ("layer_s", "embedding_s", "output_s", "layer_update_s", "embedding_update_s")
 GROUP = ("hidden", "heads", "sequence", "tp", "micro_batch")

@@ -18,23 +18,13 @@ from madmax_lib.catalog import device, model
 from madmax_lib.papers.origin import with_origin
 from madmax_lib.papers.vtrain.studies import plan_grid, published, steps
 
-__all__ = ["TrainingJob", "job_trace", "schedule", "scheduling_study", "throughputs"]
+__all__ = ["scheduling_study", "throughputs"]
 
 MODELS = ("megatron-1.7b", "megatron-3.6b", "megatron-7.5b", "megatron-18b", "megatron-39b")
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 _BATCH = 512
 _HOUR_S = 3600.0
 _SLACK_S = 1e-3  # rounding of times that add up
-
-
-@dataclass(frozen=True)
-class TrainingJob:
-    """Training of a model for a number of steps, between two points in time."""
-
-    model: str
-    arrival_s: float
-    steps: float
-    deadline_s: float
 
 
 @dataclass
@@ -68,48 +58,80 @@ def throughputs(models: Sequence[str] = MODELS, sizes: Sequence[int] = SIZES) ->
     return pd.DataFrame(rows, columns=["model", "gpus", "heuristic", "scaled", "best"])
 
 
-def job_trace(rates: pd.DataFrame, count: int, seed: int = 0) -> list[TrainingJob]:
-    """Jobs that arrive within a day, each 1 to 12 h long on 64 to 256 GPUs by the heuristic plan; 0.8 to 2x to end."""
+def scheduling_study(
+    rates: pd.DataFrame,
+    counts: Sequence[int] = (64, 128),
+    seeds: Sequence[int] = range(5),
+    *,
+    baseline: str = "heuristic",
+) -> pd.DataFrame:
+    """What best plans change over the baseline's on generated traces: what, seed, change, published (both relative).
+
+    rates: of `throughputs`; baseline: its column "heuristic" or "scaled". The paper gives completion and makespan
+    without the number of jobs; here they are those of the last count, without deadlines, so that all jobs run.
+    """
+    rows, completions, makespans = [], [], []
+    for count in counts:
+        traces = [_job_trace(rates, count, seed) for seed in seeds]
+        theirs = published(f"scheduling_deadline_{count}") - 1
+        for seed, jobs in zip(seeds, traces, strict=True):
+            deadline_s = jobs["deadline_s"] + _SLACK_S
+            base, best = ((_schedule(jobs, rates, column) <= deadline_s).mean() for column in (baseline, "best"))
+            rows.append((f"deadlines met, {count} jobs", seed, best / base - 1, theirs))
+    for seed, jobs in zip(seeds, traces, strict=True):
+        base_s, best_s = (_schedule(jobs, rates, column, deadlines=False) for column in (baseline, "best"))
+        completion = (best_s - jobs["arrival_s"]).mean() / (base_s - jobs["arrival_s"]).mean() - 1
+        completions.append(("mean completion time", seed, completion, published("scheduling_jct")))
+        makespans.append(("makespan", seed, best_s.max() / base_s.max() - 1, published("scheduling_makespan")))
+    table = pd.DataFrame(rows + completions + makespans, columns=["what", "seed", "change", "published"])
+    return with_origin(table, "models", "vtrain/published", rules="own job traces, vTrain corrected")
+
+
+def _job_trace(rates: pd.DataFrame, count: int, seed: int) -> pd.DataFrame:
+    """Jobs in order of arrival within a day: model, arrival_s, steps, deadline_s.
+
+    Each takes 1 to 12 h on 64 to 256 GPUs by the heuristic plan, and its deadline leaves 0.8 to 2 times that.
+    """
     random = np.random.default_rng(seed)
     speeds = rates.dropna().set_index(["model", "gpus"])["heuristic"]
-    names, jobs = rates["model"].unique(), []
-    for arrival_s in np.sort(random.uniform(0, 24 * _HOUR_S, count)).tolist():
-        name, gpus = str(random.choice(names)), int(random.choice([64, 128, 256]))
-        length_s = float(np.exp(random.uniform(0, np.log(12)))) * _HOUR_S
+    names, rows = rates["model"].unique(), []
+    for arrival_s in np.sort(random.uniform(0, 24 * _HOUR_S, count)):
+        name, gpus = random.choice(names), random.choice([64, 128, 256])
+        length_s = np.exp(random.uniform(0, np.log(12))) * _HOUR_S
         deadline_s = arrival_s + length_s * random.uniform(0.8, 2.0)
-        jobs.append(TrainingJob(name, arrival_s, length_s * speeds[name, gpus], deadline_s))
-    return jobs
+        rows.append((name, arrival_s, length_s * speeds[name, gpus], deadline_s))
+    return pd.DataFrame(rows, columns=["model", "arrival_s", "steps", "deadline_s"])
 
 
-def schedule(
-    jobs: Sequence[TrainingJob], rates: pd.DataFrame, column: str, *, gpus: int = 1024, deadlines: bool = True
+def _schedule(
+    jobs: pd.DataFrame, rates: pd.DataFrame, column: str, *, gpus: int = 1024, deadlines: bool = True
 ) -> np.ndarray:
     """End of each job in seconds (n,), NaN if refused; the cluster re-divides its GPUs whenever a job comes or ends.
 
-    jobs: in order of arrival. rates: of `throughputs`; column: the one that the scheduler knows and jobs run by.
-    deadlines: a job is refused when its deadline and those of the jobs admitted before cannot all be met; without, all
-    run, first come first served. Raises ValueError for a job whose model fits on no number of GPUs of the cluster.
+    column: of `rates`, the one that the scheduler knows and jobs run by. deadlines: a job is refused when its deadline
+    and those of the jobs admitted before cannot all be met; without, all run, first come first served. Raises
+    ValueError for a job whose model fits on no number of GPUs of the cluster.
     """
     usable = rates[rates["gpus"] <= gpus].dropna(subset=[column])
     speeds = {name: part.set_index("gpus")[column].to_dict() for name, part in usable.groupby("model")}
-    if missing := {job.model for job in jobs} - set(speeds):
+    if missing := set(jobs["model"]) - set(speeds):
         raise ValueError(f"{min(missing)} has no throughput on {gpus} GPUs or fewer")
     end_s, now_s, coming, running = np.full(len(jobs), np.nan), 0.0, 0, {}
     while coming < len(jobs) or running:
         _divide(list(running.values()), now_s, gpus)
-        first = min(running, key=lambda i: running[i].end_s(now_s), default=None)
-        first_end_s = running[first].end_s(now_s) if running else inf
-        arrival_s = jobs[coming].arrival_s if coming < len(jobs) else inf
-        then_s = min(arrival_s, first_end_s)
-        for one in running.values():
-            one.left = max(one.left - one.speeds.get(one.gpus, 0.0) * (then_s - now_s), 0.0)
+        ends = {i: job.end_s(now_s) for i, job in running.items()}
+        first = min(ends, key=ends.get, default=None)
+        arrival_s = jobs.at[coming, "arrival_s"] if coming < len(jobs) else inf
+        then_s = min(arrival_s, ends.get(first, inf))
+        for job in running.values():
+            job.left = max(job.left - job.speeds.get(job.gpus, 0.0) * (then_s - now_s), 0.0)
         now_s = then_s
         if arrival_s > then_s:
             end_s[first] = now_s
             del running[first]
             continue
-        job = jobs[coming]
-        new = _Running(speeds[job.model], job.steps, job.deadline_s if deadlines else inf)
+        name, _, steps, deadline_s = jobs.loc[coming]
+        new = _Running(speeds[name], steps, deadline_s if deadlines else inf)
         if _divide([*running.values(), new], now_s, gpus):
             running[coming] = new
         coming += 1
@@ -121,46 +143,19 @@ def _divide(running: Sequence[_Running], now_s: float, free: int) -> bool:
 
     Free GPUs go to the job whose speed grows most per GPU, relative to its speed, again and again.
     """
-    for one in running:
-        rest_s = one.deadline_s - now_s + _SLACK_S
-        fewest = next((size for size, speed in one.speeds.items() if one.left / speed <= rest_s), inf)
-        if fewest > free and one.deadline_s < inf:
+    for job in running:
+        rest_s = job.deadline_s - now_s + _SLACK_S
+        fewest = next((size for size, speed in job.speeds.items() if job.left / speed <= rest_s), inf)
+        if fewest > free and job.deadline_s < inf:
             return False
-        one.gpus = fewest if fewest <= free else 0
-        free -= one.gpus
+        job.gpus = fewest if fewest <= free else 0
+        free -= job.gpus
 
-    def gain(one: _Running) -> float:
-        more = one.speeds.get(2 * one.gpus, 0.0) if 0 < one.gpus <= free else 0.0
-        return (more / one.speeds[one.gpus] - 1) / one.gpus if more else 0.0
+    def gain(job: _Running) -> float:
+        more = job.speeds.get(2 * job.gpus, 0.0) if 0 < job.gpus <= free else 0.0
+        return (more / job.speeds[job.gpus] - 1) / job.gpus if more else 0.0
 
     while running and gain(best := max(running, key=gain)) > 0:
         free -= best.gpus
         best.gpus *= 2
     return True
-
-
-def scheduling_study(
-    counts: Sequence[int] = (64, 128), seeds: Sequence[int] = range(5), *, baseline: str = "heuristic"
-) -> pd.DataFrame:
-    """What best plans change over the baseline's on generated traces: what, seed, change, published (both relative).
-
-    baseline: "heuristic" or "scaled", see `throughputs`. The paper gives completion and makespan without the number of
-    jobs; here they are those of the last count, without deadlines, so that all jobs run.
-    """
-    rates, rows, completions, makespans = throughputs(), [], [], []
-    for count in counts:
-        traces = [job_trace(rates, count, seed) for seed in seeds]
-        theirs = published(f"scheduling_deadline_{count}") - 1
-        for seed, jobs in zip(seeds, traces, strict=True):
-            deadline_s = np.array([job.deadline_s for job in jobs]) + _SLACK_S
-            base, best = ((schedule(jobs, rates, column) <= deadline_s).mean() for column in (baseline, "best"))
-            rows.append((f"deadlines met, {count} jobs", seed, best / base - 1, theirs))
-    for seed, jobs in zip(seeds, traces, strict=True):
-        arrival_s = np.array([job.arrival_s for job in jobs])
-        base_s, best_s = (schedule(jobs, rates, column, deadlines=False) for column in (baseline, "best"))
-        completion = (best_s - arrival_s).mean() / (base_s - arrival_s).mean() - 1
-        completions.append(("mean completion time", seed, completion, published("scheduling_jct")))
-        makespan = best_s.max() / base_s.max() - 1
-        makespans.append(("makespan", seed, makespan, published("scheduling_makespan")))
-    table = pd.DataFrame(rows + completions + makespans, columns=["what", "seed", "change", "published"])
-    return with_origin(table, "models", "vtrain/published", rules="own job traces, vTrain corrected")
