@@ -13,6 +13,7 @@ from functools import cached_property
 
 from madmax_lib.papers.metis.job import MetisJob
 from madmax_lib.planner.hetero.nodes import Node
+from madmax_lib.planner.hetero.prices import bits
 from madmax_lib.planner.hetero.profiles import plain_sum
 
 __all__ = ["NotProfiled", "RankOrder", "Stage", "cost_ms"]
@@ -121,7 +122,7 @@ class Stage:
         """GPU type and batches (powers of two, descending) of each replica of a stage of several types."""
         block = self.gpus // self.dp
         samples = self.ranks.split(self._types, block, self.dp, self.tp, self.samples)
-        return [(self._types[number * block], _powers(count)) for number, count in enumerate(samples) if count]
+        return [(self._types[number * block], bits(count)) for number, count in enumerate(samples) if count]
 
     @cached_property
     def performance(self) -> float:
@@ -140,7 +141,7 @@ class Stage:
             batches = [self.micro_batch]
         else:
             split = self.ranks.cluster_split(self.dp, self.tp, self.samples)
-            batches = [part for count in split for part in _powers(count)]
+            batches = [part for count in split for part in bits(count)]
         return [self.ranks.job.slices("memory_mb", self.ranks.order[0], self.tp, batch) for batch in batches]
 
     def demand_mb(self, x: int, y: int) -> float:
@@ -209,12 +210,3 @@ def cost_ms(stages: Sequence[Stage], partition: Sequence[int], costed: int) -> f
     execution = (batches - 1) * max(compute) + plain_sum(compute)
     sync = stages[costed - 1].sync_ms * batches
     return execution + sync + max(optimizers) + max(reduces) + transfers + job.model.batch_generator_ms * batches
-
-
-def _powers(number: int) -> list[int]:
-    """Powers of two that sum to a number, descending.
-
-    >>> _powers(11)
-    [8, 2, 1]
-    """
-    return [1 << bit for bit in range(number.bit_length() - 1, -1, -1) if number >> bit & 1]

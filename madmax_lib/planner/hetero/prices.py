@@ -70,15 +70,16 @@ class Prices:
         if price := self.table.get((device, tp, recompute, batch)):
             return price
         more = "" if recompute == "none" else f" with recompute={recompute}"
-        listed = [
-            f"{name} {', '.join(map(str, self.listed(device, field)))}" for name, field in (("tp", 1), ("batch", 3))
-        ]
-        there = "; ".join(listed) if any(key[0] == device for key in self.table) else "none of it"
+        there = self.covered(device)
         raise ValueError(f"no profile for {device} tp {tp} batch {batch}{more}; there are {there}")
 
-    def listed(self, device: str, field: int) -> list:
-        """Distinct values of a field of the keys of a GPU type, in order."""
-        return sorted({key[field] for key in self.table if key[0] == device})
+    def covered(self, device: str) -> str:
+        """Degrees and batches of a GPU type that have a price, as text."""
+        keys = [(tp, batch) for name, tp, _, batch in self.table if name == device]
+        if not keys:
+            return "none of it"
+        degrees, batches = (", ".join(map(str, sorted(set(values)))) for values in zip(*keys, strict=True))
+        return f"tp {degrees}; batch {batches}"
 
 
 def prices_of(profiles: Profiles) -> Prices:

@@ -146,10 +146,8 @@ def _reason(given: HeteroProblem, grid: Grid) -> str:
         chain = _sweeper(given, grid, batches, fleet, lacking=True).chain(OPEN, bottleneck=True)
         chains += [chain] if chain else []
     if not chains:
-        there = "; ".join(
-            f"{name} tp {_join(given.prices.listed(name, 1))} batch {_join(given.prices.listed(name, 3))}"
-            for name in sorted({key[0] for key in given.prices.table})
-        )
+        names = sorted({key[0] for key in given.prices.table})
+        there = ". ".join(f"{name}: {given.prices.covered(name)}" for name in names)
         return f"no feasible plan: no groups, degrees and micro-batches are covered by the profiles ({there})"
     nearest = min(chains, key=lambda chain: chain.total).plan
     table = PlanCost(nearest, given).memory_table()
@@ -160,7 +158,3 @@ def _reason(given: HeteroProblem, grid: Grid) -> str:
         f"{worst['device']} of {worst['capacity_bytes'] / MB_BYTES:.0f} MB, in stage {worst['stage']} of "
         f"{len(nearest.device_groups)} with {nearest.batches} micro-batches"
     )
-
-
-def _join(values: list) -> str:
-    return ",".join(map(str, values))
