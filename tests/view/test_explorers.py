@@ -7,7 +7,7 @@ from madmax_lib.planner.space import Space
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.view.explore.controls import Later, doublings, message_html
 from madmax_lib.view.explore.explorers import StepExplorer, transformers
-from madmax_lib.view.explore.plan_card import glance
+from madmax_lib.view.explore.plan_card import plan_card
 from madmax_lib.view.explore.space_explorer import SpaceExplorer
 from madmax_lib.view.explore.trace_explorer import TraceExplorer
 
@@ -24,16 +24,16 @@ def step():
 
 
 @pytest.mark.parametrize("plan", ["dp4.tp2.pp2", "dp16.z3", "dp2.tp4.pp2.full", "dp1.tp2.pp4.cp2"])
-def test_a_glance_is_the_estimate_and_the_memory(plan):
+def test_a_plan_card_is_the_estimate_and_the_memory(plan):
     model, cluster, plan = mm.model("gpt2-large"), mm.cluster("dgx-a100", nodes=2), mm.Plan.parse(plan)
-    cost = glance(model, cluster, plan, global_batch=64)
+    card = plan_card(model, cluster, plan, global_batch=64)
     row = mm.estimate(model, cluster, plan, global_batch=64).iloc[0]
-    assert cost.step_s == (row["low_s"], row["step_s"], row["high_s"])
-    assert sum(cost.time_s.values()) == pytest.approx(row["step_s"])
-    assert cost.mfu[1] * cost.step_s[1] == pytest.approx(cost.mfu[0] * cost.step_s[2])
-    assert cost.mfu[0] <= cost.mfu[1] <= cost.mfu[2]
-    assert cost.peak_bytes == pytest.approx(peak_bytes(memory(model, plan, global_batch=64)))
-    assert min(cost.memory_bytes.values()) >= 0 and cost.fits == (cost.peak_bytes <= usable_bytes(cluster.device))
+    assert card.step_s == (row["low_s"], row["step_s"], row["high_s"])
+    assert sum(card.time_s.values()) == pytest.approx(row["step_s"])
+    assert card.mfu[1] * card.step_s[1] == pytest.approx(card.mfu[0] * card.step_s[2])
+    assert card.mfu[0] <= card.mfu[1] <= card.mfu[2]
+    assert card.peak_bytes == pytest.approx(peak_bytes(memory(model, plan, global_batch=64)))
+    assert min(card.memory_bytes.values()) >= 0 and card.fits == (card.peak_bytes <= usable_bytes(cluster.device))
 
 
 @pytest.mark.parametrize(

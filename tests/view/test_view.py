@@ -14,7 +14,7 @@ from madmax_lib.datasets import PROJECT
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.comm.collectives import waiting
 from madmax_lib.view.drawing import COLORS, figure_data
-from madmax_lib.view.notebooks.environment import Place, place
+from madmax_lib.view.notebooks.environment import Environment, environment
 from madmax_lib.view.notebooks.report import write_report
 from madmax_lib.view.notebooks.setup import optional_dataset, save_figure, setup
 from madmax_lib.view.plots.breakdown import plot_breakdown, plot_exposed, plot_overlap, plot_timeline, plot_waiting
@@ -136,7 +136,7 @@ def test_report_over_a_folder_is_refused_and_leaves_nothing(step, tmp_path):
 def test_save_figure_without_git(step, figures, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     origin = save_figure(plot_overlap(breakdown(step)), "overlap/x").with_suffix(".json")
-    assert json.loads(origin.read_text())["commit"] == "unknown"
+    assert "commit" not in json.loads(origin.read_text())
 
 
 def test_save_figure_writes_picture_data_and_origin(step, figures):
@@ -193,16 +193,16 @@ def test_output_goes_where_users_of_a_place_look(told, name, in_checkout, nowher
     for variable, value in told.items():
         monkeypatch.setenv(variable, value)
     output = PROJECT / "build" if in_checkout else nowhere
-    assert setup() == place() == Place(name, output, output / "figures")
+    assert setup() == environment() == Environment(name, output, output / "figures")
     monkeypatch.setenv("MADMAX_FIGURES", str(nowhere / "asked"))
-    assert place() == Place(name, output, nowhere / "asked")
+    assert environment() == Environment(name, output, nowhere / "asked")
 
 
 def test_colab_is_known_by_its_module_and_an_installation_has_no_build_folder(nowhere, monkeypatch):
     monkeypatch.setattr("madmax_lib.view.notebooks.environment.PROJECT", nowhere / "site-packages")
-    assert place() == Place("local", nowhere, nowhere / "figures")
+    assert environment() == Environment("local", nowhere, nowhere / "figures")
     monkeypatch.setitem(sys.modules, "google.colab", sys)
-    assert place().name == "colab"
+    assert environment().name == "colab"
 
 
 def test_absent_input_skips_the_figure_by_name(monkeypatch, capsys):

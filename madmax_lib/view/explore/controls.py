@@ -1,12 +1,43 @@
-"""How does a control behave? Steps of a slider, values that join a list, work that waits for the last change."""
+"""What do explorers share? How they are shown, and how controls behave: sliders, lists, work that waits for the last.
+
+An explorer takes a notebook's papermill parameters by their names; its controls carry the same names, and `parameters`
+gives them back as they stand, for `python -m madmax_lib run NAME -p name=value`. Where no widget can be shown it is a
+picture.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import cached_property
 from html import escape
 
-__all__ = ["Later", "Turning", "doublings", "message_html", "offer", "slider"]
+from matplotlib import pyplot as plt
+
+from madmax_lib.view.explore.widgets import interactive, view_bundle
+
+__all__ = ["Explorer", "Later", "Turning", "doublings", "message_html", "offer", "slider"]
+
+
+class Explorer:
+    """What a notebook shows: `widget` where one can be shown, else `figure`. `html` are the numbers above a view."""
+
+    html: str
+    widget: object
+
+    def figure(self) -> plt.Figure:
+        """The static picture."""
+        raise NotImplementedError
+
+    @cached_property
+    def numbers(self):
+        """`html` as a widget."""
+        import ipywidgets
+
+        return ipywidgets.HTML(self.html)
+
+    def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
+        return view_bundle(self.widget if interactive() else None, self.figure)
 
 
 class Later:

@@ -1,8 +1,6 @@
 """What if I turn this knob? The explorer of one step: model, cluster and plan to numbers, bars and a timeline.
 
-An explorer takes a notebook's papermill parameters by their names; its controls carry the same names, and `parameters`
-gives them back as they stand, for `python -m madmax_lib run NAME -p name=value`. Numbers follow a control at once; the
-timeline comes a moment after the last change. Where no widget can be shown an explorer is a picture.
+Numbers follow a control at once; the timeline comes a moment after the last change.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from madmax_lib import catalog
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.simulate import simulate
 from madmax_lib.specs import Cluster, Transformer
-from madmax_lib.view.explore.controls import Later, Turning, doublings, message_html, offer, slider
-from madmax_lib.view.explore.plan_card import Glance, glance, glance_html, plot_glance
-from madmax_lib.view.explore.widgets import TimelineView, interactive, view_bundle
+from madmax_lib.view.explore.controls import Explorer, Later, Turning, doublings, message_html, offer, slider
+from madmax_lib.view.explore.plan_card import PlanCard, plan_card, plan_card_html, plot_plan_card
+from madmax_lib.view.explore.widgets import TimelineView
 from madmax_lib.view.plots.breakdown import plot_timeline
 
 __all__ = ["StepExplorer", "cluster_named", "model_named", "transformers"]
@@ -27,23 +25,26 @@ __all__ = ["StepExplorer", "cluster_named", "model_named", "transformers"]
 _DELAY_S = 0.05  # after the last change, before a timeline is laid out
 _DRAWN = 8  # micro-batches of a drawn step, or one per stage where there are more stages
 _DEGREES = ("tp", "pp", "cp", "ep", "micro_batch")
-_CHOICES = {"zero": [0, 1, 2, 3], "recompute": ["none", "selective", "full"],
-            "schedule": ["1f1b", "gpipe", "zero-bubble"]}  # fmt: skip
+_CHOICES = {
+    "zero": [0, 1, 2, 3],
+    "recompute": ["none", "selective", "full"],
+    "schedule": ["1f1b", "gpipe", "zero-bubble"],
+}
 
 
-class StepExplorer:
+class StepExplorer(Explorer):
     """One step of a model on a cluster under a plan: numbers, parts of time and memory, and its timeline.
 
     model, cluster, nodes, plan, global_batch, sequence (0: the model's own): as in the notebooks' parameters. dp
-    follows from the other degrees. `cost` and `view` are what is shown, `error` is why a plan has no numbers, else
+    follows from the other degrees. `card` and `view` are what is shown, `error` is why a plan has no numbers, else
     empty. The timeline is that of a step with at most 8 micro-batches, or one per stage, on a rank of each stage; the
     numbers are for the whole batch.
     Raises ValueError when the first plan cannot be laid out.
     """
 
     def __init__(self, *, model: str, cluster: str, nodes: int, plan: str, global_batch: int, sequence: int = 0):
-        self.parameters = {"model": model, "cluster": cluster, "nodes": nodes, "plan": plan,
-                           "global_batch": global_batch, "sequence": sequence}  # fmt: skip
+        workload = {"model": model, "cluster": cluster, "nodes": nodes}
+        self.parameters = {**workload, "plan": plan, "global_batch": global_batch, "sequence": sequence}
         self.set()
         if self.error:
             raise ValueError(self.error)
@@ -62,7 +63,7 @@ class StepExplorer:
             if changes and "plan" not in changes:
                 self.plan = _filling(self.plan, self.cluster.world_size, of_plan)
                 self.parameters["plan"] = str(self.plan)
-            self.cost: Glance = glance(self.model, self.cluster, self.plan, **self._batch)
+            self.card: PlanCard = plan_card(self.model, self.cluster, self.plan, **self._batch)
             self.error = ""
         except (OSError, ValueError) as error:
             self.error = str(error)
@@ -85,6 +86,11 @@ class StepExplorer:
         return min(self.plan.micro_batches(self._batch["global_batch"]), stages * math.ceil(_DRAWN / stages))
 
     @property
+    def _what(self) -> str:
+        whole = self.plan.micro_batches(self._batch["global_batch"])
+        return f"{self._drawn} of {whole} micro-batches, one rank per stage"
+
+    @property
     def model(self) -> Transformer:
         """The model as it stands."""
         return model_named(self.parameters["model"])
@@ -103,18 +109,16 @@ class StepExplorer:
         """Numbers and bars, or the reason why there are none."""
         if self.error:
             return message_html(self.error)
-        whole = self.plan.micro_batches(self._batch["global_batch"])
-        return glance_html(self.cost) + f"<div>below: {self._drawn} of {whole} micro-batches, one rank per stage</div>"
+        return plan_card_html(self.card) + f"<div>below: {self._what}</div>"
 
     def figure(self) -> plt.Figure:
         """The static picture: parts of time and memory as bars above the timeline."""
         rows = self.view.rows
-        figure, axes = plt.subplots(3, 1, figsize=(9, 4.2 + 0.22 * rows), height_ratios=[1.5, 1.5, 3 + rows],
-                                    layout="constrained")  # fmt: skip
-        plot_glance(self.cost, axes[:2])
+        shape = {"figsize": (9, 4.2 + 0.22 * rows), "height_ratios": [1.5, 1.5, 3 + rows]}
+        figure, axes = plt.subplots(3, 1, layout="constrained", **shape)
+        plot_plan_card(self.card, axes[:2])
         plot_timeline(self.view.timelines[0], axes[2])
-        whole = self.plan.micro_batches(self._batch["global_batch"])
-        axes[2].set_title(f"{self._drawn} of {whole} micro-batches, simulated, one rank per stage")
+        axes[2].set_title(f"Simulated: {self._what}")
         return figure
 
     @cached_property
@@ -134,13 +138,6 @@ class StepExplorer:
             **{name: w.Dropdown(options=values, value=turned[name]) for name, values in _CHOICES.items()},
             "plan": w.Text(value=p["plan"], continuous_update=False),
         }
-
-    @cached_property
-    def numbers(self):
-        """The numbers and bars as a widget."""
-        import ipywidgets as w
-
-        return w.HTML(self.html)
 
     @cached_property
     def widget(self):
@@ -165,9 +162,6 @@ class StepExplorer:
 
     def _failed(self, reason: str) -> None:
         self.numbers.value = message_html(reason)
-
-    def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
-        return view_bundle(self.widget if interactive() else None, self.figure)
 
 
 @lru_cache(maxsize=1)

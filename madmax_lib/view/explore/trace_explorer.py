@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
-from pathlib import Path
+
+from matplotlib import pyplot as plt
 
 from madmax_lib.datasets import dataset, names
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.read.kineto import read_trace
-from madmax_lib.view.explore.controls import Turning, message_html
-from madmax_lib.view.explore.widgets import TimelineView, breakdown_html, interactive, view_bundle
+from madmax_lib.view.explore.controls import Explorer, Turning, message_html
+from madmax_lib.view.explore.widgets import TimelineView, breakdown_html
+from madmax_lib.view.notebooks.environment import is_here
 
 __all__ = ["TraceExplorer"]
 
 
-class TraceExplorer:
+class TraceExplorer(Explorer):
     """A set of traces of which ranks and steps are chosen.
 
     trace: the name of a dataset, a file or a directory. ranks: empty for all. step: -1 for all. `view` is the timeline,
@@ -58,10 +60,11 @@ class TraceExplorer:
         import ipywidgets as w
 
         here = self.parameters["trace"]
-        made = {"trace": w.Dropdown(options=list(dict.fromkeys([here, *_local()])), value=here),
-                "ranks": w.SelectMultiple(rows=4), "step": w.Dropdown()}  # fmt: skip
-        self._offer(made)
-        return made
+        local = [name for name in names() if is_here(name)]
+        trace = w.Dropdown(options=list(dict.fromkeys([here, *local])), value=here)
+        controls = {"trace": trace, "ranks": w.SelectMultiple(rows=4), "step": w.Dropdown()}
+        self._offer(controls)
+        return controls
 
     def _offer(self, controls: dict) -> None:
         """Ranks and steps of the trace that is chosen."""
@@ -70,12 +73,9 @@ class TraceExplorer:
         steps = [("all", -1), *((str(step), step) for step in self.whole.steps)]
         controls["step"].options, controls["step"].value = steps, self.parameters["step"]
 
-    @cached_property
-    def numbers(self):
-        """The breakdown as a widget."""
-        import ipywidgets as w
-
-        return w.HTML(self.html)
+    def figure(self) -> plt.Figure:
+        """The static picture: one step of what is chosen."""
+        return self.view.static()
 
     @cached_property
     def widget(self):
@@ -95,22 +95,7 @@ class TraceExplorer:
             self._offer(self.controls)
         self.numbers.value = self.html
 
-    def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
-        return view_bundle(self.widget if interactive() else None, self.view.static)
-
 
 @lru_cache(maxsize=4)
 def _read(trace: str) -> Timeline:
     return read_trace(dataset(trace) if trace in names() else trace)
-
-
-def _local() -> list[str]:
-    """Datasets of traces that are on this machine."""
-    return [name for name in names() if _is_here(name)]
-
-
-def _is_here(name: str) -> bool:
-    try:
-        return Path(dataset(name, download=False)).exists()
-    except (OSError, ValueError):
-        return False

@@ -27,8 +27,17 @@ from madmax_lib.units import NS_PER_S, format_s
 from madmax_lib.view.drawing import COLORS, LABELS, row_label, rows_of
 from madmax_lib.view.plots.breakdown import plot_timeline
 
-__all__ = ["TimelineView", "breakdown_between", "breakdown_html", "columns", "interactive", "picture", "view_bundle",
-           "view_timeline"]  # fmt: skip
+__all__ = [
+    "TimelineView",
+    "breakdown_between",
+    "breakdown_html",
+    "columns",
+    "interactive",
+    "picture",
+    "view_bundle",
+    "view_timeline",
+    "widget_class",
+]
 
 _LARGEST = 2**31 - 1
 _PICTURE_UP_TO = 200_000  # spans; beyond, a live canvas comes without its static picture, which would take seconds
@@ -71,7 +80,8 @@ class TimelineView:
     @cached_property
     def widget(self):
         """The live canvas, an anywidget. Raises ModuleNotFoundError where anywidget is not installed."""
-        canvas = _canvas_class()(_about=self._columns[0], _data=self._columns[1])
+        empty = {"_about": {}, "_data": b"", "_report": "", "selection": []}
+        canvas = widget_class("widgets.js", "widgets.css", **empty)(_about=self._columns[0], _data=self._columns[1])
         del self._columns
         canvas.observe(self._report, "selection")
         return canvas
@@ -102,12 +112,12 @@ class TimelineView:
     def static(self) -> plt.Figure:
         """The static picture: one step of each timeline, one above the other over one axis."""
         rows = list(map(_row_count, self.timelines))
-        figure, axes = plt.subplots(len(rows), 1, figsize=(9, 1.2 * len(rows) + 0.22 * sum(rows)), sharex=True,
-                                    squeeze=False, height_ratios=rows, layout="constrained")  # fmt: skip
+        shape = {"figsize": (9, 1.2 * len(rows) + 0.22 * sum(rows)), "height_ratios": rows}
+        figure, axes = plt.subplots(len(rows), 1, sharex=True, squeeze=False, layout="constrained", **shape)
         for ax, timeline, title in zip(axes[:, 0], self.timelines, self.titles, strict=True):
             plot_timeline(timeline, ax)
-            told = ax.get_title(loc="left") or ax.get_title()
-            ax.set_title(f"{title}: {told[0].lower()}{told[1:]}")
+            step = ax.get_title(loc="left") or ax.get_title()
+            ax.set_title(f"{title}: {step[0].lower()}{step[1:]}")
         for ax in axes[:-1, 0]:
             ax.set_xlabel("")
             ax.get_legend().remove()
@@ -161,16 +171,15 @@ def columns(timelines: Sequence[Timeline], titles: Sequence[str]) -> tuple[dict,
         order, places = rows_of(spans), _places(spans)
         counts = np.bincount(places, minlength=len(order)).tolist()
         for place, ((rank, stream), count) in enumerate(zip(order, counts, strict=True)):
-            rows.append({"label": row_label(rank, stream), "first": offset, "end": offset + count, "panel": panel,
-                         "simulated": timeline.meta.source == "simulated",
-                         "title": "" if place else titles[panel]})  # fmt: skip
+            row = {"label": row_label(rank, stream), "title": "" if place else titles[panel], "panel": panel}
+            row |= {"first": offset, "end": offset + count, "simulated": timeline.meta.source == "simulated"}
+            rows.append(row)
             offset += count
         parts.append(_packed(spans, places, kinds, tick_ns, len(names)))
         names += list(spans["name"].cat.categories)
-    about = {
-        "count": offset, "tick_s": tick_ns / NS_PER_S, "reach": max(reach_ns // tick_ns, 1), "rows": rows,
-        "names": names, "kinds": [{"label": LABELS[kind], "color": COLORS[kind]} for kind in kinds],
-    }  # fmt: skip
+    scale = {"count": offset, "tick_s": tick_ns / NS_PER_S, "reach": max(reach_ns // tick_ns, 1)}
+    looks = [{"label": LABELS[kind], "color": COLORS[kind]} for kind in kinds]
+    about = {**scale, "rows": rows, "names": names, "kinds": looks}
     return about, b"".join(np.concatenate(column).tobytes() for column in zip(*parts, strict=True))
 
 
@@ -198,20 +207,20 @@ def picture(figure: plt.Figure) -> str:
         return base64.b64encode(file.getvalue()).decode()
 
 
-def _canvas_class():
-    """Made on first use: anywidget comes with the extra `notebook`, the static picture without."""
+def widget_class(script: str, style: str = "", **values):
+    """A widget of a script beside this module, with values that are the same on both sides, each with its default.
+
+    Made on first use: anywidget comes with the extra `notebook`, static pictures without.
+    """
     import anywidget
     import traitlets
 
-    class Canvas(anywidget.AnyWidget):
-        _esm = Path(__file__).with_suffix(".js")
-        _css = Path(__file__).with_suffix(".css")
-        _about = traitlets.Dict().tag(sync=True)
-        _data = traitlets.Bytes().tag(sync=True)
-        _report = traitlets.Unicode().tag(sync=True)
-        selection = traitlets.List().tag(sync=True)
-
-    return Canvas
+    kinds = {bytes: traitlets.Bytes, dict: traitlets.Dict, float: traitlets.Float, int: traitlets.Int}
+    kinds |= {list: traitlets.List, str: traitlets.Unicode}
+    folder = Path(__file__).parent
+    traits = {name: kinds[type(value)](value).tag(sync=True) for name, value in values.items()}
+    files = {"_esm": folder / script} | ({"_css": folder / style} if style else {})
+    return type("Widget", (anywidget.AnyWidget,), files | traits)
 
 
 def _row_count(timeline: Timeline) -> int:
@@ -225,16 +234,17 @@ def _places(spans: pd.DataFrame) -> np.ndarray:
     return pd.MultiIndex.from_tuples(rows_of(spans)).get_indexer(keys)
 
 
-def _packed(spans: pd.DataFrame, places: np.ndarray, kinds: list[str], tick_ns: int, first_name: int
-            ) -> list[np.ndarray]:  # fmt: skip
+def _packed(
+    spans: pd.DataFrame, places: np.ndarray, kinds: list[str], tick_ns: int, first_name: int
+) -> list[np.ndarray]:
     start_ns = spans["start_ns"].to_numpy() - spans["start_ns"].min()
     order = np.lexsort((start_ns, places))
     start_ns, dur_ns = start_ns[order], spans["dur_ns"].to_numpy()[order].clip(min=0)
     start = start_ns // tick_ns
+    length = (start_ns + dur_ns) // tick_ns - start
     kind = spans["kind"].cat.set_categories(kinds).cat.codes.to_numpy()[order]
     name = spans["name"].cat.codes.to_numpy()[order].astype(np.int64) + first_name
-    return [start.astype(np.int32), ((start_ns + dur_ns) // tick_ns - start).astype(np.int32), name.astype(np.int32),
-            kind.astype(np.uint8)]  # fmt: skip
+    return [*(column.astype(np.int32) for column in (start, length, name)), kind.astype(np.uint8)]
 
 
 def _title(timeline: Timeline) -> str:
@@ -250,8 +260,8 @@ def breakdown_html(table: pd.DataFrame) -> str:
         table = by[[*_TIMES, "overlap"]].mean().reset_index()
     shown = table[keys].copy()
     for name, label in _TIMES.items():
-        shown[label] = [f"{format_s(value)} ({value / total:.0%})" for value, total in
-                        zip(table[name], table["total_s"], strict=True)]  # fmt: skip
+        shares = table[name] / table["total_s"]
+        shown[label] = [f"{format_s(value)} ({share:.0%})" for value, share in zip(table[name], shares, strict=True)]
     shown["window"] = table["total_s"].map(format_s)
     shown["overlap"] = ["" if math.isnan(value) else f"{value:.0%}" for value in table["overlap"]]
     return shown.to_html(index=False, border=0, justify="left", col_space=100)

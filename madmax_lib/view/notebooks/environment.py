@@ -1,4 +1,4 @@
-"""Where does a notebook run, and where does its output go?"""
+"""Where does a notebook run, where does its output go, and which inputs are here?"""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from madmax_lib.datasets import PROJECT
+from madmax_lib.datasets import PROJECT, dataset, local_data, names
 
-__all__ = ["Place", "place"]
+__all__ = ["Environment", "environment", "is_here"]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a notebook runs (local, ci, colab or kaggle), and the folders of its output and of its figures."""
+class Environment:
+    """Where a notebook runs.
+
+    name: local, ci, colab or kaggle
+    output: folder of what it writes
+    figures: folder of its figures
+    """
 
     name: str
     output: Path
     figures: Path
 
 
-def place() -> Place:
-    """The place of this process.
+def environment() -> Environment:
+    """The environment of this process.
 
     Output goes to `build/` of the checkout. On Colab and Kaggle the checkout is a clone that nobody looks into: there,
     and without a checkout, it goes to the working folder. Figures go to MADMAX_FIGURES if set (`make run` sets it to
@@ -37,4 +42,12 @@ def place() -> Place:
         name = "ci" if os.environ.get("CI") else "local"
     own = name in ("local", "ci") and (PROJECT / "notebooks").is_dir()
     output = PROJECT / "build" if own else Path.cwd()
-    return Place(name, output, Path(os.environ.get("MADMAX_FIGURES", output / "figures")))
+    return Environment(name, output, Path(os.environ.get("MADMAX_FIGURES", output / "figures")))
+
+
+def is_here(name: str) -> bool:
+    """Whether a dataset, or a file of the data directories, can be read without a download."""
+    try:
+        return (dataset(name, download=False) if name in names() else local_data(name)).exists()
+    except (OSError, ValueError):
+        return False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import itertools
 import json
 import os
 import platform
@@ -12,6 +15,7 @@ import sys
 import tempfile
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from math import isclose, isfinite
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +25,7 @@ from matplotlib.axes import Axes
 
 from madmax_lib.datasets import PROJECT, dataset
 from madmax_lib.view.drawing import figure_data
-from madmax_lib.view.notebooks.environment import Place, place
+from madmax_lib.view.notebooks.environment import Environment, environment
 
 __all__ = ["optional_dataset", "save_figure", "setup"]
 
@@ -29,22 +33,23 @@ _SIMULATED = ("model", "cluster", "nodes", "plan", "global_batch")
 _VERSIONS = ("numpy", "pandas", "matplotlib", "torch", "holistictraceanalysis")
 
 
-def setup(seed: int = 0) -> Place:
-    """Theme, seeds and output folder (see `place`); the first call of every notebook."""
+def setup(seed: int = 0) -> Environment:
+    """Theme, seeds and output folder (see `environment`); the first call of every notebook."""
     plt.style.use(Path(__file__).parents[1] / "paper.mplstyle")
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - also what other libraries draw from
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
-    return place()
+    return environment()
 
 
 def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     """Write figures/<topic>/<name>.svg, .csv (its data) and .json (its origin); returns the path of the svg.
 
-    data: the table that is shown; pictures of `view.plots.breakdown` bring it along. The origin is the notebook's
-    parameters, versions, commit and sha256 of the inputs. Files whose figure has not changed are left alone, so the
-    recorded commit is the one that made them. In a notebook the file is also what is shown, and the figure is closed.
+    data: the table that is shown; pictures of this room bring it along. The origin is the notebook's parameters,
+    versions, commit and sha256 of the inputs. Numbers have six significant digits; files of a figure whose numbers are
+    the same as before are left alone, unless MADMAX_REDRAW is set, which a picture that only looks otherwise needs. In
+    a notebook the file is also what is shown, and the figure is closed.
     Raises ValueError for a name that is not topic/name or a figure without data.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+", str(name)):
@@ -52,28 +57,51 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     data = figure_data(ax) if data is None else data
     if data is None:
         raise ValueError(f"figure {name}: pass the table it shows as data=")
-    svg = place().figures / f"{name}.svg"
+    svg = environment().figures / f"{name}.svg"
     svg.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=svg.parent) as folder:
-        new = Path(folder) / svg.name
-        with plt.rc_context({"svg.hashsalt": name}):
-            ax.figure.savefig(new, metadata={"Date": None, "Creator": None})
-        data.to_csv(new.with_suffix(".csv"), index=False, float_format="%.9g")
-        new.with_suffix(".json").write_text(json.dumps(_origin(data), indent=1, sort_keys=True) + "\n")
-        same = [_same(new.with_suffix(suffix), svg.with_suffix(suffix)) for suffix in (".svg", ".csv")]
-        if not all([*same, svg.with_suffix(".json").exists()]):
-            for suffix in (".svg", ".csv", ".json"):
-                new.with_suffix(suffix).replace(svg.with_suffix(suffix))
+    text = data.to_csv(index=False, float_format="%.6g")
+    files = [svg, svg.with_suffix(".csv"), svg.with_suffix(".json")]
+    if os.environ.get("MADMAX_REDRAW") or not all(path.exists() for path in files) or not _same(text, files[1]):
+        with tempfile.TemporaryDirectory(dir=svg.parent) as folder:
+            new = Path(folder) / svg.name
+            with plt.rc_context({"svg.hashsalt": name}):
+                ax.figure.savefig(new, metadata={"Date": None, "Creator": None})
+            new.with_suffix(".csv").write_text(text)
+            new.with_suffix(".json").write_text(json.dumps(_origin(data), indent=1, sort_keys=True) + "\n")
+            for path in files:
+                (new.parent / path.name).replace(path)
     if log := os.environ.get("MADMAX_FIGURE_LOG"):
         with open(log, "a") as file:
             file.write(f"{name}\n")
     if (shell := _shell()) and hasattr(shell, "kernel"):
-        from IPython.display import display
-
-        text = svg.read_text()
-        display({"image/svg+xml": text[text.index("<svg") :]}, raw=True)
+        _show(svg)
         plt.close(ax.figure)  # else the notebook draws it once more
     return svg
+
+
+def _same(text: str, path: Path) -> bool:
+    """Whether a table of text has the numbers of a file, to one unit of the sixth digit."""
+    new, old = (list(csv.reader(io.StringIO(table))) for table in (text, path.read_text()))
+    if [len(row) for row in new] != [len(row) for row in old]:
+        return False
+    pairs = zip(itertools.chain(*new), itertools.chain(*old), strict=True)
+    return all(
+        a == b or (_is_number(a) and _is_number(b) and isclose(float(a), float(b), rel_tol=1e-5)) for a, b in pairs
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _show(svg: Path) -> None:
+    from IPython.display import display
+
+    text = svg.read_text()
+    display({"image/svg+xml": text[text.index("<svg") :]}, raw=True)
 
 
 def optional_dataset(name: str, figure: str, *, download: bool = False) -> Path | None:
@@ -93,7 +121,7 @@ def _origin(data: pd.DataFrame) -> dict:
         "rules": provenance.get("rules", ""),
         "parameters": parameters,
         "versions": {"python": platform.python_version(), **{p: v for p in _VERSIONS if (v := _version(p))}},
-        "commit": _commit(),
+        **_commit(),
     }
 
 
@@ -117,18 +145,24 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str:
-    """Commit of the checkout, marked where files other than figures differ; unknown without a checkout or git."""
+def _commit() -> dict:
+    """`commit`: the last commit of the main branch that the checkout holds, which no rebase or squash can lose.
+
+    `clean`: whether the figure was drawn by exactly that commit. Empty without a checkout or git.
+    """
     if not (PROJECT / ".git").exists():
-        return "unknown"
-    git = {"cwd": PROJECT, "capture_output": True, "text": True, "check": False}
+        return {}
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], **git).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "--", ":!figures"], **git).stdout.strip()
+        head = _git("rev-parse", "HEAD")
+        shared = (_git("merge-base", "HEAD", branch) for branch in ("origin/HEAD", "origin/main", "main"))
+        commit = next(filter(None, shared), head)
+        clean = commit == head and not _git("status", "--porcelain", "--", ":!figures")
     except OSError:
-        return "unknown"
-    return f"{head}-dirty" if changed else head or "unknown"
+        return {}
+    return {"commit": commit, "clean": clean} if commit else {}
 
 
-def _same(new: Path, old: Path) -> bool:
-    return old.exists() and old.read_bytes() == new.read_bytes()
+def _git(*arguments: str) -> str:
+    """What git prints; empty where it fails."""
+    done = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()

@@ -39,8 +39,8 @@ def notebook_page(path: Path, links: str = "") -> str:
     links: HTML of the links above and below. Folders of this machine are shortened.
     """
     notebook = _self_contained(nbformat.read(path, as_version=4))
-    exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True,
-                            exclude_anchor_links=True)  # fmt: skip
+    left_out = dict.fromkeys(("exclude_input_prompt", "exclude_output_prompt", "exclude_anchor_links"), True)
+    exporter = HTMLExporter(template_name="basic", **left_out)
     body = exporter.from_notebook_node(notebook)[0]
     style = _STYLE.read_text() + HtmlFormatter(style="default").get_style_defs(".highlight")
     nav = f"<nav>{links}</nav>" if links else ""

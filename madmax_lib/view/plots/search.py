@@ -32,8 +32,8 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
     style = {"marker": "o", "ms": 4, "mfc": "white", "lw": 0.8, "drawstyle": "steps-post"}
     lines(ax, table, "memory_bytes", "step_s", units=(1e9, 1), color=COLORS["compute"], **style)
     ax.axvline(room_gb, **DASHED)
-    ax.text(room_gb, 0.98, "memory of a device ", ha="right", va="top", rotation=90, fontsize=7,
-            transform=ax.get_xaxis_transform())  # fmt: skip
+    style = {"ha": "right", "va": "top", "rotation": 90, "fontsize": 7}
+    ax.text(room_gb, 0.98, "memory of a device ", transform=ax.get_xaxis_transform(), **style)
     for row in table.loc[sorted({0, len(table) // 2, len(table) - 1} & set(table.index))].itertuples():
         right = row.memory_bytes > 0.6 * room_bytes
         place = {"dx": 0, "dy": -10, "ha": "right"} if right else {"dx": 6, "dy": 8}
