@@ -160,7 +160,7 @@ def test_an_unchanged_figure_is_left_alone(step, figures):
 
 def test_a_notebook_shows_the_file_and_not_the_figure_again(step, figures, monkeypatch):
     shown = []
-    monkeypatch.setattr("madmax_lib.view.notebooks.setup._shell", lambda: SimpleNamespace(kernel=1, user_ns={}))
+    monkeypatch.setattr("madmax_lib.view.notebooks.setup.shell", lambda: SimpleNamespace(kernel=1, user_ns={}))
     monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data["image/svg+xml"]))
     svg = save_figure(plot_overlap(breakdown(step)), "overlap/per_rank")
     (text,) = shown

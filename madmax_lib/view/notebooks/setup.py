@@ -13,8 +13,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from math import isclose, isfinite
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from matplotlib.axes import Axes
 
 from madmax_lib.datasets import PROJECT, dataset
 from madmax_lib.view.drawing import figure_data
-from madmax_lib.view.notebooks.environment import Environment, environment
+from madmax_lib.view.notebooks.environment import Environment, environment, shell, version
 
 __all__ = ["optional_dataset", "save_figure", "setup"]
 
@@ -73,7 +71,7 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     if log := os.environ.get("MADMAX_FIGURE_LOG"):
         with open(log, "a") as file:
             file.write(f"{name}\n")
-    if (shell := _shell()) and hasattr(shell, "kernel"):
+    if hasattr(shell(), "kernel"):
         _show(svg)
         plt.close(ax.figure)  # else the notebook draws it once more
     return svg
@@ -120,29 +118,15 @@ def _origin(data: pd.DataFrame) -> dict:
         "inputs": provenance.get("files") or {key: simulated[key] for key in _SIMULATED if key in simulated},
         "rules": provenance.get("rules", ""),
         "parameters": parameters,
-        "versions": {"python": platform.python_version(), **{p: v for p in _VERSIONS if (v := _version(p))}},
+        "versions": {"python": platform.python_version(), **{p: v for p in _VERSIONS if (v := version(p))}},
         **_commit(),
     }
 
 
 def _parameters() -> dict:
     """Values of the notebook's parameters cell: the annotated names of the notebook's namespace."""
-    shell = _shell()
-    names = shell.user_ns.get("__annotations__", {}) if shell else {}
-    return {name: shell.user_ns[name] for name in names if name in shell.user_ns}
-
-
-def _shell():
-    """IPython's, if this runs in one; with a `kernel` in a notebook."""
-    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-
-
-@lru_cache
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    namespace = getattr(shell(), "user_ns", {})
+    return {name: namespace[name] for name in namespace.get("__annotations__", {}) if name in namespace}
 
 
 def _commit() -> dict:

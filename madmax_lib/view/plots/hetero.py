@@ -34,7 +34,8 @@ def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
     stages, batches = plural(len(table), "stage"), planned.plan.batches
     title = f"{stages} on {fleet.size} GPUs, {batches} micro-batches: {planned.cost_ms:,.0f} ms"
     rows = [f"stage {stage}" for stage in table["stage"]]
-    return finish(ax, _with_origin(table, planned), title, x="rank", rows=rows, reach=fleet.size, key=key)
+    source = planned.provenance
+    return finish(ax, table, title, x="rank", rows=rows, reach=fleet.size, key=key, origin=source)
 
 
 def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
@@ -49,7 +50,7 @@ def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
     title = f"Stage {fullest['stage']} on {fullest['device']} is the fullest: {share.max():.0%}"
     rows = [f"stage {row.stage} · {row.device}" for row in table.itertuples()]
     x, reach = "memory of one GPU [GiB]: needed (hatched) of what it has (outline)", table["capacity_mb"].max() / 1024
-    return finish(ax, _with_origin(table, planned), title, x=x, rows=rows, reach=1.12 * reach)
+    return finish(ax, table, title, x=x, rows=rows, reach=1.12 * reach, origin=planned.provenance)
 
 
 def plot_alone(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -62,12 +63,6 @@ def plot_alone(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     title, reach = _verdict(table, table["types"].iloc[-1]), 1.15 * cost_ms.max() if cost_ms.notna().any() else 1
     x = "cost of the best plan [ms per step]"
     return finish(ax, table.drop(columns="plan"), title, x=x, rows=rows, reach=reach, origin=table)
-
-
-def _with_origin(table: pd.DataFrame, planned: Planned) -> pd.DataFrame:
-    table = table.copy()
-    table.attrs["provenance"] = planned.provenance
-    return table
 
 
 def _verdict(table: pd.DataFrame, every: str) -> str:

@@ -30,14 +30,9 @@ from madmax_lib.view.drawing import (
 __all__ = ["plot_kernel_types", "plot_kernels", "plot_mfu", "plot_modules", "plot_operators", "plot_roofline"]
 
 _DTYPE_COLORS = {
-    "fp64": "#8c564b",
-    "fp32": "#529d3f",
-    "tf32": "#8d6bb8",
-    "fp16": "#e1812c",
-    "bf16": "#3b75af",
-    "fp8": "#c44e52",
+    "fp64": "#8c564b", "fp32": "#529d3f", "tf32": "#8d6bb8", "fp16": "#e1812c", "bf16": "#3b75af", "fp8": "#c44e52",
     "int8": "#7f7f7f",
-}
+}  # fmt: skip
 _TALKS = re.compile(r"^(c10d|nccl|gloo|hccl):|^record_param_comms|^(all_|reduce_scatter|broadcast|send_recv)")
 
 

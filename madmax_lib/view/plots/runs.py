@@ -14,7 +14,6 @@ from madmax_lib.view.drawing import (
     COLORS,
     bars,
     finish,
-    keep_data,
     kinds_key,
     legend,
     lines,
@@ -72,7 +71,7 @@ def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     fastest, slowest = format_s(table["step_s"].min()), format_s(table["step_s"].max())
     title = f"{table['model'].iloc[0]} on {machine}: {fastest} to {slowest} per step"
     x, reach = "median step [ms], quartiles as line", 1.45 * quartiles[1].max()
-    return _finish(ax, table, title, runs, x=x, rows=_strategies(table), reach=reach)
+    return finish(ax, table, title, origin=_origin(runs), x=x, rows=_strategies(table), reach=reach)
 
 
 def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
@@ -98,7 +97,7 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     ax.grid(axis="y")
     ways, model = plural(len(runs) - 1, "way"), runs[reference].spec.model
     title = f"{ways} to split {model}: losses differ by {table['difference'].max():.0e} at most"
-    return _finish(ax, table, title, runs, x="step", y="loss")
+    return finish(ax, table, title, origin=_origin(runs), x="step", y="loss")
 
 
 def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
@@ -112,7 +111,7 @@ def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     title = f"Backward takes {share:.0%} of a step (median of the strategies)"
     data = table[["run", "strategy", "dimensions", "ranks"]].join(parts)
     style = {"rows": _strategies(table), "key": _phases_key(), "where": "beside"}
-    return _finish(ax, data, title, runs, x="median time on rank 0 [ms]", **style)
+    return finish(ax, data, title, origin=_origin(runs), x="median time on rank 0 [ms]", **style)
 
 
 def plot_shares(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -158,8 +157,5 @@ def _strategies(table: pd.DataFrame) -> list[str]:
     return [f"{row.strategy}  {row.dimensions}D" for row in table.itertuples()]
 
 
-def _finish(ax: Axes, table: pd.DataFrame, title: str, runs: dict[str, Run], **options) -> Axes:
-    """`finish`, with the steps of the runs as the origin."""
-    finish(ax, table, title, **options)
-    table.attrs["provenance"] = {"files": steps_files(runs)}
-    return keep_data(ax, table)
+def _origin(runs: dict[str, Run]) -> dict:
+    return {"files": steps_files(runs)}

@@ -25,22 +25,11 @@ _PARTS = {  # name: columns of `estimate`, kind
     "launches and host": (["launch_s", "overhead_s"], "idle"),
 }
 COMPONENTS = {  # of memory, the same colour everywhere; neighbours differ in lightness
-    "weights": "#3b75af",
-    "gathered weights": "#7ba3cf",
-    "gradients": "#b9cfe6",
-    "gradients on their way": "#9fc0c8",
-    "optimizer": "#17615c",
-    "optimizer temporaries": "#4fa8a1",
-    "buckets": "#c7b3e0",
-    "activations": "#e1812c",
-    "checkpoints on their way": "#f0b27a",
-    "logits": "#f8d9bd",
-    "block at work": "#b5433f",
-    "context": "#d9d9d9",
-    "fragmentation": "#a6a6a6",
-    "chunk tails": "#dcc27a",
-    "staging": "#9a7d1f",
-}
+    "weights": "#3b75af", "gathered weights": "#7ba3cf", "gradients": "#b9cfe6", "gradients on their way": "#9fc0c8",
+    "optimizer": "#17615c", "optimizer temporaries": "#4fa8a1", "buckets": "#c7b3e0", "activations": "#e1812c",
+    "checkpoints on their way": "#f0b27a", "logits": "#f8d9bd", "block at work": "#b5433f", "context": "#d9d9d9",
+    "fragmentation": "#a6a6a6", "chunk tails": "#dcc27a", "staging": "#9a7d1f",
+}  # fmt: skip
 OTHER = "#6b6b6b"
 _MOST_STAGES = 12
 
