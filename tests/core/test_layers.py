@@ -25,7 +25,7 @@ LAYERS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 CORE = set().union(*LAYERS[:3])  # modules of the core may import each other, if not in a circle
-PLOTS = [f"papers/{name}" for name in ("style.py", "madmax/plots.py", "madmax/step_plots.py", "vtrain/plots.py",
+PLOTS = [f"papers/{name}" for name in ("madmax/plots.py", "madmax/step_plots.py", "vtrain/plots.py",
                                        "metis/plots.py", "studies/plots.py", "studies/wall_plots.py")]  # fmt: skip
 ONLY_IN = {
     "torch": ["runs/"],

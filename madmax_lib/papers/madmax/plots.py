@@ -34,7 +34,7 @@ __all__ = [
     "plot_strategies",
 ]
 
-_STRATEGIES = {
+_STRATEGY_COLORS = {
     "fsdp": "#6b6b6b", "ddp": "#b5485d", "tp,ddp": "#2a9d8f", "ddp,tp": "#7a5195", "fsdp,tp": "#c9a227",
     "fsdp,ddp": "#5a9bd4", "tp": "#a0785a", "tp,fsdp": "#1d3557",
 }  # fmt: skip
@@ -66,15 +66,15 @@ def plot_cloud(table: pd.DataFrame, x: str, y: str) -> Axes:
     """
     ax = new_axes(height=4.2)
     for (fits, strategy), part in table.groupby(["fits", "dense_strategy"]):
-        style = {"color": _STRATEGIES[strategy], "mew": 0} if fits else {"mfc": "none", "mec": GREY, "mew": 0.7}
+        style = {"color": _STRATEGY_COLORS[strategy], "mew": 0} if fits else {"mfc": "none", "mec": GREY, "mew": 0.7}
         ax.plot(part[x], part[y], _MARKS[strategy], ms=4, **style)
     good, sign = table[table["fits"]], 1 if y != "mqps" else -1
     fsdp, free = (_pareto(rows, x, y, sign) for rows in (good[good["dense_strategy"] == "fsdp"], good))
-    for front, color, name in ((fsdp, _STRATEGIES["fsdp"], "FSDP"), (free, PAPER, "best strategy")):
+    for front, color, name in ((fsdp, _STRATEGY_COLORS["fsdp"], "FSDP"), (free, PAPER, "best strategy")):
         last = front.iloc[-1]
         lines(ax, front, x, y, color=color, lw=1.2, drawstyle="steps-post", zorder=1)
         note(ax, last[x], last[y], f"{name}, {last['num_devices']} GPUs of {last['instance']}", dx=12, color=color)
-    key = [mark_key(_label(name), mark, _STRATEGIES[name], hollow=False, ms=5) for name, mark in _MARKS.items()]
+    key = [mark_key(_label(name), mark, _STRATEGY_COLORS[name], hollow=False, ms=5) for name, mark in _MARKS.items()]
     key.append(mark_key("does not fit in memory", "o", GREY, ms=5))
     if y == "mqps":
         ax.plot(table[x], table["published_mqps"], "o", mfc="none", mec=PAPER, ms=8, mew=0.7)
@@ -109,7 +109,7 @@ def plot_best(table: pd.DataFrame, *, by: str = "model", most: float, title: str
     free, fits = (rows.groupby(by).tail(1).set_index(by).loc[groups] for rows in (ranked, ranked[ranked["fits"]]))
     beyond = (free["gain"] > fits["gain"] * 1.0005).to_numpy()
     bars(ax, free.loc[beyond, "gain"], UNFIT, places=np.flatnonzero(beyond))
-    bars(ax, fits["gain"], [_STRATEGIES[name] for name in fits["dense_strategy"]], source="simulated")
+    bars(ax, fits["gain"], [_STRATEGY_COLORS[name] for name in fits["dense_strategy"]], source="simulated")
     published(ax, table["published_gain"], table[by].map(groups.index))
     for place, group in enumerate(groups):
         text = _gain(fits.loc[group])
@@ -118,7 +118,7 @@ def plot_best(table: pd.DataFrame, *, by: str = "model", most: float, title: str
         note(ax, max(fits.at[group, "gain"], free.at[group, "gain"]), place, text, dx=7, box=True)
     ax.axvline(most, color=PAPER, lw=0.8, ls="--")
     note(ax, most, -0.6, f"paper: up to {most:.2f}x", dx=2, dy=5)
-    ax.axvline(1, color=_STRATEGIES["fsdp"], lw=1)
+    ax.axvline(1, color=_STRATEGY_COLORS["fsdp"], lw=1)
     ax.title.set_position((0, 1.02))
     key = [_OURS, _RECORDED, *([patch_key("does not fit in memory", UNFIT)] if beyond.any() else [])]
     reach = 1.3 * table["gain"].max() + 0.3
@@ -184,15 +184,15 @@ def plot_context(table: pd.DataFrame) -> Axes:
     for strategy, part in seen.groupby("dense_strategy", sort=False):
         last, fits = part.iloc[-1], part["fits"].all()
         needs = "" if fits else f", needs {last['memory_needed_gb']:.0f} of {last['memory_gb']:.0f} GB"
-        style = {"color": _STRATEGIES[strategy], "marker": "o", "ms": 5, **({} if fits else unfit)}
+        style = {"color": _STRATEGY_COLORS[strategy], "marker": "o", "ms": 5, **({} if fits else unfit)}
         lines(ax, part, "context", "gain", by="dense_strategy", ends={strategy: _label(strategy) + needs}, **style)
     recorded = seen.dropna(subset="published_gain")
     published(ax, recorded["context"], recorded["published_gain"])
     for row in recorded.itertuples():
         text = f"{row.gain:.3f} ({row.gain / row.published_gain - 1:+.2%})"
         note(ax, row.context, row.gain, text, dy=10, fontsize=6.5, color="#444444")
-    ax.axhline(1, color=_STRATEGIES["fsdp"], lw=1)
-    note(ax, table["context"].min(), 1.0, "FSDP", dx=8, dy=7, color=_STRATEGIES["fsdp"])
+    ax.axhline(1, color=_STRATEGY_COLORS["fsdp"], lw=1)
+    note(ax, table["context"].min(), 1.0, "FSDP", dx=8, dy=7, color=_STRATEGY_COLORS["fsdp"])
     lengths = sorted(table["context"].unique())
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
@@ -249,7 +249,7 @@ def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
             texts = part["per_gpu"].map("{:.2f}".format)
             texts += "" if choice == "fsdp" else " " + part["dense_strategy"].map(_label)
             texts += (", needs " + part["memory_needed_gb"].map("{:.0f} GB".format)).where(~part["fits"], "")
-            fills = [_STRATEGIES[row.dense_strategy] if row.fits else UNFIT for row in part.itertuples()]
+            fills = [_STRATEGY_COLORS[row.dense_strategy] if row.fits else UNFIT for row in part.itertuples()]
             places = part["system"].map(systems.index)
             bars(ax, part["per_gpu"], fills, source="simulated", places=places, slot=(slot, 2), notes=texts)
         for system in set(systems) - set(rows["system"]):
