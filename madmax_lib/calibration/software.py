@@ -13,32 +13,15 @@ from functools import lru_cache
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.plan import Plan
-from madmax_lib.simulator.estimate import machine_fields, matrix_fields, model_fields, plan_fields
+from madmax_lib.simulator.estimate import machine_fields, matrix_fields
 from madmax_lib.simulator.memory.memory import usable_bytes
-from madmax_lib.specs import Cluster, Device, Transformer
+from madmax_lib.specs import Device
 
-__all__ = ["device_of", "machine_of", "number_of", "positive_of", "run_fields", "software_of", "text_of"]
+__all__ = ["device_of", "machine_of", "number_of", "positive_of", "software_of", "text_of"]
 
 _OLD = ("legacy", "deepspeed", "deepspeed-plain")  # Megatron of 2021-22: unfused attention, full recompute
 _WIRE_BYTES = {"legacy": 4.0, "deepspeed-plain": 4.0}  # per gradient, reduced and gathered; 6 for other software
 _SELECTIVE_GEMM = 0.35  # share of the matrix products that per-operator selective checkpointing repeats (torchtitan)
-
-
-def run_fields(
-    model: Transformer,
-    cluster: Cluster,
-    plan: Plan,
-    global_batch: int,
-    *,
-    sequence: int | None = None,
-    dtype: str = "bf16",
-    kernels: str = "eager",
-) -> tuple[dict, dict]:
-    """Fields and classes of a step whose model, cluster and plan are known; kernels: as in `machine_fields`."""
-    fields, classes = machine_fields(cluster, dtype, kernels=kernels)
-    fields |= model_fields(model, sequence) | matrix_fields(cluster.device, dtype) | plan_fields(plan, global_batch)
-    return fields, classes | {"mixture": "graph" if model.experts else "none"}
 
 
 def device_of(raw: dict) -> Device:

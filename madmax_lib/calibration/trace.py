@@ -16,9 +16,10 @@ from scipy.optimize import least_squares
 
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import SCALE, posterior
-from madmax_lib.calibration.software import run_fields
+from madmax_lib.case import Case
 from madmax_lib.kinds import collective_names
 from madmax_lib.plan import Plan
+from madmax_lib.simulator.estimate import case_fields
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
 from madmax_lib.simulator.step.inputs import Work
 from madmax_lib.simulator.step.step_time import step_time
@@ -81,8 +82,8 @@ def fit_timeline(
     """
     _check_one_stage(plan)
     begin, measured = begin or shipped(), kernel_seconds(timeline)
-    run = {"sequence": sequence, "dtype": dtype, "kernels": kernels}
-    fields, classes = run_fields(model, cluster, plan, global_batch, **run)
+    case = Case(model, cluster, plan, global_batch, sequence or 0, dtype)
+    fields, classes = case_fields(case, kernels=kernels)
     work = Work(fields | {"overlap_tp": 0}, classes)
     start = dict(begin.constants) | _link_share(timeline, cluster, plan, classes["family"])
     of_class = {"gemm_efficiency": classes["gemm"], "attention_efficiency": classes["attention"]}
@@ -134,8 +135,8 @@ def kernel_timeline(
     that made it are known. Raises ValueError for a pipeline.
     """
     _check_one_stage(plan)
-    run = {"sequence": sequence, "dtype": dtype, "kernels": kernels}
-    fields, classes = run_fields(model, cluster, plan, global_batch, **run)
+    case = Case(model, cluster, plan, global_batch, sequence or 0, dtype)
+    fields, classes = case_fields(case, kernels=kernels)
     work = Work(fields | {"overlap_tp": 0}, classes)
     parts = {name: float(value[0]) for name, value in step_time(work, parameters).items()}
     parts["gemm_s"] += parts["head_s"]

@@ -22,7 +22,7 @@ __all__ = ["baseline", "errors", "folds", "layout_ranks", "predict", "score"]
 _BUCKET_BYTES = 1e9  # 5e8 elements, the default of DeepSpeed
 _FOLDS = 10
 _ADAPTERS = 0.01  # share of the weights that LoRA trains
-_STACKS = {"legacy": "megatron", "deepspeed": "deepspeed", "deepspeed-plain": "deepspeed", "fused": "megatron"}
+_SOFTWARE = {"legacy": "megatron", "deepspeed": "deepspeed", "deepspeed-plain": "deepspeed", "fused": "megatron"}
 
 
 def predict(rows: pd.DataFrame, parameters: Parameters | None = None) -> pd.DataFrame:
@@ -156,7 +156,7 @@ def _memory_bytes(row: dict) -> float:
 
 def _peak_of(row: dict, recompute: str) -> float:
     ends = bool(row["ends_as_layers"]) and row["layers"] % row["pp"] > 0 and (row["layers"] + 2) % row["pp"] == 0
-    stack = _STACKS.get(row["software"], "torch")
+    software = _SOFTWARE.get(row["software"], "torch")
     degrees = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave", "zero")
     plan = Plan(
         **{name: int(row[name]) for name in degrees},
@@ -175,7 +175,7 @@ def _peak_of(row: dict, recompute: str) -> float:
         sequence=int(row["sequence"]),
         dtype=row["dtype"],
         global_batch=int(row["global_batch"]),
-        stack="torch" if row["zero"] == 3 and stack == "megatron" else stack,
+        software="torch" if row["zero"] == 3 and software == "megatron" else software,
         fused_loss=bool(row["fused_loss"]),
         trainable=max(float(row["trained"]), _ADAPTERS),
     )

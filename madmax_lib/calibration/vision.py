@@ -15,8 +15,9 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import fingerprint, fit
 from madmax_lib.calibration.published_rows import FIELD_DEFAULTS, to_work
-from madmax_lib.calibration.software import run_fields
+from madmax_lib.case import Case
 from madmax_lib.plan import Plan
+from madmax_lib.simulator.estimate import case_fields
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.step.step_time import step_time
@@ -81,10 +82,10 @@ def _row(run: dict[str, str], way: str) -> dict:
     cluster = catalog.cluster("p4d", nodes=gpus // 8)
     plan = Plan(dp=gpus, zero=3, micro_batch=batch // gpus)
     room = usable_bytes(cluster.device)
-    if peak_bytes(memory(model, plan, stack="torch")) > room:
+    if peak_bytes(memory(model, plan, software="torch")) > room:
         plan = replace(plan, recompute="full")
-    kept = way == "weights kept" and peak_bytes(memory(model, replace(plan, zero=2), stack="torch")) <= room
-    fields, classes = run_fields(model, cluster, plan, batch)
+    kept = way == "weights kept" and peak_bytes(memory(model, replace(plan, zero=2), software="torch")) <= room
+    fields, classes = case_fields(Case(model, cluster, plan, batch), kernels="eager")
     fields |= {"zero": 2 if kept else 3, "tensorwise": way == "gathers in turn"}
     measured, paper = (1e12 * float(run[f"{who}_tflop_per_s"]) for who in ("measured", "paper"))
     step_s = 3 * float(run["forward_tflop"]) * 1e12 * batch / gpus / measured

@@ -23,7 +23,7 @@ from madmax_lib.simulator.step.step_time import PARTS, step_time
 from madmax_lib.simulator.step.uncertainty import log_width
 from madmax_lib.specs import DLRM, Cluster, Device, Model, Transformer
 
-__all__ = ["estimate", "machine_fields", "matrix_fields", "model_fields", "plan_fields", "work_of"]
+__all__ = ["case_fields", "estimate", "machine_fields", "matrix_fields", "model_fields", "plan_fields", "work_of"]
 
 _CHUNK = 16384  # plans at a time: their arrays stay in the cache
 _STEP = ("step_s", "low_s", "high_s")
@@ -150,10 +150,15 @@ def _offloaded(case: Case, parameters: Parameters, policy: Policy) -> dict[str, 
 
 def work_of(case: Case) -> Work:
     """The steps of a case as the step-time model sees them."""
-    fields, classes = machine_fields(case.cluster, case.dtype)
+    return Work(*case_fields(case))
+
+
+def case_fields(case: Case, *, kernels: str = "fused") -> tuple[dict, dict]:
+    """Fields and classes of a case's steps; kernels: as in `machine_fields`."""
+    fields, classes = machine_fields(case.cluster, case.dtype, kernels=kernels)
     fields |= model_fields(case.model, case.sequence) | matrix_fields(case.cluster.device, case.dtype)
     fields |= plan_fields(case.plan, case.global_batch)
-    return Work(fields, classes | {"mixture": "graph" if case.model.experts else "none"})
+    return fields, classes | {"mixture": "graph" if case.model.experts else "none"}
 
 
 def model_fields(model: Transformer, sequence: int | None = None) -> dict[str, float]:

@@ -5,10 +5,10 @@ import pytest
 from support import make_timeline
 
 import madmax_lib as mm
-from madmax_lib.calibration.software import run_fields
 from madmax_lib.calibration.trace import fit_timeline, kernel_seconds, kernel_timeline
+from madmax_lib.case import Case
 from madmax_lib.plan import Plan
-from madmax_lib.simulator.estimate import estimate
+from madmax_lib.simulator.estimate import case_fields, estimate
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.step.inputs import Work
 from madmax_lib.simulator.step.step_time import step_time
@@ -27,7 +27,7 @@ def timeline(**options):
 
 def seconds():
     """What the run takes by cause, from the closed form."""
-    parts = step_time(Work(*run_fields(MODEL, CLUSTER, PLAN, **RUN)), MACHINE)
+    parts = step_time(Work(*case_fields(Case(MODEL, CLUSTER, PLAN, 8, 1024), kernels="eager")), MACHINE)
     return {name: float(value[0]) for name, value in parts.items()}
 
 

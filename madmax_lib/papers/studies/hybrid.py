@@ -130,8 +130,8 @@ def memory_rows() -> pd.DataFrame:
         ddp = row["config"] == "ddp"
         shards = {"zero": 0} if ddp else {"zero": 3, "bucket_bytes": _BUCKET_BYTES}
         plan = Plan(dp=row["gpus"], micro_batch=row["batch_per_gpu"], recompute="full", attention="unfused", **shards)
-        stack, model = "torch" if ddp else "deepspeed", _local_model(row["tp"])
-        parts = memory(model, plan, sequence=row["sequence"], dtype="fp16", stack=stack)
+        software, model = "torch" if ddp else "deepspeed", _local_model(row["tp"])
+        parts = memory(model, plan, sequence=row["sequence"], dtype="fp16", software=software)
         predicted_gib.append(peak_bytes(parts, allocated=True) / 2**30)
     table = table.rename(columns={"peak_memory_gib": "measured_gib"}).assign(predicted_gib=predicted_gib)
     table["error"] = table["predicted_gib"] / table["measured_gib"] - 1

@@ -46,8 +46,8 @@ def _size_tried(row: dict[str, str]) -> tuple[str, str, str, bool]:
 def _model_states(row: dict[str, str]) -> tuple[str, str, str, bool]:
     """A row of the ZeRO paper. Bytes per parameter depend on the plan alone: any shape gives them."""
     model, parameters = gpt_shape(512, 8), float(row["model"].split()[0])
-    table = memory(model, Plan.parse(row["plan"]), stack="deepspeed", dtype="fp16").set_index("component")["size_bytes"]
-    size_gb = table[_STATES].sum() / model.parameters * parameters / 1e9
+    parts = memory(model, Plan.parse(row["plan"]), software="deepspeed", dtype="fp16").set_index("component")
+    size_gb = parts.loc[_STATES, "size_bytes"].sum() / model.parameters * parameters / 1e9
     digits = len(row["value"].partition(".")[2])
     agrees = abs(size_gb - float(row["value"])) < 10.0**-digits
     fact = f"{parameters / 1e9:g}e9 parameters, {row['plan']} [ZeRO, Table 1]"

@@ -173,9 +173,9 @@ def memory_parts() -> pd.DataFrame:
     Columns strategy, component, phase, size_bytes, peak_bytes, before_update_bytes, usable_bytes.
     """
     parts, model, usable = [], catalog.model(_MODEL), usable_bytes(catalog.cluster(_CLUSTER).device)
-    for strategy, stack in (("ddp", "torch"), ("zero2", "deepspeed"), ("zero3", "deepspeed")):
+    for strategy, software in (("ddp", "torch"), ("zero2", "deepspeed"), ("zero3", "deepspeed")):
         plan = replace(plan_of(strategy), reduce_fp32=False, bucket_bytes=2 * _BUCKET_ELEMENTS)
-        table = memory(model, plan, dtype=_DTYPE, stack=stack)
+        table = memory(model, plan, dtype=_DTYPE, software=software)
         before = peak_bytes(table[table["component"] != "optimizer temporaries"])
         table = table.drop(columns="stage").assign(strategy=strategy, peak_bytes=peak_bytes(table))
         parts.append(table.assign(before_update_bytes=before, usable_bytes=usable))
