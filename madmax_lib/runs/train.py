@@ -69,7 +69,7 @@ def _train(directory: Path, rank: int) -> None:
             before_s = read.read_steps(directory)["total_s"].sum()  # of steps that an earlier start made
         start_s = time.perf_counter()
         with _writer(spec, directory) if first else nullcontext() as write:
-            _loop(spec, trainer, data, device, power, directory, write)
+            _loop(spec, trainer, data, power, directory, write)
         loop_s = time.perf_counter() - start_s
     peak = memory_bytes(device)["memory_peak_bytes"]
     ranks = _gather({"rank": rank, "memory_peak_bytes": peak, "host_rss_bytes": host_rss_bytes()})
@@ -100,16 +100,9 @@ def _trainer(spec: RunSpec, device: str):
     return engine.parallelize(spec.model, spec.plan, spec, device=device, sizes=spec.sizes)
 
 
-def _loop(
-    spec: RunSpec,
-    trainer,
-    data: Data,
-    device: str,
-    power: meter.Meter,
-    directory: Path,
-    write: Callable[[dict], None] | None,
-) -> None:
+def _loop(spec: RunSpec, trainer, data: Data, power: meter.Meter, directory: Path, write: Callable | None) -> None:
     """All steps that are left; `write` takes a row of each, on rank 0. A run that was taken up is not traced again."""
+    device = trainer.device.type
     trace = directory / f"trace_rank{os.environ['RANK']}.json.gz"
     with profiler(trace, device) if spec.profile and not trainer.steps_done else nullcontext() as recorder:
         for step in range(trainer.steps_done, spec.steps):

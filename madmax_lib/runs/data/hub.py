@@ -6,6 +6,7 @@ the files, `read` raises FileNotFoundError or ModuleNotFoundError with one line;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -50,20 +51,20 @@ SOURCES = {
 }
 
 
+@dataclass(frozen=True)
 class _Images:
-    """Images of a table, decoded when they are asked for. columns: of picture and label; image: pixels of a side."""
+    """Images of a table, decoded when they are asked for. columns: picture and label; image: pixels of a side."""
 
-    def __init__(self, table, columns: tuple[str, ...], image: int):
-        self.table = table
-        self.pair = itemgetter(*columns)
-        self.image = image
+    table: Sequence
+    columns: tuple[str, ...]
+    image: int
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Images (n, 3, image, image) float32 in -1..1 and labels (n,) int64."""
-        pictures, labels = zip(*(self.pair(self.table[int(index)]) for index in indices), strict=True)
+        pictures, labels = zip(*(itemgetter(*self.columns)(self.table[int(index)]) for index in indices), strict=True)
         return np.stack([_pixels(picture, self.image) for picture in pictures]), np.array(labels, dtype=np.int64)
 
 

@@ -21,6 +21,9 @@ from madmax_lib.specs import Transformer
 __all__ = ["Part", "correct", "means", "split", "total"]
 
 
+Share = tuple[int, int]  # a rank's number among the ranks of a dimension, and how many they are
+
+
 @dataclass(frozen=True)
 class Part:
     """A rank's part of a global batch.
@@ -37,13 +40,9 @@ class Part:
 
 
 def split(
-    batch: Mapping[str, Tensor],
-    spec: Transformer,
-    device: torch.device,
-    dp: tuple[int, int] = (0, 1),
-    cp: tuple[int, int] = (0, 1),
+    batch: Mapping[str, Tensor], spec: Transformer, device: torch.device, dp: Share = (0, 1), cp: Share = (0, 1)
 ) -> Part:
-    """The samples of a dp rank, and of them the tokens of a cp rank, on the device; dp, cp: rank and number of ranks.
+    """The samples of a dp rank, and of them the tokens of a cp rank, on the device.
 
     batch: tokens and targets (B, S), or images (B, 3, H, W) and labels (B,). Raises ValueError if dp does not divide B.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,25 +16,23 @@ from madmax_lib.runs.parallel.data_parallel import DataParallel
 __all__ = ["Accumulation"]
 
 
+@dataclass(frozen=True)
 class Accumulation:
-    """Runs a whole model on micro-batches of `samples`. split_logits: they are split over tp ranks."""
+    """Runs a whole model on micro-batches.
 
-    def __init__(
-        self,
-        module: nn.Module,
-        data_parallel: DataParallel,
-        samples: int,
-        split_logits: bool,
-        *,
-        phases: Phases,
-        autocast: AbstractContextManager,
-    ):
-        self.module = module
-        self.data_parallel = data_parallel
-        self.samples = samples
-        self.split_logits = split_logits
-        self.phases = phases
-        self.autocast = autocast
+    module: what to call.
+    data_parallel: how its gradients are reduced.
+    samples: of a micro-batch.
+    split_logits: whether logits are split over tp ranks.
+    phases, autocast: what times the passes, and what casts in them.
+    """
+
+    module: nn.Module
+    data_parallel: DataParallel
+    samples: int
+    split_logits: bool
+    phases: Phases
+    autocast: AbstractContextManager
 
     def run(self, inputs: Tensor, targets: Tensor, scale: float, train: bool) -> tuple[Tensor, Tensor]:
         """Forward, and with `train` backward, of all micro-batches; (sum of losses, right targets).

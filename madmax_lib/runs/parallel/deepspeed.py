@@ -28,18 +28,13 @@ __all__ = ["config", "parallelize"]
 
 def config(plan: Plan, settings: Settings) -> dict:
     """DeepSpeed's configuration of a plan, as in its JSON file."""
-    adam = {
-        "lr": settings.learning_rate,
-        "weight_decay": settings.weight_decay,
-        "betas": [0.9, 0.95],
-        "torch_adam": True,
-    }
+    adam = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, "betas": [0.9, 0.95]}
     content = {
         "train_batch_size": settings.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.micro_batches(settings.global_batch),
         "gradient_clipping": settings.clip_norm,
-        "optimizer": {"type": "AdamW", "params": adam},
+        "optimizer": {"type": "AdamW", "params": adam | {"torch_adam": True}},
         "zero_optimization": _zero(plan, TORCH_DTYPES[settings.dtype].itemsize),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -52,12 +47,8 @@ def config(plan: Plan, settings: Settings) -> dict:
 
 def _zero(plan: Plan, element_bytes: int) -> dict[str, object]:
     elements = int(plan.bucket_bytes / element_bytes) if math.isfinite(plan.bucket_bytes) else 2**62
-    zero = {
-        "stage": plan.zero,
-        "overlap_comm": True,
-        "reduce_bucket_size": elements,
-        "allgather_bucket_size": elements,
-    }
+    zero = {"stage": plan.zero, "overlap_comm": True}
+    zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
     if plan.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if plan.offload == "all":
@@ -97,12 +88,9 @@ class _DeepSpeedTrainer:
         self.phases = Phases(self.device)
         for _, layer in network.units():
             layer.checkpoint(plan.recompute)
-        self.engine, *_ = deepspeed.initialize(
-            model=network,
-            model_parameters=list(network.parameters()),
-            config=config(plan, settings),
-            dist_init_required=False,
-        )
+        options = {"config": config(plan, settings), "dist_init_required": False}
+        parameters = list(network.parameters())
+        self.engine, *_ = deepspeed.initialize(model=network, model_parameters=parameters, **options)
 
     def step(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
         """One training step on a global batch; the keys of `Trainer.step`.

@@ -65,7 +65,6 @@ class Pipeline:
         settings: Settings,
         dtype: torch.dtype,
         device: torch.device,
-        *,
         phases: Phases,
         autocast: AbstractContextManager,
     ):

@@ -75,16 +75,13 @@ class Trainer:
         plan, settings = self.plan, self.settings
         compute = TORCH_DTYPES[settings.dtype]
         mixed = compute != torch.float32 and not self.data_parallel.casts
-        passes = {
-            "phases": self.phases,
-            "autocast": torch.autocast(self.device.type, compute) if mixed else nullcontext(),
-        }
+        passes = self.phases, torch.autocast(self.device.type, compute) if mixed else nullcontext()
         if plan.pp == 1:
-            return Accumulation(wrapped[0], self.data_parallel, plan.micro_batch, settings.loss_parallel, **passes)
+            return Accumulation(wrapped[0], self.data_parallel, plan.micro_batch, settings.loss_parallel, *passes)
         from madmax_lib.runs.parallel.pipeline import Pipeline  # torch's pipelining takes half a second to import
 
         exchanged = compute if self.data_parallel.casts else torch.float32
-        return Pipeline(wrapped, self.modules, plan, self.mesh, settings, exchanged, self.device, **passes)
+        return Pipeline(wrapped, self.modules, plan, self.mesh, settings, exchanged, self.device, *passes)
 
     def step(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
         """One training step on a global batch, the same on every rank: tokens and targets, or images and labels.
