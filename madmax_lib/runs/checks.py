@@ -108,7 +108,7 @@ def _check_pipeline(plan: Plan, spec: Transformer, micro_batches: int) -> None:
     rounds = max(micro_batches // plan.pp, 1)
     if (plan.schedule, plan.interleave) == ("1f1b", 1) and micro_batches < plan.pp:
         raise ValueError(f"1f1b needs a micro-batch per stage, but there are {micro_batches} for pp={plan.pp}")
-    if (plan.interleave > 1 or plan.schedule == "zero-bubble") and plan.schedule != "gpipe" and micro_batches % rounds:
+    if (plan.interleave > 1 or plan.schedule == "zero-bubble") and micro_batches % rounds:
         raise ValueError(f"{micro_batches} micro-batches do not make {rounds} equal rounds over pp={plan.pp}")
     if plan.schedule == "zero-bubble" and plan.zero == 3 and plan.dp * plan.cp > 1:
         # seen with torch 2.13: parameters are resharded between the two halves of the backward pass

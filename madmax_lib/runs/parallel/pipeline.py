@@ -22,12 +22,9 @@ from madmax_lib.runs.settings import Settings
 __all__ = ["Pipeline"]
 
 _SCHEDULES = {
-    ("gpipe", False): schedules.ScheduleGPipe,
-    ("gpipe", True): schedules.ScheduleLoopedBFS,
-    ("1f1b", False): schedules.Schedule1F1B,
-    ("1f1b", True): schedules.ScheduleInterleaved1F1B,
-    ("zero-bubble", False): schedules.ScheduleInterleavedZeroBubble,
-    ("zero-bubble", True): schedules.ScheduleInterleavedZeroBubble,
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
 }
 
 
@@ -77,7 +74,7 @@ class Pipeline:
             stage = _TimedStage(module, number, count, device, input_args=inputs, output_args=outputs, group=group)
             stage.phases, stage.autocast = phases, autocast
             stages.append(stage)
-        kind = _SCHEDULES[plan.schedule, plan.interleave > 1]
+        kind = schedules.ScheduleInterleaved1F1B if plan.interleave > 1 else _SCHEDULES[plan.schedule]
         given = stages[0] if issubclass(kind, schedules.PipelineScheduleSingle) else stages
         micro_batches = plan.micro_batches(settings.global_batch)
         self.schedule = kind(given, micro_batches, loss_fn=self._loss, scale_grads=False)
