@@ -17,14 +17,7 @@ from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.offload.hosts import host_of
-from madmax_lib.simulator.offload.placement import (
-    METHODS,
-    Policy,
-    as_table,
-    bytes_by_place,
-    normalised,
-    peaks_by_place,
-)
+from madmax_lib.simulator.offload.placement import METHODS, Policy, as_table, bytes_by_place, normalised, peaks_by_place
 from madmax_lib.specs import Cluster, Model, Transformer
 
 __all__ = ["FitsResult", "LargestModel", "fits", "gpt_shape", "largest_model", "room_bytes", "shares_that_fit"]
@@ -104,12 +97,12 @@ def fits(
     global_batch: int,
     sequence: int | None = None,
     dtype: str = "bf16",
-    stack: str | None = None,
+    software: str | None = None,
     policy: Policy | None = None,
 ) -> FitsResult:
     """Whether a step of a model under a plan fits a cluster, with the place of every component.
 
-    sequence: tokens per sample, the model's own if None. stack: whose software, as in `memory` (without offload).
+    sequence: tokens per sample, the model's own if None. software: whose habits, as in `memory` (without offload).
     policy: how states leave the device; if it names no share, the least one that the device needs.
     Raises ValueError for a plan that cannot be laid over model and cluster, or an offload to what the cluster lacks.
 
@@ -120,15 +113,21 @@ def fits(
     """
     plan.check(model, cluster, global_batch, sequence or 0)
     if plan.offload is None:
-        table = memory(model, plan, sequence=sequence, dtype=dtype, global_batch=global_batch, software=stack)
-        return _result(_fullest(table), {"device": peak_bytes(table)}, room_bytes(cluster, plan))
-    case = normalised(Case(model, cluster, plan, global_batch, sequence or 0, dtype))
-    policy, room = policy or Policy(), room_bytes(cluster, plan)
-    possible = shares_that_fit(case, policy, room)
-    share = float(possible[0]) if len(possible) else 1.0 if policy.share is None else policy.share
-    sizes, devices = bytes_by_place(case, share, policy), cluster.devices_per_node
-    peaks = {place: float(size) for place, size in peaks_by_place(sizes, devices).items()}
-    return _result(as_table(sizes, devices), peaks, room, share)
+        parts = memory(model, plan, sequence=sequence, dtype=dtype, global_batch=global_batch, software=software)
+        parts = parts.groupby("component", sort=False)["size_bytes"]
+        sizes = {(name, "device"): size.to_numpy() for name, size in parts}
+        share, room = float("nan"), room_bytes(cluster, plan)
+    else:
+        case, policy = normalised(Case(model, cluster, plan, global_batch, sequence or 0, dtype)), policy or Policy()
+        room = room_bytes(cluster, plan)
+        possible = shares_that_fit(case, policy, room)
+        share = float(possible[0]) if len(possible) else 1.0 if policy.share is None else policy.share
+        sizes = bytes_by_place(case, share, policy)
+    peaks = peaks_by_place(sizes, cluster.devices_per_node)
+    margins = {place: size - float(peaks[place]) for place, size in room.items()}
+    table = as_table(sizes, cluster.devices_per_node)
+    table = table.assign(usable_bytes=table["place"].map(room), margin_bytes=table["place"].map(margins))
+    return FitsResult(all(margin >= 0 for margin in margins.values()), table, share)
 
 
 def shares_that_fit(case: Case, policy: Policy, room: dict[str, float]) -> np.ndarray:
@@ -169,8 +168,9 @@ def room_bytes(cluster: Cluster, plan: Plan) -> dict[str, float]:
 def largest_model(cluster: Cluster, method: str) -> LargestModel:
     """The largest GPT-2-like model of a method on all devices of a cluster, by data parallelism alone.
 
-    method: a name of the table above. Full recompute, one sample of 1,024 tokens per device, heads of 128 channels, 16
-    layers or more and at most one per 24 channels.
+    method: ddp, zero-1, zero-2, zero-3, zero-offload, zero-3-offload, zero-infinity, chunks or chunks-static. Full
+    recompute, one sample of 1,024 tokens per device, heads of 128 channels, 16 layers or more and at most one per 24
+    channels.
     Raises ValueError for an unknown method, or one whose smallest model does not fit.
     """
     if method not in _SIZE_METHODS:
@@ -201,21 +201,6 @@ def gpt_shape(hidden: int, layers: int, sequence: int = _SEQUENCE, heads: int = 
     """A GPT-2-like model of any size."""
     name = f"gpt-{hidden}x{layers}"
     return Transformer(name, layers, hidden, heads or hidden // _HEAD_DIM, 4 * hidden, sequence, _VOCAB)
-
-
-def _fullest(table: pd.DataFrame) -> pd.DataFrame:
-    """Components of the fullest stage."""
-    peaks = {stage: peak_bytes(part.assign(stage=0)) for stage, part in table.groupby("stage")}
-    part = table[(table["stage"] == max(peaks, key=peaks.get)) & (table["size_bytes"] > 0)]
-    return part.assign(place="device")[["component", "place", "size_bytes"]].reset_index(drop=True)
-
-
-def _result(
-    table: pd.DataFrame, peaks: dict[str, float], room: dict[str, float], share: float = float("nan")
-) -> FitsResult:
-    margins = {place: room[place] - peak for place, peak in peaks.items()}
-    table = table.assign(usable_bytes=table["place"].map(room), margin_bytes=table["place"].map(margins))
-    return FitsResult(all(margin >= 0 for margin in margins.values()), table, share)
 
 
 def _deepest(holds: Callable[[int, int], bool], width: int, least: int) -> int:

@@ -85,8 +85,7 @@ class Policy:
     share: 0..1 of what may leave the device, 1 for static full offload (default None: the best one is searched).
     gradient_bytes: per parameter beside the weights (default None: the method's).
     checkpoints: of full recompute go to the host (default None: as the method does).
-    delayed: the update runs beside the next step's passes, one step late (default False) [arXiv 2101.06840, section
-        5.2].
+    delayed: the update runs beside the next step's passes, one step late (default False) [arXiv 2101.06840, 5.2].
     """
 
     share: float | None = None
@@ -213,15 +212,12 @@ def _states(case: Case, count, method: Method, split: Split) -> dict[tuple[str, 
 
 def _with_tails(sizes: dict, waste: float) -> None:
     """Chunks of all states are a little larger than what they hold."""
-    for where in ("device", "host"):
-        held = sum(size for (name, at), size in sizes.items() if at == where and name in ("weights", "optimizer"))
-        sizes["chunk tails", where] = held * waste / (1 - waste)
+    for place in ("device", "host"):
+        sizes["chunk tails", place] = (sizes["weights", place] + sizes["optimizer", place]) * waste / (1 - waste)
 
 
 def _move_checkpoints(sizes: dict, layers: np.ndarray) -> None:
     """Activations to the host but for those of two layers."""
-    held = sizes["activations", "device"]
-    on_their_way = np.minimum(_WINDOW / np.maximum(layers, 1), 1.0) * held
+    sizes["activations", "host"] = held = sizes["activations", "device"]
+    sizes["checkpoints on their way", "device"] = np.minimum(_WINDOW / np.maximum(layers, 1), 1.0) * held
     sizes["activations", "device"] = 0 * held
-    sizes["checkpoints on their way", "device"] = on_their_way
-    sizes["activations", "host"] = held
