@@ -61,6 +61,13 @@ def test_vit_errors_are_relative_and_leave_the_run_out():
     assert (table["paper"] - table["measured"]).abs().mean() == pytest.approx(1 - published("vit_accuracy"), abs=5e-5)
 
 
+def test_share_of_fsdp_communication_that_prefetching_hides():
+    shares = madmax.prefetch_overlap().set_index(["model", "schedule"])["overlapped_share"]
+    expected = {"LLaMA-65B": (0.3006, 0.9018), "LLaMA2-70B 4K": (0.3313, 0.9932)}
+    for model, pair in expected.items():
+        assert shares[model][["pre-optimised", "optimised"]].tolist() == pytest.approx(pair, abs=6e-5)
+
+
 def test_memory_decides_and_nothing_is_left_out():
     table = madmax.strategies_over_fsdp()
     dlrm = table[table["model"] == "DLRM-A"].set_index("dense_strategy")

@@ -32,14 +32,6 @@ def result(*args, rules="released", systems=SYSTEMS, **kwargs):
     return evaluate(pd.DataFrame([case(*args, **kwargs)]), MODELS, systems, rules=rules).iloc[0]
 
 
-def throughput(*args, **kwargs):
-    return result(*args, **kwargs)["throughput_samples_per_s"]
-
-
-def llm(model, strategy="fsdp", **kwargs):
-    return result(model, strategy, "zionex-2048", batch=2048, **kwargs)
-
-
 # --- the recorded outputs of the public release
 
 
@@ -77,19 +69,13 @@ def test_local_dense_batch_is_computed_and_the_index_kept(reference, evaluated):
 # --- the cloud sheet of the artifact (figures 1 and 16)
 
 CLOUD_SYSTEMS = {
-    ("Cloud_A", "V100-16GB"): "p3.16xlarge",
-    ("Cloud_A", "V100-32GB"): "p3dn.24xlarge",
-    ("Cloud_A", "A100-40GB"): "p4d.24xlarge",
-    ("Cloud_A", "A100-80GB"): "p4de.24xlarge",
-    ("Cloud_A", "H100-80GB"): "p5.48xlarge",
-    ("Cloud_B", "V100-32GB"): "ND40rs_v2",
-    ("Cloud_B", "A100-40GB"): "ND96asr_v4",
-    ("Cloud_B", "A100-80GB"): "ND96asr_v4",
-    ("Cloud_C", "V100-16GB"): "n1",
-    ("Cloud_C", "A100-40GB"): "a2-highgpu-8g",
-    ("Cloud_C", "A100-80GB"): "a2-highgpu-8g",
+    ("Cloud_A", "V100-16GB"): "p3.16xlarge", ("Cloud_A", "V100-32GB"): "p3dn.24xlarge",
+    ("Cloud_A", "A100-40GB"): "p4d.24xlarge", ("Cloud_A", "A100-80GB"): "p4de.24xlarge",
+    ("Cloud_A", "H100-80GB"): "p5.48xlarge", ("Cloud_B", "V100-32GB"): "ND40rs_v2",
+    ("Cloud_B", "A100-40GB"): "ND96asr_v4", ("Cloud_B", "A100-80GB"): "ND96asr_v4", ("Cloud_C", "V100-16GB"): "n1",
+    ("Cloud_C", "A100-40GB"): "a2-highgpu-8g", ("Cloud_C", "A100-80GB"): "a2-highgpu-8g",
     ("Cloud_C", "A100-40GB(M)"): "a2-megagpu-16g",
-}
+}  # fmt: skip
 
 
 def cloud_system(row, known):
@@ -144,21 +130,7 @@ def test_cloud_hours_cost_and_energy(cloud, samples, suffix):
         np.testing.assert_allclose(value, sheet[f"{column}_{suffix}"], rtol=1e-7)
 
 
-# --- rates and schedules
-
-
-@pytest.mark.parametrize(
-    ("model", "schedule", "share"),
-    [
-        ("LLaMA-65B", "pre-optimised", 0.3006),
-        ("LLaMA-65B", "optimised", 0.9018),
-        ("LLaMA2-70B 4K", "pre-optimised", 0.3313),
-        ("LLaMA2-70B 4K", "optimised", 0.9932),
-    ],
-)
-def test_share_of_fsdp_communication_that_prefetching_hides(model, schedule, share):
-    row = llm(model, rules=MadmaxRules(schedule=schedule))
-    assert row["overlapped_comm_ms"] / row[COMPONENTS[2:]].sum() == pytest.approx(share, abs=6e-5)
+# --- rates
 
 
 def test_rates_of_zionex():
@@ -180,30 +152,23 @@ def test_rates_of_zionex():
 
 
 def test_stray_gather_costs_vit_ddp_what_the_release_charges():
-    released, without = (
-        result("ViT-10B", "ddp", batch=2048, rules=r) for r in (RELEASED, MadmaxRules(stray_gather=False))
-    )
+    def step(strategy, **switches):
+        return result("ViT-10B", strategy, batch=2048, rules=MadmaxRules(**switches))
+
+    released, without = step("ddp"), step("ddp", stray_gather=False)
     stray_ms = 1e3 * 128 * 2 * 5120 * 20480 * 2 / (2 * 60.0e9)  # W_FC x 128 devices at twice the AllReduce rate
     assert released["allgather_ms"] == pytest.approx(stray_ms, rel=1e-3)
-    assert released["allgather_ms"] == pytest.approx(447, abs=1)
-    assert without["allgather_ms"] == 0
-    assert without["iteration_ms"] < released["iteration_ms"]
+    assert without["allgather_ms"] == 0 and without["iteration_ms"] < released["iteration_ms"]
     for strategy in ("fsdp", "fsdp,tp", "fsdp,ddp"):  # there the first gather is needed
-        assert result("ViT-10B", strategy, batch=2048).equals(
-            result("ViT-10B", strategy, batch=2048, rules=MadmaxRules(stray_gather=False))
-        )
+        assert step(strategy).equals(step(strategy, stray_gather=False))
 
 
 @pytest.mark.parametrize(("strategy", "model"), [("tp,ddp", "DLRM-A"), ("fsdp,ddp", "DLRM-A"), ("fsdp,ddp", "GPT-3")])
 def test_corrected_ddp_moves_the_shard(strategy, model):
-    sharded = MadmaxRules(sharded_ddp=True)
-    gradients = []
-    for rules in (RELEASED, sharded):
-        spans = timeline(case(model, strategy), MODELS, SYSTEMS, rules=rules).spans
-        gradients.append(
-            spans.loc[spans["name"].str.contains("all_reduce (?:top|fc) 0 backward gradients"), "size_bytes"].max()
-        )
-    assert gradients[0] == 8 * gradients[1]
+    sharded, first = MadmaxRules(sharded_ddp=True), "all_reduce (?:top|fc) 0 backward gradients"
+    steps = [timeline(case(model, strategy), MODELS, SYSTEMS, rules=rules).spans for rules in (RELEASED, sharded)]
+    full, shard = (spans.loc[spans["name"].str.contains(first), "size_bytes"].max() for spans in steps)
+    assert full == 8 * shard
     assert result(model, strategy, rules=sharded)["iteration_ms"] <= result(model, strategy)["iteration_ms"]
 
 
@@ -219,9 +184,8 @@ def test_named_rules_and_schedules():
     assert MadmaxRules(stray_gather=False, sharded_ddp=True, blocking_fc=True) == CORRECTED
     assert result("DLRM-A", "tp,ddp", rules="corrected").equals(result("DLRM-A", "tp,ddp", rules=CORRECTED))
     for model, own in (("GPT-3", "pre-optimised"), ("ViT-10B", "optimised")):
-        assert result(model, "fsdp", batch=2048, rules=MadmaxRules(schedule=own)).equals(
-            result(model, "fsdp", batch=2048)
-        )
+        same = result(model, "fsdp", batch=2048, rules=MadmaxRules(schedule=own))
+        assert same.equals(result(model, "fsdp", batch=2048))
 
 
 # --- fine-tuning: ours, no published number

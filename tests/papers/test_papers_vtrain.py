@@ -366,26 +366,9 @@ def write(path, **fields):
     return path
 
 
-FILE = {
-    "num_gpus": 3360,
-    "gpu_name": "A100",
-    "tensor_parallel_size": 8,
-    "data_parallel_size": 12,
-    "pipeline_parallel_size": 35,
-    "global_batch_size": 1920,
-    "micro_batch_size": 1,
-    "num_layers": 105,
-    "hidden_size": 20480,
-    "num_attention_heads": 128,
-    "max_length": 2048,
-    "use_gradient_bucket": False,
-    "use_checkpoint": True,
-    "pipeline_scheduling": "1f1b",
-    "inter_node_bandwidth": 409.6,
-    "intra_node_bandwidth": 150,
-    "node_size": 8,
-    "trace_path": "trace/",
-}
+FULL = vars(Config(3360, "A100", 8, 12, 35, inter_node_bandwidth=409.6, trace_path="trace/"))
+FILE = {name: FULL[name] for name in FULL if name not in ("model_arch", "vocab_size", "ddp_bucket_size")}
+FILE["intra_node_bandwidth"] = 150
 
 
 def test_a_file_with_tabs_floats_and_another_order(tmp_path):
