@@ -30,6 +30,7 @@ class Stream(IntEnum):
     DRIVES = -2, "drives"
 
     def __new__(cls, number: int, label: str, group: str = ""):
+        """A number with its name and the group whose collectives run there."""
         member = int.__new__(cls, number)
         member._value_, member.label, member.group = number, label, group
         return member
