@@ -81,9 +81,9 @@ def device(name: str) -> Device:
 
 def device_named(text: str) -> Device | None:
     """The device of a name that CUDA or a trace gives, such as Tesla T4; None for an unknown one."""
-    found = [row.name for row in table("device_names").itertuples(index=False)
-             if re.search(row.pattern, text, re.IGNORECASE)]  # fmt: skip
-    return device(found[-1]) if found else None
+    rows = table("device_names").itertuples(index=False)
+    names = [row.name for row in rows if re.search(row.pattern, text, re.IGNORECASE)]
+    return device(names[-1]) if names else None
 
 
 def cluster(name: str, *, nodes: int | None = None) -> Cluster:
@@ -177,20 +177,20 @@ def _from_hugging_face(path: Path) -> Transformer:
 _LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 
+def _shape(config: dict) -> tuple[int, int, int, int]:
+    """layers, hidden, heads, ffn."""
+    return tuple(config[f] for f in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"))
+
+
 def _gpt2(name: str, config: dict) -> Transformer:
     hidden = config["n_embd"]
-    return Transformer(
-        name, config["n_layer"], hidden, config["n_head"], config.get("n_inner") or 4 * hidden,
-        config["n_positions"], config["vocab_size"],
-    )  # fmt: skip
+    shape = config["n_layer"], hidden, config["n_head"], config.get("n_inner") or 4 * hidden
+    return Transformer(name, *shape, config["n_positions"], config["vocab_size"])
 
 
 def _vit(name: str, config: dict) -> Transformer:
-    return Transformer(
-        name, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"],
-        config["intermediate_size"], image=config["image_size"], patch=config["patch_size"],
-        classes=len(config.get("id2label", {})) or config.get("num_labels", 1000),
-    )  # fmt: skip
+    classes = len(config.get("id2label", {})) or config.get("num_labels", 1000)
+    return Transformer(name, *_shape(config), image=config["image_size"], patch=config["patch_size"], classes=classes)
 
 
 def _llama(name: str, config: dict) -> Transformer:
@@ -198,11 +198,20 @@ def _llama(name: str, config: dict) -> Transformer:
     experts = config.get("num_local_experts") or config.get("num_experts") or 0
     bias = "qkv" if kind in ("qwen2", "qwen2_moe") else "all" if config.get("attention_bias") else "none"
     return Transformer(
-        name, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"],
-        config["intermediate_size"], config["max_position_embeddings"], config["vocab_size"],
-        kv_heads=config.get("num_key_value_heads") or 0, head_dim=config.get("head_dim") or 0, gated=True, norm="rms",
-        positions="rope", attention_bias=bias, qk_norm=kind.startswith("qwen3"), mlp_bias=config.get("mlp_bias", False),
-        tied=config.get("tie_word_embeddings", False), experts=experts,
+        name,
+        *_shape(config),
+        config["max_position_embeddings"],
+        config["vocab_size"],
+        kv_heads=config.get("num_key_value_heads") or 0,
+        head_dim=config.get("head_dim") or 0,
+        gated=True,
+        norm="rms",
+        positions="rope",
+        attention_bias=bias,
+        qk_norm=kind.startswith("qwen3"),
+        mlp_bias=config.get("mlp_bias", False),
+        tied=config.get("tie_word_embeddings", False),
+        experts=experts,
         active_experts=config.get("num_experts_per_tok", 0) if experts else 0,
         expert_ffn=config.get("moe_intermediate_size") or 0,
-    )  # fmt: skip
+    )

@@ -15,8 +15,10 @@ from pathlib import Path
 __all__ = ["megatron", "torchtitan"]
 
 # words in a flag that may change how a step is laid out; what comes after has them but does not
-_MATTERS = re.compile(r"parallel|pipeline|virtual|recompute|checkpoint-activations|shard|fsdp|zero|offload|bucket|"
-                      r"overlap|micro-batch|distributed-optimizer|mapping|capacity")  # fmt: skip
+_MATTERS = re.compile(
+    r"parallel|pipeline|virtual|recompute|checkpoint-activations|shard|fsdp|zero|offload|bucket|"
+    r"overlap|micro-batch|distributed-optimizer|mapping|capacity"
+)
 _HARMLESS = re.compile(
     r"^((no-)?(ckpt|overlap-p2p)-|(no-)?(tp-comm|async)-|distributed-|data-parallel-random-init|moe-pad|align-|ddp-pad|"
     r"zero-centered|overlap-moe|moe-shared-expert-overlap|rampup|dataloader)|embedding-init"
@@ -67,9 +69,8 @@ def megatron(args: str | Sequence[str] | Mapping[str, object], world_size: int |
     if "num-layers-per-virtual-pipeline-stage" in flags:
         plan["interleave"] = _interleave(flags, pp)
     _check_ends(flags, plan)
-    if _count(flags, "expert-tensor-parallel-size", tp) != tp:
-        raise ValueError(f"--expert-tensor-parallel-size={flags['expert-tensor-parallel-size']}: a plan splits experts "
-                         f"over tp={tp}")  # fmt: skip
+    if (expert_tp := _count(flags, "expert-tensor-parallel-size", tp)) != tp:
+        raise ValueError(f"--expert-tensor-parallel-size={expert_tp}: a plan splits experts over tp={tp}")
     plan |= _sharding(flags, plan["dp"] * cp) | _gradients(flags, plan["dp"] * cp) | _recompute(flags)
     plan["overlap_gather"] = "overlap-param-gather" in flags and plan["zero"] < 3
     if "cp-comm-type" in flags and cp > 1:
@@ -112,9 +113,8 @@ def _from_words(args: str | Sequence[str]) -> dict[str, str]:
 
 def _from_mapping(args: Mapping[str, object]) -> dict[str, str]:
     """Arguments by name, with or without dashes; None and False are not set."""
-    named = {str(name).lstrip("-").replace("_", "-"): value for name, value in args.items()}
-    return {name: "" if value is True else str(value) for name, value in named.items()
-            if value is not None and value is not False}  # fmt: skip
+    given = {name: value for name, value in args.items() if value is not None and value is not False}
+    return {str(k).lstrip("-").replace("_", "-"): "" if v is True else str(v) for k, v in given.items()}
 
 
 def _count(flags: Mapping[str, str], name: str, default: int = 1) -> int:
@@ -149,8 +149,8 @@ def _data_parallel(flags: Mapping[str, str], model_devices: int, ep: int, cp: in
 def _interleave(flags: Mapping[str, str], pp: int) -> int:
     each = _count(flags, "num-layers-per-virtual-pipeline-stage")
     if "num-virtual-stages-per-pipeline-rank" in flags:
-        raise ValueError("--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank exclude "
-                         "each other")  # fmt: skip
+        both = "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
+        raise ValueError(f"{both} exclude each other")
     if "num-layers" not in flags:
         raise ValueError(f"--num-layers-per-virtual-pipeline-stage={each} needs --num-layers")
     layers = _count(flags, "num-layers")

@@ -94,10 +94,12 @@ class Plans:
 
     def __getitem__(self, rows) -> Plans:
         """Some of the plans, as views of the columns; of a number, one plan."""
-        shape = self.shape
-        parts = {name: np.broadcast_to(column, shape)[rows] if np.ndim(column) else column
-                 for name, column in vars(self).items()}  # fmt: skip
-        return Plans(**{name: part.item() if isinstance(part, np.generic) else part for name, part in parts.items()})
+        shape, parts = self.shape, dict(vars(self))
+        for name, column in parts.items():
+            if np.ndim(column):
+                part = np.broadcast_to(column, shape)[rows]
+                parts[name] = part.item() if isinstance(part, np.generic) else part
+        return Plans(**parts)
 
 
 def owned(dense, experts, sharing, ep):

@@ -27,8 +27,8 @@ def bytes_unit(size_bytes: float) -> tuple[str, float]:
     >>> bytes_unit(2.5e6)
     ('MB', 1000000.0)
     """
-    return next((unit for unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size_bytes >= unit[1]),
-                ("B", 1.0))  # fmt: skip
+    units = ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)
+    return next((unit for unit in units if size_bytes >= unit[1]), ("B", 1.0))
 
 
 def format_bytes(size_bytes: float) -> str:

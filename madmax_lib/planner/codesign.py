@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -28,31 +29,34 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
             raise ValueError(f"resource {name!r} is not one of {', '.join(RESOURCES)}")
         if not factor > 0:
             raise ValueError(f"{name}: factor {factor} is not positive")
-    get = {**dict.fromkeys(RESOURCES, 1.0), **factors}
+    get = dict.fromkeys(RESOURCES, 1.0) | factors
     device = replace(
         cluster.device,
         peak_flops={kind: get["compute"] * peak for kind, peak in cluster.device.peak_flops.items()},
         memory_bandwidth_bytes_per_s=get["memory_bandwidth"] * cluster.device.memory_bandwidth_bytes_per_s,
         memory_bytes=get["memory"] * cluster.device.memory_bytes,
     )
-    links = {name: replace(link, bandwidth_bytes_per_s=get[name] * link.bandwidth_bytes_per_s)
-             for name, link in (("intra", cluster.intra), ("inter", cluster.inter))}  # fmt: skip
-    return replace(cluster, device=device, **links)
+    intra, inter = (
+        replace(link, bandwidth_bytes_per_s=get[name] * link.bandwidth_bytes_per_s)
+        for name, link in (("intra", cluster.intra), ("inter", cluster.inter))
+    )
+    return replace(cluster, device=device, intra=intra, inter=inter)
 
 
-def codesign(model: Transformer, cluster: Cluster, global_batch: int, factors: Sequence[float] = (0.5, 2.0, 4.0),
-             **options) -> pd.DataFrame:  # fmt: skip
+def codesign(
+    model: Transformer, cluster: Cluster, global_batch: int, factors: Sequence[float] = (0.5, 2.0, 4.0), **options
+) -> pd.DataFrame:
     """The best plan as the cluster is and with each of `RESOURCES` multiplied by each factor.
 
     Columns resource ("as it is" first), factor, plan, step_s, memory_bytes, speedup and value: d log(speed) / d
     log(resource), 1 where twice the resource halves the step. Where no plan fits, they are NaN. options: as in
     `search`; the space is `Space.quick()` if none is given.
     """
-    rows = [("as it is", 1.0), *((name, factor) for name in RESOURCES for factor in factors)]
-    found = [_best(model, scaled(cluster, {} if name == "as it is" else {name: factor}), global_batch, options)
-             for name, factor in rows]  # fmt: skip
-    table = pd.DataFrame([{"resource": name, "factor": factor, **best} for (name, factor), best in
-                          zip(rows, found, strict=True)])  # fmt: skip
+    rows = [{"resource": "as it is", "factor": 1.0, **_best(model, cluster, global_batch, options)}]
+    for name, factor in product(RESOURCES, factors):
+        best = _best(model, scaled(cluster, {name: factor}), global_batch, options)
+        rows.append({"resource": name, "factor": factor, **best})
+    table = pd.DataFrame(rows)
     table["speedup"] = table["step_s"].iloc[0] / table["step_s"]
     with np.errstate(divide="ignore", invalid="ignore"):
         table["value"] = np.log(table["speedup"]) / np.log(table["factor"])

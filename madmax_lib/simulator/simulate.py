@@ -142,10 +142,12 @@ def _with_members(group: pd.Series, rank: pd.Series, plan: Plan, groups: dict[st
     if set(group.cat.categories) <= set(plain):
         return group.array
     kinds, codes, ranks = group.cat.categories, group.cat.codes.to_numpy(), rank.to_numpy()
-    known, place = np.unique(ranks, return_inverse=True)
-    names = [[kind if kind in plain else member_name(kind, r, groups[kind].ranks, groups[kind].stride)
-              for r in known.tolist()] for kind in kinds]  # fmt: skip
-    texts, code = np.unique(np.array(names, dtype=object), return_inverse=True)
-    code = code.reshape(len(kinds), len(known))
-    return pd.Categorical.from_codes(np.where(codes < 0, -1, code[codes, place]), pd.Index(texts, dtype=object)
-                                     ).remove_unused_categories()  # fmt: skip
+    unique_ranks, place = np.unique(ranks, return_inverse=True)
+
+    def name(kind: str, member: int) -> str:
+        return kind if kind in plain else member_name(kind, member, groups[kind].ranks, groups[kind].stride)
+
+    names = np.array([[name(kind, member) for member in unique_ranks.tolist()] for kind in kinds], dtype=object)
+    texts, code = np.unique(names, return_inverse=True)
+    of_span = np.where(codes < 0, -1, code.reshape(names.shape)[codes, place])
+    return pd.Categorical.from_codes(of_span, pd.Index(texts, dtype=object)).remove_unused_categories()

@@ -16,7 +16,7 @@ from madmax_lib.simulator.rates.parameters import Parameters, bounds, load, save
 from madmax_lib.simulator.schedule.engine import run
 from madmax_lib.simulator.simulate import lay_out
 from madmax_lib.simulator.step.inputs import CLASSES, FIELDS, Work
-from madmax_lib.simulator.step.step_time import PARTS, pieces
+from madmax_lib.simulator.step.step_time import PARTS, layer_seconds
 
 GPT = mm.model("gpt3-175b")
 CLUSTER = mm.cluster("dgx-a100", nodes=16)
@@ -230,7 +230,7 @@ def test_work_names_what_is_missing():
     fields, classes = machine_fields(CLUSTER)
     fields |= model_fields(GPT) | matrix_fields(CLUSTER.device, "bf16") | plan_fields(Plan(tp=8, pp=8, dp=2), 64)
     work = Work(fields, classes | {"mixture": "none"})
-    assert work.shape == (1,) and set(pieces(work, IDEAL)) >= {"layer_s", "head_s", "weight_s", "send_s", "dp_s"}
+    assert work.shape == (1,) and set(layer_seconds(work, IDEAL)) >= {"layer_s", "head_s", "weight_s", "send_s", "dp_s"}
     with pytest.raises(ValueError, match="field 'layers' of a step is missing"):
         Work({k: v for k, v in fields.items() if k != "layers"}, classes | {"mixture": "none"})
     with pytest.raises(ValueError, match="'speed' is not a field"):

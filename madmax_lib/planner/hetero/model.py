@@ -1,9 +1,9 @@
 """What does a layer cost on a GPU type by the workbench's own simulator? Prices for a model in place of profiles.
 
-A model is an embedding, its layers and a head. Times are those of `simulator.step.step_time.pieces` with the shipped
-constants, memory that of `simulator.memory.memory.stage_bytes` with Megatron's habits (18 bytes per parameter, nothing
-sharded) in a pipeline: what a stage of two layers needs beyond one of one is a layer's. A single stage is so charged
-for a table that embedding and head share twice.
+A model is an embedding, its layers and a head. Times are those of `simulator.step.step_time.layer_seconds` with the
+shipped constants, memory that of `simulator.memory.memory.stage_bytes` with Megatron's habits (18 bytes per parameter,
+nothing sharded) in a pipeline: what a stage of two layers needs beyond one of one is a layer's. A single stage is so
+charged for a table that embedding and head share twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from madmax_lib.plans import Plans
 from madmax_lib.simulator.estimate import work_of
 from madmax_lib.simulator.memory.memory import by_phase, stage_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
-from madmax_lib.simulator.step.step_time import achieved_rates, pieces
+from madmax_lib.simulator.step.step_time import achieved_rates, layer_seconds
 from madmax_lib.specs import Cluster, Link, Model, Transformer
 
 __all__ = ["clusters_of", "nodes_of", "simulated_prices"]
@@ -53,7 +53,7 @@ def simulated_prices(
         tp, way, batch = map(np.array, zip(*rows, strict=True))
         plans = Plans(tp=tp, recompute=way, micro_batch=batch)
         work = work_of(Case(model, cluster, plans, 1, sequence or 0, dtype))
-        seconds = pieces(work, parameters)
+        seconds = layer_seconds(work, parameters)
         layer_s, head_s, update_s = (np.broadcast_to(seconds[part], work.shape) for part in _PARTS)
         base_bytes, held, live = _memory_bytes(model, plans, sequence, dtype)
         for i, (degree, recomputed, samples) in enumerate(rows):

@@ -9,13 +9,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BYTES", "Block", "Comm", "Op", "attention", "backward", "gemm", "mirror", "phases", "pointwise",
-           "storage_bytes", "wide"]  # fmt: skip
+__all__ = [
+    "BYTES",
+    "Block",
+    "Comm",
+    "Op",
+    "attention",
+    "backward",
+    "gemm",
+    "mirror",
+    "phases",
+    "pointwise",
+    "storage_bytes",
+    "wide",
+]
 
 BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5, "int8": 1}
 _FLASH_BACKWARD = 2.5  # five products instead of two: the scores are computed again [arXiv 2205.14135, appendix B]
-_MIRROR = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "copy", "copy": "all_reduce",
-           "all_to_all": "all_to_all"}  # fmt: skip
+_MIRROR = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "copy",
+    "copy": "all_reduce",
+    "all_to_all": "all_to_all",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +123,8 @@ def storage_bytes(dtype: str) -> int:
 
 def gemm(name: str, m, n, k, dtype: str, *, count=1.0, kind: str = "gemm", **flags) -> Op:
     """`count` products of (m, k) by (k, n)."""
-    read = count * (m * k + k * n) * BYTES[dtype]
-    return Op(name, kind, dtype, 2 * count * m * n * k, read, count * m * n * storage_bytes(dtype), (count, m, n, k),
-              **flags)  # fmt: skip
+    flops, read = 2 * count * m * n * k, count * (m * k + k * n) * BYTES[dtype]
+    return Op(name, kind, dtype, flops, read, count * m * n * storage_bytes(dtype), (count, m, n, k), **flags)
 
 
 def pointwise(name: str, read, written, dtype: str, *, kind: str = "pointwise", **flags) -> Op:

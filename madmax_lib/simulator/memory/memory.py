@@ -31,8 +31,19 @@ from madmax_lib.simulator.memory.states import (
 )
 from madmax_lib.specs import DLRM, Device, Model, Transformer
 
-__all__ = ["FRAGMENTATION", "PHASES", "by_phase", "dlrm_bytes", "held_layers", "memory", "moment_peak", "peak_bytes",
-           "stage_bytes", "usable_bytes"]  # fmt: skip
+__all__ = [
+    "FRAGMENTATION",
+    "PHASES",
+    "by_phase",
+    "dlrm_bytes",
+    "fullest_stage",
+    "held_layers",
+    "memory",
+    "moment_peak",
+    "peak_bytes",
+    "stage_bytes",
+    "usable_bytes",
+]
 
 PHASES = {
     "weights": "always", "gradients": "always", "optimizer": "always", "buckets": "always", "activations": "pass",
@@ -114,6 +125,12 @@ def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:
     stage, phase, size_bytes = (table[name].to_numpy() for name in ("stage", "phase", "size_bytes"))
     sums = {name: np.bincount(stage, np.where(phase == name, size_bytes, 0.0)) for name in PHASES.values()}
     return float(moment_peak(sums).max())
+
+
+def fullest_stage(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the pipeline stage with the highest peak, of a table of `memory`."""
+    stages = [table[table["stage"] == stage] for stage in table["stage"].unique()]
+    return max(stages, key=peak_bytes)
 
 
 def usable_bytes(device: Device) -> float:

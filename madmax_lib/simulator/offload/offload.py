@@ -20,7 +20,7 @@ from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, Offloaded, rate
 from madmax_lib.simulator.offload.placement import Policy, Split, split_of, streams_gradients
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.inputs import Work
-from madmax_lib.simulator.step.step_time import achieved_rates, head_passes, layer_passes, pieces
+from madmax_lib.simulator.step.step_time import achieved_rates, head_passes, layer_passes, layer_seconds
 
 __all__ = ["OffloadTimes", "best_offload", "offload_times"]
 
@@ -81,7 +81,7 @@ def offload_times(
     stage = _first_stage(case, work, parameters, offloaded)
     passes_s = (batches + plan.pp - 1) * (stage.start_s + stage.wait_s)
     drain_s = stage.tail_s(batches if streams_gradients(plan) else 1)
-    update_s = float(np.ravel(pieces(work, parameters)["optimizer_s"])[0]) * (1 - offloaded.split.states)
+    update_s = float(np.ravel(layer_seconds(work, parameters)["optimizer_s"])[0]) * (1 - offloaded.split.states)
     host_s, copy_s = _update(stage, offloaded)
     if offloaded.delayed:
         step_s = batches * stage.computed_s + passes_s + drain_s

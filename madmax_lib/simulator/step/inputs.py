@@ -68,8 +68,8 @@ class Work:
         missing += [name for name in CLASSES if name not in classes]
         if missing:
             raise ValueError(f"field {missing[0]!r} of a step is missing")
-        values = {name: np.atleast_1d(np.asarray(columns.get(name, default), float)) for name, default in
-                  FIELDS.items()}  # fmt: skip
+        given = {name: columns.get(name, default) for name, default in FIELDS.items()}
+        values = {name: np.atleast_1d(np.asarray(value, float)) for name, value in given.items()}
         self.codes = {name: _coded(classes[name]) for name in CLASSES}
         shapes = {value.shape for value in values.values()} | {code.shape for _, code in self.codes.values()}
         self.shape = np.broadcast_shapes(*shapes)

@@ -54,8 +54,9 @@ def power_phases(row: Mapping[str, float], device: Device) -> pd.DataFrame:
     return table
 
 
-def step_energy(row: Mapping[str, float], cluster: Cluster, tokens: float, host_busy_s: float = 0.0
-                ) -> dict[str, float]:  # fmt: skip
+def step_energy(
+    row: Mapping[str, float], cluster: Cluster, tokens: float, host_busy_s: float = 0.0
+) -> dict[str, float]:
     """Energy of a step of all nodes: devices_j, host_j (NaN where no TDP of the processors is known), token_j with
     token_low_j and token_high_j (`ERROR` either way).
 
@@ -67,8 +68,8 @@ def step_energy(row: Mapping[str, float], cluster: Cluster, tokens: float, host_
     busy_s = min(host_busy_s, row["step_s"])
     host_j = cluster.nodes * host_w * (_HOST_IDLE * (row["step_s"] - busy_s) + busy_s)
     token_j = np.nansum([devices_j, host_j]) / tokens
-    return {"devices_j": devices_j, "host_j": host_j, "token_j": token_j, "token_low_j": (1 - ERROR) * token_j,
-            "token_high_j": (1 + ERROR) * token_j}  # fmt: skip
+    spread = {"token_low_j": (1 - ERROR) * token_j, "token_high_j": (1 + ERROR) * token_j}
+    return {"devices_j": devices_j, "host_j": host_j, "token_j": token_j, **spread}
 
 
 def _known_tdp(device: Device) -> None:

@@ -1,7 +1,7 @@
 """How long does a training step take? One physical closed form for arrays of models, plans and machines.
 
-`pieces` turns steps (`work`) into the seconds of one layer, the head and the collectives; `step_time` adds them up
-along the pipeline: micro-batches x slowest stage + (pp - 1) / interleave x mean stage [Narayanan et al. 2021], then
+`layer_seconds` turns steps (`work`) into the seconds of one layer, the head and the collectives; `step_time` adds them
+up along the pipeline: micro-batches x slowest stage + (pp - 1) / interleave x mean stage [Narayanan et al. 2021], then
 gradient traffic, optimizer and host work.
 """
 
@@ -16,7 +16,16 @@ from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step import traffic
 from madmax_lib.simulator.step.inputs import Work
 
-__all__ = ["COMMUNICATION", "COMPUTE", "PARTS", "achieved_rates", "head_passes", "layer_passes", "pieces", "step_time"]
+__all__ = [
+    "COMMUNICATION",
+    "COMPUTE",
+    "PARTS",
+    "achieved_rates",
+    "head_passes",
+    "layer_passes",
+    "layer_seconds",
+    "step_time",
+]
 
 PARTS = ("gemm_s", "attention_s", "pointwise_s", "head_s", "launch_s", "tp_s", "cp_s", "ep_s", "fsdp_s", "bubble_s",
          "pp_s", "dp_s", "optimizer_s", "overhead_s")  # fmt: skip
@@ -31,7 +40,7 @@ def step_time(work: Work, parameters: Parameters) -> dict[str, np.ndarray]:
     Parts up to fsdp_s are those of the slowest pipeline stage over all micro-batches; fsdp_s, tp_s, cp_s and dp_s count
     only what is exposed.
     """
-    w, piece = work, pieces(work, parameters)
+    w, piece = work, layer_seconds(work, parameters)
     layers, heads = _slowest_stage(w, piece)
     inner = ("gemm_s", "attention_s", "pointwise_s", "launch_s", "tp_s", "cp_s", "ep_s", "fsdp_s")
     parts = {name: w.micro_batches * layers * piece[name] for name in inner}
@@ -43,11 +52,11 @@ def step_time(work: Work, parameters: Parameters) -> dict[str, np.ndarray]:
     parts["overhead_s"] = parameters.constants["step_s"]
     parts["step_s"] = sum(parts[name] for name in PARTS)
     shape = np.broadcast_shapes(np.shape(parts["step_s"]), w.shape)
-    return {name: part if np.shape(part := parts[name]) == shape else np.broadcast_to(part, shape)
-            for name in (*PARTS, "step_s")}  # fmt: skip
+    narrow = {name: np.broadcast_to(part, shape) for name, part in parts.items() if np.shape(part) != shape}
+    return {name: (parts | narrow)[name] for name in (*PARTS, "step_s")}
 
 
-def pieces(work: Work, parameters: Parameters) -> dict[str, np.ndarray]:
+def layer_seconds(work: Work, parameters: Parameters) -> dict[str, np.ndarray]:
     """Seconds of one layer and micro-batch by cause (forward and backward together), of the head and of a step's end.
 
     layer_s is the whole layer; weight_s its gradients of weights, which zero-bubble schedules compute in the bubble:
@@ -105,15 +114,22 @@ def achieved_rates(w: Work, p: Parameters) -> dict[str, np.ndarray]:
 
 def _layer(w: Work, p: Parameters, tokens, rates) -> tuple[dict, dict]:
     """Seconds of the mean layer by cause, forward and backward, before host time and FSDP traffic."""
-    gemm, attention, pointwise = _products_s(w, p, tokens, rates), _attention_s(w, p, tokens, rates), _pointwise_s(
-        w, p, tokens, rates)  # fmt: skip
+    gemm = _products_s(w, p, tokens, rates)
+    attention = _attention_s(w, p, tokens, rates)
+    pointwise = _pointwise_s(w, p, tokens, rates)
     attention_back = attention * np.where(w.unfused > 0, 2.0, 2.5)
     ring_s, exchange_s = traffic.tensor_s(w, p, tokens, rates), traffic.exchange_s(w, p, tokens, rates)
     keys_s, gradients_s = traffic.ring_s(w, p, tokens, rates)
     heads_s = traffic.to_heads_s(w, p, tokens, rates)
     repeated = w.recompute_gemm
-    forward = {"gemm_s": gemm, "attention_s": attention, "pointwise_s": pointwise, "tp_s": 2 * ring_s,
-               "cp_s": longer_of(attention, keys_s) - attention + heads_s, "ep_s": 2 * exchange_s}  # fmt: skip
+    forward = {
+        "gemm_s": gemm,
+        "attention_s": attention,
+        "pointwise_s": pointwise,
+        "tp_s": 2 * ring_s,
+        "cp_s": longer_of(attention, keys_s) - attention + heads_s,
+        "ep_s": 2 * exchange_s,
+    }
     accumulate_s = w.trained * w.constant("weight_bytes", p) * w.layer_weights / w.tp / rates["memory"]
     backward = {
         "gemm_s": gemm * (1 + w.trained + repeated) + accumulate_s,
@@ -155,8 +171,9 @@ def _attention_s(w: Work, p: Parameters, tokens, rates):
     fused_s = (whole + w.windowed_share * (near - whole)) / rates["attention"]
     if not np.any(w.unfused):
         return fused_s
-    unfused_s = unfused_attention_s(tokens, w.sequence, w.heads / w.tp, w.head_dim, rates["scores"], rates["memory"],
-                                    p.constants["softmax_factor"])  # fmt: skip
+    heads, scores, memory = w.heads / w.tp, rates["scores"], rates["memory"]
+    factor = p.constants["softmax_factor"]
+    unfused_s = unfused_attention_s(tokens, w.sequence, heads, w.head_dim, scores, memory, factor)
     return np.where(w.unfused > 0, unfused_s, fused_s)
 
 

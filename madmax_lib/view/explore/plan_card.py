@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import estimate
-from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
+from madmax_lib.simulator.memory.memory import fullest_stage, memory, peak_bytes, usable_bytes
 from madmax_lib.specs import Cluster, Transformer
 from madmax_lib.units import format_bytes, format_s
 from madmax_lib.view.drawing import COLORS, DASHED, bars, patch_key
@@ -75,9 +75,7 @@ def plan_card(
     """The cost of a plan. Raises ValueError, as `estimate` and `memory` do, for one that cannot be laid out."""
     row = estimate(model, cluster, plan, global_batch=global_batch, sequence=sequence).iloc[0]
     low_s, step_s, high_s = row["low_s"], row["step_s"], row["high_s"]
-    components = memory(model, plan, sequence=sequence, global_batch=global_batch)
-    stages = [components[components["stage"] == stage] for stage in components["stage"].unique()]
-    fullest = max(stages, key=peak_bytes)
+    fullest = fullest_stage(memory(model, plan, sequence=sequence, global_batch=global_batch))
     always = fullest[fullest["phase"] == "always"].set_index("component")["size_bytes"]
     parts = {name: float(always.get(name, 0.0)) for name in _STATES}
     parts["buffers and context"] = float(always.sum()) - sum(parts.values())
