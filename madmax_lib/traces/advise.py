@@ -142,8 +142,8 @@ def _gaps(timeline: Timeline) -> Iterator[Finding]:
 def _short_gaps(timeline: Timeline) -> pd.DataFrame:
     """Rows of `idle` for short gaps; none where the host is not known, as in simulations."""
     table = idle(timeline)
-    known = bool((device_work(timeline)["launch_row"] >= 0).any())
-    return table[(table["cause"] == "kernel_wait") & (table["count"] > 0) & known]
+    has_launches = bool((device_work(timeline)["launch_row"] >= 0).any())
+    return table[(table["cause"] == "kernel_wait") & (table["count"] > 0) & has_launches]
 
 
 def _copies(timeline: Timeline) -> Iterator[Finding]:

@@ -128,8 +128,8 @@ def op_names(names: Sequence[str]) -> np.ndarray:
     >>> op_names(["volta_sgemm_128x64_tn", "attention 3 forward", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"]).tolist()
     ['sgemm_tn', 'attention forward', 'all_reduce']
     """
-    known = collective_names(list(names))
-    return np.array([c or _op_name(n) for n, c in zip(names, known, strict=True)], dtype=object)
+    collectives = collective_names(list(names))
+    return np.array([c or _op_name(n) for n, c in zip(names, collectives, strict=True)], dtype=object)
 
 
 def op_classes(names: Sequence[str]) -> np.ndarray:
@@ -138,9 +138,9 @@ def op_classes(names: Sequence[str]) -> np.ndarray:
     >>> op_classes(["aten::addmm", "ampere_sgemm_64x64_nn", "head backward", "ncclDevKernel_AllGather"]).tolist()
     ['gemm', 'gemm', 'layer', 'all_gather']
     """
-    known, rows = collective_names(list(names)), _class_table()
-    found = [next(c for c, _, search in rows if search(name)) for name in names]
-    return np.array([c or f for c, f in zip(known, found, strict=True)], dtype=object)
+    collectives, rows = collective_names(list(names)), _class_table()
+    classes = [next(c for c, _, search in rows if search(name)) for name in names]
+    return np.array([c or f for c, f in zip(collectives, classes, strict=True)], dtype=object)
 
 
 def _weights(a: Timeline, b: Timeline) -> Iterator[tuple[dict[int, int], dict[int, int]]]:

@@ -67,14 +67,14 @@ def _file_order(stream: np.ndarray) -> np.ndarray:
     if all(s >= 0 or s == -1 - place for place, s in enumerate(by_row)):
         return np.arange(len(stream))
     host, device = {s for s in by_row if s < 0}, iter([s for s in by_row if s >= 0])
-    wanted = []
+    lanes = []
     while host:
-        lane = -1 - len(wanted)
+        lane = -1 - len(lanes)
         lane = lane if lane in host else next(device, max(host))
         host.discard(lane)
-        wanted.append(lane)
+        lanes.append(lane)
     place = dict(zip(streams.tolist(), first.tolist(), strict=True))
-    lead = np.array([place[s] for s in wanted], dtype=np.int64)
+    lead = np.array([place[s] for s in lanes], dtype=np.int64)
     return np.r_[lead, np.setdiff1d(np.arange(len(stream)), lead)]
 
 
@@ -152,16 +152,8 @@ def _step_rows(windows: dict[int, tuple[int, int]], steps: list[int]) -> pd.Data
         after = -(-max(end for _, end in windows.values()) // _US) * _US + _US
         rows.append((f"ProfilerStep#{max(steps, default=-1) + 1}", after, 0, -1))
     table = pd.DataFrame(rows, columns=["name", "start_ns", "dur_ns", "step"])
-    return table.assign(
-        kind="annotation",
-        cat="user_annotation",
-        label=table["name"],
-        correlation=-1,
-        op=-1,
-        group="",
-        size_bytes=np.nan,
-        lane=0,
-    )
+    table = table.assign(kind="annotation", cat="user_annotation", label=table["name"], lane=0)
+    return table.assign(correlation=-1, op=-1, group="", size_bytes=np.nan)
 
 
 def _launch_rows(spans: pd.DataFrame, windows: dict[int, tuple[int, int]]) -> list[pd.DataFrame]:

@@ -62,9 +62,9 @@ def align(timeline: Timeline) -> Timeline:
     before = timeline.meta.provenance.get("clock_offsets_s", {})
     taken_s = {str(rank): before.get(str(rank), 0.0) + ns / NS_PER_S for rank, ns in shift_ns.items()}
     apart = table.loc[table["reference"] != table["reference"].min(), "rank"]
-    told = {"clock_offsets_s": taken_s, "clocks_kept": [int(rank) for rank in apart]}
+    clocks = {"clock_offsets_s": taken_s, "clocks_kept": [int(rank) for rank in apart]}
     start_ns = timeline.spans["start_ns"] - shift_ns.reindex(timeline.spans["rank"]).to_numpy()
-    meta = replace(timeline.meta, provenance=timeline.meta.provenance | told)
+    meta = replace(timeline.meta, provenance=timeline.meta.provenance | clocks)
     side_tables = SideTables(partial(_shifted, timeline.side_tables, shift_ns))
     return Timeline(timeline.spans.assign(start_ns=start_ns), meta, timeline.edges, side_tables)
 

@@ -37,10 +37,10 @@ def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
     """
     spans = timeline.spans.iloc[row].reset_index(drop=True)
     table = _recorded(timeline, row, spans)
-    annotation, operator = _launched_in(timeline, row, spans)
+    annotation, operator = _labels_around_launch(timeline, row, spans)
     given, moved = _messages(timeline, annotation), _messages(timeline, operator)
-    labels = _of_labels(timeline, np.where(annotation >= 0, annotation, operator))
-    table["collective"] = _first_text(table["collective"], labels, _of_names(timeline, spans["name"]))
+    labels = _collectives_of_labels(timeline, np.where(annotation >= 0, annotation, operator))
+    table["collective"] = _first_text(table["collective"], labels, _collectives_of_names(timeline, spans["name"]))
     table["group"] = _first_text(table["group"], _simulated_groups(timeline, spans), spans["group"])
     table["dtype"] = _first_text(table["dtype"], moved["dtype"], given["dtype"])
     table["group_size"] = _group_sizes(timeline, table, spans["rank"], moved["ratio"])
@@ -53,12 +53,12 @@ def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
 
 def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame) -> pd.DataFrame:
     """Metadata on the row of a call, else on the host row with its operator id."""
-    told = timeline.side_tables["calls"] if len(row) else SideTables()["calls"]  # reads nothing for no call
-    at = timeline.spans[["rank", "op", "group"]].iloc[told["row"]].reset_index(drop=True)
-    told = told.reset_index(drop=True).join(at)
-    own, columns = told["row"].isin(row), [*_TEXTS, *_NUMBERS]
-    by_row = told[own].drop_duplicates("row").set_index("row").reindex(row).reset_index(drop=True)
-    host = told[~own & (told["op"] >= 0)].drop_duplicates(["rank", "op"])
+    records = timeline.side_tables["calls"] if len(row) else SideTables()["calls"]  # reads nothing for no call
+    at = timeline.spans[["rank", "op", "group"]].iloc[records["row"]].reset_index(drop=True)
+    records = records.reset_index(drop=True).join(at)
+    own, columns = records["row"].isin(row), [*_TEXTS, *_NUMBERS]
+    by_row = records[own].drop_duplicates("row").set_index("row").reindex(row).reset_index(drop=True)
+    host = records[~own & (records["op"] >= 0)].drop_duplicates(["rank", "op"])
     by_op = spans[["rank", "op"]].merge(host, on=["rank", "op"], how="left")
     by_row, by_op = (table[columns].astype(dict.fromkeys(_TEXTS, object)) for table in (by_row, by_op))
     table = by_row.where(by_row["collective"].notna(), by_op)
@@ -77,40 +77,41 @@ def _recorded_bytes(table: pd.DataFrame) -> pd.Series:
     return (elements * each).where(elements >= 0)
 
 
-def _launched_in(timeline: Timeline, row: np.ndarray, calls: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+def _labels_around_launch(timeline: Timeline, row: np.ndarray, calls: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """Row numbers (n,) of annotation (nccl:all_reduce) and c10d operator around the launch of each call, -1 without."""
     spans, names = timeline.spans, timeline.spans["name"].cat
     prefixes = [name.split(":")[0] if _LABEL.match(name) else "" for name in names.categories]
     prefix = np.array([*prefixes, ""], dtype=object)[names.codes]
     on_host = (spans["stream"] < 0).to_numpy()
     annotation = np.where(on_host[row] & (prefix[row] != ""), row, -1)
-    wanted = calls.loc[calls["stream"].ge(0) & calls["correlation"].ge(0), ["rank", "correlation"]]
-    launch = spans[on_host & spans["correlation"].isin(wanted["correlation"]).to_numpy()]
+    launched = calls.loc[calls["stream"].ge(0) & calls["correlation"].ge(0), ["rank", "correlation"]]
+    launch = spans[on_host & spans["correlation"].isin(launched["correlation"]).to_numpy()]
     launch = launch.drop_duplicates(["rank", "correlation"])[["rank", "correlation", "stream", "start_ns"]]
-    launch = wanted.reset_index(names="call").merge(launch, on=["rank", "correlation"]).sort_values("start_ns")
+    launch = launched.reset_index(names="call").merge(launch, on=["rank", "correlation"]).sort_values("start_ns")
     operator = np.full(len(row), -1)
-    for found, chosen in ((annotation, ~np.isin(prefix, ("", "c10d"))), (operator, prefix == "c10d")):
+    for rows, chosen in ((annotation, ~np.isin(prefix, ("", "c10d"))), (operator, prefix == "c10d")):
         at = np.flatnonzero(on_host & chosen)
         label = spans[["rank", "stream", "start_ns"]].iloc[at].assign(row=at)
         label["end_ns"] = label["start_ns"] + spans["dur_ns"].to_numpy()[at]
         around = pd.merge_asof(launch, label.sort_values("start_ns"), on="start_ns", by=["rank", "stream"])
         around = around[around["start_ns"] < around["end_ns"]]
-        found[around["call"]] = around["row"]
+        rows[around["call"]] = around["row"]
     return annotation, operator
 
 
-def _of_labels(timeline: Timeline, label: np.ndarray) -> pd.Series:
+def _collectives_of_labels(timeline: Timeline, label: np.ndarray) -> pd.Series:
     """Collective named by the annotation or operator in each row of `label`; send and recv are kept apart."""
     names = timeline.spans["name"].cat
     codes, which = np.unique(np.where(label >= 0, names.codes.to_numpy()[label], -1), return_inverse=True)
     texts = [_LABEL.match(names.categories[code])[1] if code >= 0 else "" for code in codes]
     # c10d names calls alike for every backend; the table of kinds lists the prefixes of those without kernels
-    known = [collective_names([f"xccl:{text}"])[0] if text else "" for text in texts]
-    known = [side[0] if (side := re.match("send|recv", t)) else name for t, name in zip(texts, known, strict=True)]
-    return pd.Series(np.array(known, dtype=object)[which], dtype=object).replace("generic", "")
+    named = collective_names([f"xccl:{text}" if text else "" for text in texts])
+    sides = [re.match("send|recv", text) for text in texts]
+    collectives = [side[0] if side else name for side, name in zip(sides, named, strict=True)]
+    return pd.Series(np.array(collectives, dtype=object)[which], dtype=object).replace("generic", "")
 
 
-def _of_names(timeline: Timeline, name: pd.Series) -> pd.Series:
+def _collectives_of_names(timeline: Timeline, name: pd.Series) -> pd.Series:
     name = name.cat.remove_unused_categories()
     return pd.Series(collectives_of(timeline, list(name.cat.categories))[name.cat.codes], dtype=object)
 
@@ -121,9 +122,9 @@ def _messages(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
     operators = operators[operators["row"].isin(row[row >= 0])].drop_duplicates("row").set_index("row")
     operators = operators[["shapes", "types"]].astype(object).reindex(row).fillna("")
     pairs = list(zip(operators["shapes"], operators["types"], strict=True))
-    known = {pair: _message(*pair) for pair in set(pairs)}
+    message_of = {pair: _message(*pair) for pair in set(pairs)}
     columns = ["sum_bytes", "larger_bytes", "ratio", "dtype"]
-    table = pd.DataFrame([known[pair] for pair in pairs], columns=columns)
+    table = pd.DataFrame([message_of[pair] for pair in pairs], columns=columns)
     return table.astype(dict.fromkeys(columns[:3], np.float64) | {"dtype": object})
 
 

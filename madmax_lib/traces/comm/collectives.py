@@ -123,8 +123,8 @@ def _distinct_calls(table: pd.DataFrame) -> pd.DataFrame:
     of_call = table.groupby(["group", "collective", "call"], sort=False)
     shortest = {"group_size": "max", "size_bytes": "mean", "duration_s": "min", "skew_s": "first"}
     each = of_call.agg(shortest).reset_index().rename(columns={"duration_s": "transfer_s"})
-    known = each["size_bytes"].notna() & (each["transfer_s"] > 0)
-    each["sized_s"], each["sent_bytes"] = each["transfer_s"].where(known), each["size_bytes"].where(known)
+    timed = each["size_bytes"].notna() & (each["transfer_s"] > 0)
+    each["sized_s"], each["sent_bytes"] = each["transfer_s"].where(timed), each["size_bytes"].where(timed)
     each["bus_bytes"] = each["sent_bytes"] * _bus_factor(each["collective"], each["group_size"])
     return each
 

@@ -62,11 +62,11 @@ def memory_timeline(timeline: Timeline, device: str | None = None) -> pd.DataFra
     where unknown (a CPU has no such pool). Raises ValueError for a device that the timeline does not have.
     """
     events = _events(timeline)
-    known = sorted(events["device"].unique())
-    if device is not None and known and device not in known:
-        raise ValueError(f"device {device!r} has no allocator events; the timeline has {', '.join(known)}")
+    devices = sorted(events["device"].unique())
+    if device is not None and devices and device not in devices:
+        raise ValueError(f"device {device!r} has no allocator events; the timeline has {', '.join(devices)}")
     events = events if device is None else events[events["device"] == device]
-    table = _placed(timeline, events)
+    table = _with_time_and_step(timeline, events)
     columns = [*_POOL, "time_s", "step", "allocated_bytes", "before_bytes", "reserved_bytes"]
     return with_origin(table[columns].reset_index(drop=True), timeline)
 
@@ -82,10 +82,11 @@ def allocations(timeline: Timeline) -> pd.DataFrame:
     """
     events = _events(timeline)
     born = events[events["born"]]
-    table = _placed(timeline, born).rename(columns={"time_s": "start_s"})
+    table = _with_time_and_step(timeline, born).rename(columns={"time_s": "start_s"})
     end_ns = events["time_ns"].to_numpy()[born["end"]] if len(born) else np.zeros(0, dtype=np.int64)
     lifetime_s = np.where(born["end"] >= 0, (end_ns - born["time_ns"]) / NS_PER_S, np.nan)
-    table = table.assign(end_s=table["start_s"] + lifetime_s, lifetime_s=lifetime_s, operator=_operator(timeline, born))
+    table = table.assign(end_s=table["start_s"] + lifetime_s, lifetime_s=lifetime_s)
+    table["operator"] = _innermost_operator(timeline, born)
     for column, names in _enclosing(timeline, born).items():
         table[column] = names
     columns = ["step", "size_bytes", "start_s", "end_s", "lifetime_s", "operator", "annotation", "module", "phase"]
@@ -99,7 +100,7 @@ def peak(timeline: Timeline) -> pd.DataFrame:
     The first of equal peaks. before_bytes: the part from before the trace. unused_bytes: reserved at that moment but
     not allocated (fragmentation and cache), NaN where the reserve is unknown.
     """
-    table = _placed(timeline, _peaks(_events(timeline)))
+    table = _with_time_and_step(timeline, _peaks(_events(timeline)))
     table["unused_bytes"] = table["reserved_bytes"] - table["peak_bytes"]
     columns = ["peak_bytes", "time_s", "step", "before_bytes", "reserved_bytes", "unused_bytes"]
     return with_origin(table[[*_POOL, *columns]].reset_index(drop=True), timeline)
@@ -116,13 +117,13 @@ def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
     events = _events(timeline)
     peaks = _peaks(events)
     live, of_pool = _held(events, peaks), peaks.set_index("pool")
-    live = live.assign(operator=_operator(timeline, live))
+    live = live.assign(operator=_innermost_operator(timeline, live))
     held = live.groupby(["pool", "operator"])["size_bytes"].agg(["sum", "count"]).reset_index()
     held = held.sort_values(["pool", "sum", "operator"], ascending=[True, False, True])
     rest = held.groupby("pool").cumcount() >= top
     others = held[rest].groupby("pool")[["sum", "count"]].sum().reset_index().assign(operator=_OTHERS)
-    known = held.groupby("pool")["sum"].sum().reindex(of_pool.index, fill_value=0)
-    before = (of_pool["peak_bytes"] - known).rename("sum").reset_index().assign(operator=BEFORE, count=np.nan)
+    followed = held.groupby("pool")["sum"].sum().reindex(of_pool.index, fill_value=0)
+    before = (of_pool["peak_bytes"] - followed).rename("sum").reset_index().assign(operator=BEFORE, count=np.nan)
     parts = [part for part in (held[~rest], others, before[before["sum"] != 0]) if len(part)]
     table = pd.concat(parts) if parts else held
     table = table.sort_values("pool", kind="stable").rename(columns={"sum": "size_bytes"})
@@ -138,7 +139,7 @@ def growth(timeline: Timeline) -> pd.DataFrame:
     first_bytes, last_bytes: allocated at the end of the first and of the last step. bytes_per_step: median change from
     one step's end to the next, so that a single allocation kept for good is no leak; NaN with less than two steps.
     """
-    events = _placed(timeline, _events(timeline))
+    events = _with_time_and_step(timeline, _events(timeline))
     ends = events[events["step"] >= 0].groupby(["pool", "step"]).tail(1).sort_values(["pool", "step"])
     ends = ends.assign(change=ends.groupby("pool")["allocated_bytes"].diff())
     grouped = ends.groupby("pool")
@@ -163,9 +164,9 @@ def read_memory_timeline(path: str | Path) -> pd.DataFrame:
         rows = np.array(msgspec.json.decode(text, type=list[tuple[int, int, int, int]]), dtype=np.int64).reshape(-1, 4)
     except (msgspec.DecodeError, OSError, EOFError, zlib.error, OverflowError) as error:
         raise ValueError(f"{path}: not a raw export of torch's memory timeline ({error})") from None
-    known = np.isin(rows[:, 1], (1, 2, 3, 4)) & (rows[:, 3] >= 0) & (rows[:, 3] < len(CATEGORIES))
-    if not known.all():
-        wrong = f"unknown action or category in {rows[~known][0].tolist()}"
+    valid = np.isin(rows[:, 1], (1, 2, 3, 4)) & (rows[:, 3] >= 0) & (rows[:, 3] < len(CATEGORIES))
+    if not valid.all():
+        wrong = f"unknown action or category in {rows[~valid][0].tolist()}"
         raise ValueError(f"{path}: not a raw export of torch's memory timeline ({wrong})")
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     time_ns = np.maximum(rows[:, 0], rows[rows[:, 0] >= 0, 0].min(initial=np.iinfo(np.int64).max))
@@ -197,31 +198,31 @@ def _events(timeline: Timeline) -> pd.DataFrame:
     size, pool = events["size_bytes"], events["pool"]
     end = _next_at_address(pool.to_numpy(), events["address"].to_numpy(), size.to_numpy())
     born = (size > 0) & (events["address"] != -1)
-    known = size.where(born, 0).to_numpy()  # change of the bytes that can be followed
-    freed = end[known_end := (born & (end >= 0)).to_numpy()]
-    known[freed] -= size.to_numpy()[known_end]
-    older = (-size).where((size < 0) & (known == 0), 0).groupby(pool).transform("sum")
+    followed = size.where(born, 0).to_numpy()  # change of the bytes that can be followed
+    freed = end[has_end := (born & (end >= 0)).to_numpy()]
+    followed[freed] -= size.to_numpy()[has_end]
+    older = (-size).where((size < 0) & (followed == 0), 0).groupby(pool).transform("sum")
     reserved = events["reserved_bytes"].where(events["reserved_bytes"] > 0).astype("float64")
     total = _without_gaps(events["allocated_bytes"], size, pool, older)
-    before = total - pd.Series(known).groupby(pool).cumsum()
+    before = total - pd.Series(followed).groupby(pool).cumsum()
     return events.assign(end=end, born=born, allocated_bytes=total, before_bytes=before, reserved_bytes=reserved)
 
 
 def _without_gaps(total: pd.Series, size: pd.Series, pool: pd.Series, unknown: pd.Series) -> np.ndarray:
     """Totals (n,), those below 0 integrated from the sizes: from the last known, else the next, else from `unknown`."""
     running = size.groupby(pool).cumsum().to_numpy()
-    told = pd.Series(total.index, dtype="float64").where(total >= 0)
-    told = told.groupby(pool).ffill().groupby(pool).bfill()
+    recorded = pd.Series(total.index, dtype="float64").where(total >= 0)
+    recorded = recorded.groupby(pool).ffill().groupby(pool).bfill()
     level = unknown.to_numpy() + running
-    near = told.dropna().to_numpy(dtype=np.int64)  # integers all the way: floats lose bytes beyond 2**53
-    level[told.notna()] = (total.to_numpy() - running)[near] + running[told.notna()]
+    near = recorded.dropna().to_numpy(dtype=np.int64)  # integers all the way: floats lose bytes beyond 2**53
+    level[recorded.notna()] = (total.to_numpy() - running)[near] + running[recorded.notna()]
     return level
 
 
 def _next_at_address(pool: np.ndarray, address: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Row (n,) of the next event with the same pool and address, -1 without; rows are in time order."""
-    known = np.flatnonzero((address != -1) & (size != 0))
-    order = known[np.lexsort((known, address[known], pool[known]))]
+    with_address = np.flatnonzero((address != -1) & (size != 0))
+    order = with_address[np.lexsort((with_address, address[with_address], pool[with_address]))]
     here, later = order[:-1], order[1:]
     same = (pool[here] == pool[later]) & (address[here] == address[later])
     following = np.full(len(pool), -1)
@@ -236,11 +237,11 @@ def _peaks(events: pd.DataFrame) -> pd.DataFrame:
     """
     top = events.loc[events.groupby("pool")["allocated_bytes"].idxmax()]
     first = events.groupby("pool").head(1)
-    found = (first["allocated_bytes"] - first["size_bytes"]).to_numpy()
-    falls = found > top["allocated_bytes"].to_numpy()
+    at_begin = (first["allocated_bytes"] - first["size_bytes"]).to_numpy()
+    falls = at_begin > top["allocated_bytes"].to_numpy()
     rows = np.where(falls, first.index - 1, top.index)
     peaks = events.loc[np.where(falls, first.index, top.index)]
-    peak_bytes, before_bytes = (np.where(falls, found, peaks[of]) for of in ("allocated_bytes", "before_bytes"))
+    peak_bytes, before_bytes = (np.where(falls, at_begin, peaks[of]) for of in ("allocated_bytes", "before_bytes"))
     return peaks.assign(row=rows, peak_bytes=peak_bytes, before_bytes=before_bytes).reset_index(drop=True)
 
 
@@ -250,7 +251,7 @@ def _held(events: pd.DataFrame, peaks: pd.DataFrame) -> pd.DataFrame:
     return events[events["born"] & (events.index <= at) & ((events["end"] == -1) | (events["end"] > at))]
 
 
-def _placed(timeline: Timeline, events: pd.DataFrame) -> pd.DataFrame:
+def _with_time_and_step(timeline: Timeline, events: pd.DataFrame) -> pd.DataFrame:
     """Events with time_s from the beginning of the timeline and the step they fall into."""
     spans = timeline.spans
     starts = [column.min() for column in (spans["start_ns"], timeline.side_tables["memory"]["time_ns"]) if len(column)]
@@ -272,34 +273,34 @@ def _step(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
     return step
 
 
-def _operator(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
+def _innermost_operator(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
     """Name (n,) of the innermost operator that was open when each event happened; see `allocations`."""
-    host = _host(timeline)
+    host = _host_spans(timeline)
     operators = host[host.index.isin(timeline.side_tables["operators"]["row"])]
     labels = host[host["kind"].isin(["cpu", "annotation"]) & (host["correlation"] < 0)]  # no calls of the runtime
-    found = _innermost(operators, events)
-    other = _innermost(labels, events)
-    names = pd.Series(np.where(found != "", found, np.where(other != "", other, OUTSIDE)), dtype=object)
+    operator = _innermost(operators, events)
+    label = _innermost(labels, events)
+    names = pd.Series(np.where(operator != "", operator, np.where(label != "", label, OUTSIDE)), dtype=object)
     return names.str.replace(_OBJECT, "", regex=True).to_numpy()
 
 
 def _enclosing(timeline: Timeline, events: pd.DataFrame) -> dict[str, np.ndarray]:
     """annotation, module and phase (n,) around each event."""
-    host = _host(timeline)
+    host = _host_spans(timeline)
     names = host["name"].cat.categories
     phase = [next((p for p, pattern in _PHASES if re.search(pattern, name)), "") for name in names]
     of_name = dict(zip(names, phase, strict=True)) | {"": ""}
-    known = {
+    rows_of = {
         "annotation": (host["kind"] == "annotation") & ~host["name"].str.contains(r"^ProfilerStep\s*#"),
         "module": host["name"].str.startswith("nn.Module: "),
         "phase": host["name"].map(of_name).astype(object) != "",
     }
-    found = {column: _innermost(host[rows], events) for column, rows in known.items()}
-    found["module"] = np.array([name.removeprefix("nn.Module: ") for name in found["module"]], dtype=object)
-    return found | {"phase": np.array([of_name[name] for name in found["phase"]], dtype=object)}
+    names_of = {column: _innermost(host[rows], events) for column, rows in rows_of.items()}
+    names_of["module"] = np.array([name.removeprefix("nn.Module: ") for name in names_of["module"]], dtype=object)
+    return names_of | {"phase": np.array([of_name[name] for name in names_of["phase"]], dtype=object)}
 
 
-def _host(timeline: Timeline) -> pd.DataFrame:
+def _host_spans(timeline: Timeline) -> pd.DataFrame:
     return timeline.spans[timeline.spans["stream"] < 0]
 
 
@@ -308,6 +309,6 @@ def _innermost(spans: pd.DataFrame, events: pd.DataFrame) -> np.ndarray:
     nest = Nest(spans, np.arange(len(spans)), closed=True)
     place = nest.at(thread_of(events), events["time_ns"].to_numpy())
     names = np.full(len(events), "", dtype=object)
-    found = place >= 0
-    names[found] = spans["name"].iloc[nest.rows[place[found]]].astype(object)
+    inside = place >= 0
+    names[inside] = spans["name"].iloc[nest.rows[place[inside]]].astype(object)
     return names

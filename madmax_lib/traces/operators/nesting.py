@@ -40,8 +40,8 @@ class Nest:
 
     def sums(self, place: np.ndarray, values) -> np.ndarray:
         """Values (m,) that belong to places (m,), -1 to none, added up by place."""
-        found, values = place >= 0, np.asarray(values)
-        total = np.bincount(place[found], values[found].astype(float), minlength=len(self.rows))
+        inside, values = place >= 0, np.asarray(values)
+        total = np.bincount(place[inside], values[inside].astype(float), minlength=len(self.rows))
         return total if values.dtype.kind == "f" else total.astype(np.int64)
 
     def inclusive(self, own: np.ndarray) -> np.ndarray:
@@ -57,11 +57,11 @@ class Nest:
 
     def _before(self, thread: np.ndarray, time_ns: np.ndarray, side: str) -> np.ndarray:
         """How many spans come before each (thread, time): np.searchsorted on two keys."""
-        asked = np.repeat([False, True], [len(self.rows), len(thread)])
-        last = asked if side == "right" else ~asked
+        is_query = np.repeat([False, True], [len(self.rows), len(thread)])
+        last = is_query if side == "right" else ~is_query
         order = np.lexsort((last, np.r_[self.start, time_ns], np.r_[self.thread, thread]))
         count = np.empty(len(order), dtype=np.int64)
-        count[order] = np.cumsum(~asked[order])
+        count[order] = np.cumsum(~is_query[order])
         return count[len(self.rows) :]
 
     def _climb(self, place: np.ndarray, time_ns: np.ndarray) -> np.ndarray:

@@ -58,7 +58,7 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
     table = sums.groupby(keys, observed=True).sum(min_count=1).reset_index()
     times = ["host_s", "self_host_s", "device_s", "self_device_s", "flops_per_s", "bytes_per_s"]
     table[times] = table[times].astype(float) / NS_PER_S
-    table["share"] = ratio(table["self_device_s"], table.groupby("rank")["self_device_s"].transform("sum"))
+    table["share"] = _share_of_rank(table, "self_device_s")
     table["flops_per_s"] = ratio(table["flops"], table["flops_per_s"])
     table["bytes_per_s"] = ratio(table["moved_bytes"], table["bytes_per_s"])
     table["flops_per_byte"] = ratio(table["flops"], table["moved_bytes"])
@@ -79,16 +79,12 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     nest = Nest(spans, np.flatnonzero(spans["name"].str.contains(_MODULE) & (spans["stream"] < 0)))
     host_ns = calls["self_device_ns"] * ~calls["on_device"].to_numpy(dtype=bool)  # kernels bring the device's
     launched = work[work["launch_row"] >= 0]
-    work = pd.DataFrame(
-        {
-            "thread": np.r_[calls["thread"], launched["thread"]],
-            "start_ns": np.r_[calls["start_ns"], launched["launch_ns"]],
-            "device_ns": np.r_[host_ns, launched["dur_ns"]],
-            "flops": np.r_[calls["flops"].fillna(0), np.zeros(len(launched))],
-        }
-    )
-    place, backward = _module_of(nest, calls, work, spans)
-    own = {"device_s": work["device_ns"], "backward_s": work["device_ns"] * backward, "flops": work["flops"]}
+    thread = np.r_[calls["thread"], launched["thread"]]
+    start_ns = np.r_[calls["start_ns"], launched["launch_ns"]]
+    device_ns = np.r_[host_ns, launched["dur_ns"]]
+    place, backward = _module_of(nest, calls, thread, start_ns, spans)
+    flops = np.r_[calls["flops"].fillna(0), np.zeros(len(launched))]
+    own = {"device_s": device_ns, "backward_s": device_ns * backward, "flops": flops}
     own = {column: nest.sums(place, values) for column, values in own.items()}
     names = np.array([_MODULE.sub("", name) for name in spans["name"].iloc[nest.rows]], dtype=object)
     once = ~nest.within(np.ones(len(names), dtype=bool), names)
@@ -109,7 +105,7 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     table.insert(2, "type", table["module"].astype(str).str.replace(r"_\d+$", "", regex=True))
     times = ["host_s", "device_s", "backward_s", "self_device_s"]
     table[times] = table[times].astype(float) / NS_PER_S
-    table["share"] = ratio(table["self_device_s"], table.groupby("rank")["self_device_s"].transform("sum"))
+    table["share"] = _share_of_rank(table, "self_device_s")
     table["flops"] = table["flops"].astype(float) if calls["flops"].notna().any() else np.nan
     table["flops_per_s"] = ratio(table["flops"], table["device_s"])
     table = table.sort_values(["self_device_s", "rank", "module"], ascending=[False, True, True], ignore_index=True)
@@ -125,7 +121,7 @@ def kernels(timeline: Timeline) -> pd.DataFrame:
     table = spans.groupby(["rank", "kind", "name"], observed=True)["dur_ns"].agg(**how).reset_index()
     times = [column for column in table if column.endswith("_s")]
     table[times] = table[times].astype(float) / NS_PER_S
-    table["share"] = ratio(table["total_s"], table.groupby("rank")["total_s"].transform("sum"))
+    table["share"] = _share_of_rank(table, "total_s")
     table = table.sort_values(["total_s", "rank", "name"], ascending=[False, True, True], ignore_index=True)
     return with_origin(table, timeline)
 
@@ -149,7 +145,7 @@ def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.Da
                 together = " + ".join(kind for bit, kind in enumerate(kinds) if state >> bit & 1)
                 rows.append((rank, together, time_ns / NS_PER_S))
     table = pd.DataFrame(rows, columns=["rank", "kinds", "total_s"])
-    table["share"] = ratio(table["total_s"], table.groupby("rank")["total_s"].transform("sum"))
+    table["share"] = _share_of_rank(table, "total_s")
     return with_origin(table, timeline)
 
 
@@ -221,21 +217,12 @@ def _without_operator(spans: pd.DataFrame, calls: pd.DataFrame, work: pd.DataFra
     work = work.assign(name=spans["name"].iloc[work["row"]].astype(object).to_numpy())
     work["name"] = work["name"].where(~recorded, OUTSIDE)
     rows = work.groupby(["rank", "name"])["dur_ns"].agg(device_ns="sum", calls="size").reset_index()
-    return rows.assign(
-        self_device_ns=rows["device_ns"],
-        host_ns=0,
-        self_host_ns=0,
-        kernels=rows["calls"],
-        shapes="",
-        dtype="",
-        flops=np.nan,
-        moved_bytes=np.nan,
-        again=False,
-    )
+    rows = rows.assign(self_device_ns=rows["device_ns"], host_ns=0, self_host_ns=0, kernels=rows["calls"])
+    return rows.assign(shapes="", dtype="", flops=np.nan, moved_bytes=np.nan, again=False)
 
 
-def _module_of(nest: Nest, calls: pd.DataFrame, work: pd.DataFrame, spans: pd.DataFrame) -> tuple:
-    """Place in the modules' nest (m,), -1 without, of launches and calls, and whether they are backward work.
+def _module_of(nest: Nest, calls: pd.DataFrame, thread: np.ndarray, start_ns: np.ndarray, spans: pd.DataFrame) -> tuple:
+    """Place in the modules' nest (m,), -1 without, of work that starts on a thread, and whether it is backward work.
 
     The innermost of the module and the backward operator around them decides; a backward operator stands for the
     module of the last forward operator with its sequence number, which is the one that made its node.
@@ -243,18 +230,22 @@ def _module_of(nest: Nest, calls: pd.DataFrame, work: pd.DataFrame, spans: pd.Da
     numbered, backward = calls["sequence"] >= 0, calls["forward_thread"] > 0
     forward = calls[numbered & ~backward].sort_values("start_ns", kind="stable")
     forward = forward.drop_duplicates(["rank", "sequence"], keep="last")
-    made = forward[["rank", "sequence"]].assign(
-        place=nest.at(forward["thread"].to_numpy(), forward["start_ns"].to_numpy())
-    )
+    forward["place"] = nest.at(forward["thread"].to_numpy(), forward["start_ns"].to_numpy())
+    forward_module = forward[["rank", "sequence", "place"]]
     back = Nest(spans, calls.loc[numbered & backward, "row"].to_numpy())
-    of_back = calls.set_index("row").loc[back.rows, ["rank", "sequence"]].merge(made, how="left")["place"].fillna(-1)
-    thread, start_ns = work["thread"].to_numpy(), work["start_ns"].to_numpy()
+    back_calls = calls.set_index("row").loc[back.rows, ["rank", "sequence"]]
+    of_back = back_calls.merge(forward_module, how="left")["place"].fillna(-1)
     direct, through = nest.at(thread, start_ns), back.at(thread, start_ns)
     direct_ns, through_ns = (np.r_[n.start, -1][at] for n, at in ((nest, direct), (back, through)))
     place = np.r_[of_back.to_numpy(dtype=np.int64), -1][through]
-    return np.where((place >= 0) & (through_ns >= direct_ns), place, direct), (place >= 0) & (through_ns >= direct_ns)
+    is_backward = (place >= 0) & (through_ns >= direct_ns)
+    return np.where(is_backward, place, direct), is_backward
 
 
 def ratio(value: pd.Series, by: pd.Series) -> pd.Series:
     """value / by, NaN where by is not positive."""
     return value.astype(float) / by.where(by > 0).astype(float)
+
+
+def _share_of_rank(table: pd.DataFrame, column: str) -> pd.Series:
+    return ratio(table[column], table.groupby("rank")[column].transform("sum"))

@@ -28,9 +28,9 @@ def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataF
     """
     work = operators(timeline, by_shape=True)
     table = work[work["moved_bytes"].notna() & (work["device_s"] > 0)].reset_index(drop=True)
-    known = device_of(timeline, device) if len(table) else None
-    table["peak_flops"] = [_peak(known, dtype) for dtype in table["dtype"]]
-    table["peak_bytes_per_s"] = known.memory_bandwidth_bytes_per_s if known else np.nan
+    specs = device_of(timeline, device) if len(table) else None
+    table["peak_flops"] = [_peak(specs, dtype) for dtype in table["dtype"]]
+    table["peak_bytes_per_s"] = specs.memory_bandwidth_bytes_per_s if specs else np.nan
     table["flops_per_byte"] = table["flops_per_byte"].fillna(0.0)
     compute = (table["flops_per_s"] / table["peak_flops"]).fillna(0.0)
     memory = table["bytes_per_s"] / table["peak_bytes_per_s"]
@@ -39,7 +39,7 @@ def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataF
     columns = ["rank", "name", "shapes", "dtype", "count", "device_s", "share"]
     columns += ["flops_per_byte", "flops_per_s", "bytes_per_s", "peak_flops", "peak_bytes_per_s", "bound", "roof"]
     table = table[columns].sort_values(["device_s", "name", "shapes"], ascending=[False, True, True], ignore_index=True)
-    return with_origin(table, work, device=known.name if known else "")
+    return with_origin(table, work, device=specs.name if specs else "")
 
 
 def mfu(timeline: Timeline, device: str | Device | None = None, flops_per_step: float | None = None) -> pd.DataFrame:
@@ -56,11 +56,11 @@ def mfu(timeline: Timeline, device: str | Device | None = None, flops_per_step: 
     by_dtype = calls[calls["flops"].notna()].groupby(["rank", "step", "dtype"], observed=True)["flops"].sum()
     by_dtype = by_dtype.reset_index()
     some = len(table) and (flops_per_step is not None or len(by_dtype))
-    known = device_of(timeline, device) if some and (device is not None or timeline.meta.device) else None
-    by_dtype["peak_s"] = by_dtype["flops"] / [_peak(known, dtype) for dtype in by_dtype["dtype"]]
+    specs = device_of(timeline, device) if some and (device is not None or timeline.meta.device) else None
+    by_dtype["peak_s"] = by_dtype["flops"] / [_peak(specs, dtype) for dtype in by_dtype["dtype"]]
     sums = by_dtype.groupby(["rank", "step"])[["flops", "peak_s"]].sum(min_count=1).reset_index()
     table = table.merge(sums, how="left")
-    peak = ratio(table["flops"], table.pop("peak_s")).fillna(_peak(known, "bf16"))
+    peak = ratio(table["flops"], table.pop("peak_s")).fillna(_peak(specs, "bf16"))
     if flops_per_step is not None:
         table["flops"] = float(flops_per_step)
     table = table[["rank", "step", "flops", "total_s"]]
@@ -79,11 +79,11 @@ def device_of(timeline: Timeline, device: str | Device | None = None) -> Device:
     if device is not None:
         return catalog.device(device)
     name = timeline.meta.device
-    found = catalog.device(name) if name in catalog.devices() else catalog.device_named(name)
-    if found is None:
+    specs = catalog.device(name) if name in catalog.devices() else catalog.device_named(name)
+    if specs is None:
         what = f"{name!r}, the timeline's device, is not in the catalog" if name else "the timeline names no device"
         raise ValueError(f"{what}; give device=, one of {', '.join(catalog.devices())}")
-    return found
+    return specs
 
 
 def _peak(device: Device | None, dtype: str) -> float:

@@ -36,13 +36,13 @@ def content_sha256(path: Path) -> str:
     """
     with open(path, "rb") as file:
         state = os.fstat(file.fileno())
-        if _off() or state.st_size < _WORTH_REMEMBERING_BYTES:
+        if _turned_off() or state.st_size < _WORTH_REMEMBERING_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
         stamp = f"{state.st_dev} {state.st_ino} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
         note = cache_folder() / "hashes" / hashlib.sha256(stamp.encode()).hexdigest()
         with contextlib.suppress(OSError):
-            if re.fullmatch("[0-9a-f]{64}", known := note.read_text()):
-                return known
+            if re.fullmatch("[0-9a-f]{64}", noted := note.read_text()):
+                return noted
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     if time.time() - state.st_ctime > _SETTLED_S:
         with contextlib.suppress(OSError), replacing(note) as temporary:
@@ -55,7 +55,7 @@ def cached(sha256: str, options: str, make: Callable[[], Timeline]) -> Timeline:
 
     sha256: of the trace file. options: text that tells apart what can be made of one file.
     """
-    if _off():
+    if _turned_off():
         return make()
     name = hashlib.sha256(f"{sha256} {_own_fingerprint()} {options}".encode()).hexdigest()
     entry = cache_folder() / "timelines" / f"{name}.parquet"
@@ -68,7 +68,7 @@ def cached(sha256: str, options: str, make: Callable[[], Timeline]) -> Timeline:
     return timeline
 
 
-def _off() -> bool:
+def _turned_off() -> bool:
     return os.environ.get("MADMAX_NO_CACHE", "0") not in ("", "0")
 
 

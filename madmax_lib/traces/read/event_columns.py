@@ -217,12 +217,12 @@ def _external_ids(args: list[Args]) -> np.ndarray:
 def _notes(args: list[Args], groups: Codes) -> tuple[np.ndarray, np.ndarray]:
     """Sizes in bytes (n,) and codes of groups (n,), of the few events that tell them."""
     sizes, codes = np.full(len(args), np.nan), np.zeros(len(args), dtype=np.int32)
-    told = [
+    with_notes = [
         row for row, a in enumerate(args) if a.size_bytes is not None or a.collective is not None or a.group is not None
     ]
-    for row in told:
+    for row in with_notes:
         sizes[row] = _size_bytes(args[row])
-    grouped = [row for row in told if args[row].group is not None]
+    grouped = [row for row in with_notes if args[row].group is not None]
     codes[grouped] = groups.of([_group(args[row]) for row in grouped])
     return sizes, codes
 

@@ -41,15 +41,15 @@ def written_names(spans: pd.DataFrame, on_device: bool) -> np.ndarray:
     wrapped = [kind in BUSY_KINDS or (kind == "annotation" and not on_device) for _, kind in pairs]
     labels = [original_name(name) if wrap else name for (name, _), wrap in zip(pairs, wrapped, strict=True)]
     for level in _ESCAPED:
-        good = _tells(labels, [kind for _, kind in pairs], on_device)
+        keeps = _keeps_kind(labels, [kind for _, kind in pairs], on_device)
         labels = [
-            _wrap(original_name(name), kind, level) if wrap and not tells else label
-            for label, (name, kind), wrap, tells in zip(labels, pairs, wrapped, good, strict=True)
+            _wrapped_name(original_name(name), kind, level) if wrap and not kept else label
+            for label, (name, kind), wrap, kept in zip(labels, pairs, wrapped, keeps, strict=True)
         ]
     return np.array(labels, dtype=object)[pair]
 
 
-def _tells(labels: list[str], kinds: list[str], on_device: bool) -> np.ndarray:
+def _keeps_kind(labels: list[str], kinds: list[str], on_device: bool) -> np.ndarray:
     """Whether a name has its kind for the reader and, on a device, for HTA (n,); a copy is known by its category."""
     ours, theirs = kernel_kinds(labels), kernel_kinds(labels, rules="hta")
     kind = np.where(np.isin(kinds, "other"), "memcpy", kinds)
@@ -58,7 +58,7 @@ def _tells(labels: list[str], kinds: list[str], on_device: bool) -> np.ndarray:
     return ((ours == kind) | (kind == "memcpy") & (ours == "compute")) & (theirs == kind)
 
 
-def _wrap(name: str, kind: str, level: str) -> str:
+def _wrapped_name(name: str, kind: str, level: str) -> str:
     prefix = {"memcpy": "Memcpy", "other": "Memset"}.get(kind, "kernel")
     if kind == "comm":
         prefix = "ncclDevKernel_" + "".join(word.capitalize() for word in collective_of(name).split("_"))
@@ -68,8 +68,8 @@ def _wrap(name: str, kind: str, level: str) -> str:
 
 def collective_of(name: str) -> str:
     """Collective that a name tells by our table of kernels or as a word in it, as simulated ones do."""
-    if known := collective_names([name])[0]:
-        return known
+    if collective := collective_names([name])[0]:
+        return collective
     letters = re.sub(r"[^a-z]", "", name.lower())
     words = [(collective.replace("_", ""), collective) for collective in COLLECTIVES]
     words += [("send", "send_recv"), ("recv", "send_recv")]

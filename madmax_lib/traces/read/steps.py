@@ -74,10 +74,10 @@ def step_spans(spans: pd.DataFrame) -> np.ndarray | None:
     for pattern in (_PROFILER_STEP, _ITERATION):
         number = np.array([int(m[1]) if (m := pattern.search(name)) else -1 for name in names], dtype=np.int64)
         of_row = number[annotations["name"].cat.codes.to_numpy()] if len(annotations) else number[:0]
-        if (found := of_row >= 0).any():
-            start = annotations["start_ns"].to_numpy()[found]
-            end = start + annotations["dur_ns"].to_numpy()[found]
-            table = np.stack([start, end, of_row[found]], axis=1)
+        if (is_step := of_row >= 0).any():
+            start = annotations["start_ns"].to_numpy()[is_step]
+            end = start + annotations["dur_ns"].to_numpy()[is_step]
+            table = np.stack([start, end, of_row[is_step]], axis=1)
             return table[np.argsort(table[:, 0], kind="stable")]
     return None
 

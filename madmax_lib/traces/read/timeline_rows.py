@@ -70,8 +70,8 @@ def _read(path: Path, hta: bool, user_kinds: str | Path | None) -> tuple[pd.Data
 def _rank(columns: EventColumns, trace: RawTrace) -> int:
     """Rank from distributedInfo, else from a collective's metadata, else from the file name, else 0 with a warning."""
     info = trace.envelope.get("distributedInfo")
-    told = info.get("rank") if isinstance(info, dict) else None
-    for rank in (told, columns.group_rank, rank_in_name(trace.path)):
+    own_rank = info.get("rank") if isinstance(info, dict) else None
+    for rank in (own_rank, columns.group_rank, rank_in_name(trace.path)):
         if _is_rank(rank):
             return rank
     trace.warn("no rank in distributedInfo, events or file name; taken as rank 0")
@@ -112,8 +112,8 @@ def _spans(columns: EventColumns, trace: RawTrace, rank: int, hta: bool, table: 
 
 def _user_collectives(columns: EventColumns, table: pd.DataFrame) -> dict[str, str]:
     """Collectives that a user's table names, for `exposed_by_collective`."""
-    found = dict(zip(columns.names, collective_names(columns.names, table=table), strict=True))
-    return {name: collective for name, collective in found.items() if collective}
+    collectives = dict(zip(columns.names, collective_names(columns.names, table=table), strict=True))
+    return {name: collective for name, collective in collectives.items() if collective}
 
 
 def _device_name(properties) -> str:
@@ -174,8 +174,8 @@ def _hta_kinds(columns: EventColumns, table: pd.DataFrame) -> tuple[np.ndarray, 
 def _kind_of_name(columns: EventColumns, rows: np.ndarray, rules: str, table: pd.DataFrame) -> np.ndarray:
     names, used = columns.name[rows], np.zeros(len(columns.names), dtype=bool)
     used[names] = True
-    told = [columns.names[code] for code in np.flatnonzero(used)]
-    kinds = kernel_kinds(told, rules=rules, table=table)
+    used_names = [columns.names[code] for code in np.flatnonzero(used)]
+    kinds = kernel_kinds(used_names, rules=rules, table=table)
     of_name = np.zeros(len(used), dtype=np.int8)
     of_name[used] = [KINDS.index(kind) for kind in kinds]
     return of_name[names]

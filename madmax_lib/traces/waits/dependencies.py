@@ -174,10 +174,10 @@ def _waits(calls: pd.DataFrame, launches: pd.DataFrame, syncs: pd.DataFrame, dev
     tells = waits["tells"]
     yield "sync", *_last_launched(waits[~tells].assign(target=2 * waits.loc[~tells, "last"] + 1), device)
     waits, device = waits.rename(columns={"thread": "caller"}), device.rename(columns={"stream": "own"})
-    for known, lane, by in ((waits["on"] >= 0, "on", "own"), (waits["on"] < 0, "caller", "thread")):
+    for chosen, lane, by in ((waits["on"] >= 0, "on", "own"), (waits["on"] < 0, "caller", "thread")):
         after = device.rename(columns={by: lane})[["rank", lane, "launch_ns", "slice"]]
         keys = {"left_on": "start_ns", "right_on": "launch_ns", "by": ["rank", lane]}
-        held = pd.merge_asof(waits[tells & known], after, direction="forward", **keys).dropna(subset="slice")
+        held = pd.merge_asof(waits[tells & chosen], after, direction="forward", **keys).dropna(subset="slice")
         held["target"] = 2 * held["slice"].astype("int64")
         yield "event", *_last_launched(held, device.rename(columns={"own": "stream"}))
 
@@ -194,18 +194,21 @@ def _last_launched(waits: pd.DataFrame, device: pd.DataFrame) -> tuple[np.ndarra
 
 def _transfers(spans: pd.DataFrame, slices: pd.DataFrame, slice_of_row: np.ndarray) -> Iterator[tuple]:
     """gloo's transfers on threads of their own: started by a c10d operator, whose thread may wait for them."""
-    c10d = spans[(spans["stream"] < 0) & spans["name"].str.startswith("c10d::")]
+    c10d_spans = spans[(spans["stream"] < 0) & spans["name"].str.startswith("c10d::")]
     gloo = spans[(spans["stream"] < 0) & (spans["kind"] == "comm")]
-    for rank, asked in c10d.groupby("rank"):
-        asked = asked.sort_values("start_ns", kind="stable")
-        done = gloo[(gloo["rank"] == rank) & ~gloo["stream"].isin(asked["stream"])].sort_values("start_ns")
-        turn = np.arange(len(done))  # queued one after the other; if some are missing, the last one asked for
-        if len(done) != len(asked):
-            turn = np.searchsorted(asked["start_ns"], done["start_ns"], side="right") - 1
-        done, call = done[turn >= 0], asked.iloc[turn[turn >= 0]]
-        yield "launch", 2 * slice_of_row[0, call.index], 2 * slice_of_row[0, done.index]
-        ended, end_ns = 2 * slice_of_row[1, done.index] + 1, (done["start_ns"] + done["dur_ns"]).to_numpy()
-        for thread in asked["stream"].unique():
+    for rank, operators in c10d_spans.groupby("rank"):
+        operators = operators.sort_values("start_ns", kind="stable")
+        transfers = gloo[(gloo["rank"] == rank) & ~gloo["stream"].isin(operators["stream"])].sort_values("start_ns")
+        turn = np.arange(len(transfers))  # queued one after the other; if some are missing, the last one operators for
+        if len(transfers) != len(operators):
+            turn = np.searchsorted(operators["start_ns"], transfers["start_ns"], side="right") - 1
+        transfers, call = transfers[turn >= 0], operators.iloc[turn[turn >= 0]]
+        yield "launch", 2 * slice_of_row[0, call.index], 2 * slice_of_row[0, transfers.index]
+        ended, end_ns = (
+            2 * slice_of_row[1, transfers.index] + 1,
+            (transfers["start_ns"] + transfers["dur_ns"]).to_numpy(),
+        )
+        for thread in operators["stream"].unique():
             mine = (call["stream"] == thread).to_numpy()
             lane = slices[(slices["rank"] == rank) & (slices["stream"] == thread)]
             _, after = _pauses(lane, spans, end_ns[mine], end_ns[mine])

@@ -42,8 +42,8 @@ def _working(spans: pd.DataFrame) -> pd.Series:
     """Spans of host threads that run operators or calls of the device; where a rank has such, others only wait."""
     works = (spans["correlation"] >= 0) | (spans["op"] >= 0) | spans["kind"].isin(BUSY_KINDS)
     works = works & (spans["stream"] < 0) & (spans["kind"] != "annotation")
-    known = works.groupby(spans["rank"]).transform("any")
-    return works.groupby([spans["rank"], spans["stream"]]).transform("any") | ~known
+    rank_works = works.groupby(spans["rank"]).transform("any")
+    return works.groupby([spans["rank"], spans["stream"]]).transform("any") | ~rank_works
 
 
 def _cut(thread: pd.DataFrame) -> pd.DataFrame:

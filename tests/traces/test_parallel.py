@@ -14,7 +14,7 @@ import pytest
 
 import madmax_lib as mm
 from madmax_lib.datasets import dataset
-from madmax_lib.traces.read import kineto, parallel as many
+from madmax_lib.traces.read import kineto, parallel
 from madmax_lib.traces.read.events import TraceWarning
 
 distributed = pytest.importorskip("distributed")
@@ -50,13 +50,13 @@ def place(request, monkeypatch):
     """A client or None; small files are spread over processes too."""
     if request.param == "processes":
         monkeypatch.setattr(many, "_WORTH_A_PROCESS_BYTES", 0)
-        monkeypatch.setattr(many.os, "sched_getaffinity", lambda _: {0, 1})
+        monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: {0, 1})
     return request.getfixturevalue("dask_client") if request.param == "dask" else None
 
 
 def test_results_come_in_the_order_of_the_files_and_failures_beside_them(tmp_path, place):
     paths = files(tmp_path, "a", "bad", "c")
-    results = many.read_all(length_or_fail, paths, place)
+    results = parallel.read_all(length_or_fail, paths, place)
     assert list(results) == paths and results[paths[0]] == 1 and results[paths[2]] == 3
     assert isinstance(results[paths[1]], ValueError) and "bad: broken" in str(results[paths[1]])
 
@@ -66,7 +66,7 @@ def test_a_cluster_without_workers_does_not_hang(tmp_path, monkeypatch):
 
     monkeypatch.setattr(many, "_PATIENCE_S", 0.05)
     with LocalCluster(n_workers=0, dashboard_address=":0", processes=False) as cluster, Client(cluster) as client:
-        results = many.read_all(length, files(tmp_path, "a", "b"), client)
+        results = parallel.read_all(length, files(tmp_path, "a", "b"), client)
     assert {str(reason) for reason in results.values()} == {"no dask worker for 0.05 s"}
 
 
@@ -91,23 +91,23 @@ def test_a_list_with_a_failing_file_is_refused(tmp_path):
 
 def test_processes_are_bounded_by_cores_files_and_memory(tmp_path, monkeypatch):
     paths = files(tmp_path, "a", "b", "c")
-    monkeypatch.setattr(many.os, "sched_getaffinity", lambda _: set(range(8)))
-    assert many._local_workers(paths) == 1  # not worth it
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: set(range(8)))
+    assert parallel._local_workers(paths) == 1  # not worth it
     monkeypatch.setattr(many, "_text_bytes", lambda _: 1 << 30)
     monkeypatch.setattr(many, "_free_bytes", lambda: 1e12)
-    assert many._local_workers(paths) == 3 and many._local_workers(paths[:1]) == 1
+    assert parallel._local_workers(paths) == 3 and parallel._local_workers(paths[:1]) == 1
     monkeypatch.setattr(many, "_free_bytes", lambda: 1.3e9)
-    assert many._local_workers(paths) == 2
+    assert parallel._local_workers(paths) == 2
     monkeypatch.setattr(many, "_free_bytes", lambda: 0.0)
-    assert many._local_workers(paths) == 1
+    assert parallel._local_workers(paths) == 1
 
 
 def test_a_script_needs_no_guard_to_read_in_processes(tmp_path):
     """multiprocessing would run the script again in every process."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, madmax_lib as mm\nfrom madmax_lib.traces.read import parallel as many\n"
-        "many._WORTH_A_PROCESS_BYTES = 0\nmany.os.sched_getaffinity = lambda _: {0, 1}\n"
+        "import sys, madmax_lib as mm\nfrom madmax_lib.traces.read import parallel\n"
+        "parallel._WORTH_A_PROCESS_BYTES = 0\nmany.os.sched_getaffinity = lambda _: {0, 1}\n"
         "print(len(mm.read_trace(sys.argv[1]).ranks))\n"
     )
     run = subprocess.run([sys.executable, script, dataset("gpt-ddp")], capture_output=True, text=True, check=True)
@@ -127,6 +127,6 @@ def test_warnings_of_a_reading_process_reach_the_caller(tmp_path, place):
 def test_a_killed_process_costs_at_most_its_own_file(tmp_path, place):
     """The last here: workers that died may take longer than the patience with a cluster to come back."""
     paths = files(tmp_path, "a", "once", "die", "d")
-    results = many.read_all(length_or_die, paths, place)
+    results = parallel.read_all(length_or_die, paths, place)
     assert [results[path] for path in (paths[0], paths[1], paths[3])] == [1, 2, 4]
     assert isinstance(results[paths[2]], Exception) and (tmp_path / "die.mark").exists()
