@@ -49,7 +49,7 @@ def files(folder: Path, *names: str) -> list[Path]:
 def place(request, monkeypatch):
     """A client or None; small files are spread over processes too."""
     if request.param == "processes":
-        monkeypatch.setattr(many, "_WORTH_A_PROCESS_BYTES", 0)
+        monkeypatch.setattr(parallel, "_WORTH_A_PROCESS_BYTES", 0)
         monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: {0, 1})
     return request.getfixturevalue("dask_client") if request.param == "dask" else None
 
@@ -64,7 +64,7 @@ def test_results_come_in_the_order_of_the_files_and_failures_beside_them(tmp_pat
 def test_a_cluster_without_workers_does_not_hang(tmp_path, monkeypatch):
     from distributed import Client, LocalCluster
 
-    monkeypatch.setattr(many, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(parallel, "_PATIENCE_S", 0.05)
     with LocalCluster(n_workers=0, dashboard_address=":0", processes=False) as cluster, Client(cluster) as client:
         results = parallel.read_all(length, files(tmp_path, "a", "b"), client)
     assert {str(reason) for reason in results.values()} == {"no dask worker for 0.05 s"}
@@ -93,12 +93,12 @@ def test_processes_are_bounded_by_cores_files_and_memory(tmp_path, monkeypatch):
     paths = files(tmp_path, "a", "b", "c")
     monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: set(range(8)))
     assert parallel._local_workers(paths) == 1  # not worth it
-    monkeypatch.setattr(many, "_text_bytes", lambda _: 1 << 30)
-    monkeypatch.setattr(many, "_free_bytes", lambda: 1e12)
+    monkeypatch.setattr(parallel, "_text_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr(parallel, "_free_bytes", lambda: 1e12)
     assert parallel._local_workers(paths) == 3 and parallel._local_workers(paths[:1]) == 1
-    monkeypatch.setattr(many, "_free_bytes", lambda: 1.3e9)
+    monkeypatch.setattr(parallel, "_free_bytes", lambda: 1.3e9)
     assert parallel._local_workers(paths) == 2
-    monkeypatch.setattr(many, "_free_bytes", lambda: 0.0)
+    monkeypatch.setattr(parallel, "_free_bytes", lambda: 0.0)
     assert parallel._local_workers(paths) == 1
 
 
@@ -107,7 +107,7 @@ def test_a_script_needs_no_guard_to_read_in_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, madmax_lib as mm\nfrom madmax_lib.traces.read import parallel\n"
-        "parallel._WORTH_A_PROCESS_BYTES = 0\nmany.os.sched_getaffinity = lambda _: {0, 1}\n"
+        "parallel._WORTH_A_PROCESS_BYTES = 0\nparallel.os.sched_getaffinity = lambda _: {0, 1}\n"
         "print(len(mm.read_trace(sys.argv[1]).ranks))\n"
     )
     run = subprocess.run([sys.executable, script, dataset("gpt-ddp")], capture_output=True, text=True, check=True)
