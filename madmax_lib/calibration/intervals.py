@@ -110,11 +110,10 @@ def coverage(table: pd.DataFrame, reference: pd.DataFrame | None = None, by: str
 
 def coverage_by_class(table: pd.DataFrame, reference: pd.DataFrame | None = None, by: str = "fold") -> pd.DataFrame:
     """Rows, share inside and median half-width of `coverage` for dense rows, mixtures and all."""
-    found = coverage(table, reference, by)
-    names = class_of(table)
-    parts = {**{name: found[names == name] for name in ("dense", "mixture")}, "all": found}
-    rows = {name: (len(part), part["inside"].mean(), part["half_width"].median()) for name, part in parts.items()}
-    return pd.DataFrame.from_dict(rows, orient="index", columns=["rows", "inside", "half_width"])
+    rows, classes = coverage(table, reference, by), class_of(table)
+    parts = {name: rows[classes == name] for name in ("dense", "mixture")} | {"all": rows}
+    values = {name: (len(part), part["inside"].mean(), part["half_width"].median()) for name, part in parts.items()}
+    return pd.DataFrame.from_dict(values, orient="index", columns=["rows", "inside", "half_width"])
 
 
 def _parts(names: np.ndarray, within: np.ndarray):

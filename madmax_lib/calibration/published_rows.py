@@ -53,9 +53,17 @@ _COLUMNS = [
 def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
     """One normalised row per row of a published table, same order and index.
 
-    Columns: source, model, group (source | model), supported, reason, consistent, violation, measured_s, every field
-    of `work.FIELDS`, the classes that choose constants, device and memory_bytes. Unknown columns are ignored,
-    missing ones are empty. Tables in the columns of vTrain's ground truth are understood too.
+    table: columns of `data/published_train.csv`, or of vTrain's ground truth, or a CSV file of either. Unknown columns
+    are ignored, missing ones are empty. The columns of a normalised row, beside `inputs.FIELDS` and `CLASSES`:
+
+    source, model, group: who published it, what was trained, and both.
+    supported, reason: whether it can be timed, and why not.
+    consistent, violation: whether it agrees with itself, and what does not.
+    measured_s: seconds of a step, NaN where none is published.
+    shape, gpu, software, dtype: a `Transformer`, the catalog's device, its software, type of the matrix products.
+    task, said, recompute_stated, counts_recompute, out_of_memory: training, recompute in words, and what notes tell.
+    global_batch, n_gpus, given_micro_batch, given_interleave: as stated, NaN where not.
+    memory_bytes, fused_loss, interleaves, calibrated: room on a device, and what software and family are known for.
     """
     if not isinstance(table, pd.DataFrame):
         table = pd.read_csv(table, encoding="utf-8-sig")
@@ -111,15 +119,15 @@ def _read(raw: dict) -> dict:
 def _model(raw: dict) -> Transformer:
     """Dimensions from the row, else from the catalog by the model's name, else by rule; experts by `row_models.csv`."""
     name = text_of(raw, "model")
-    known, facts = _catalog_model(name), _facts_of(name)
+    listed, facts = _catalog_model(name), _facts_of(name)
     row = {}
     for field, own in (("layers", "layers"), ("hidden", "hidden"), ("heads", "heads"), ("seq_len", "sequence")):
-        row[own] = int(positive_of(raw, field, getattr(known, own, 0) or 0))
+        row[own] = int(positive_of(raw, field, getattr(listed, own, 0) or 0))
         if not row[own] > 0:
             raise ValueError(f"{field} is not stated")
     fallback = {"ffn": 4 * row["hidden"], "vocab": 50257, "kv_heads": row["heads"]}  # classic GPT where not stated
     for field, value in fallback.items():
-        row[field] = int(positive_of(raw, field, getattr(known, field, 0) or value))
+        row[field] = int(positive_of(raw, field, getattr(listed, field, 0) or value))
     if not facts.get("experts") and (re.search(r"\d+x\d+b|[-_ ]a\d+b|moe", name, re.I) or number_of(raw, "ep") > 1):
         raise ValueError(f"experts of {name!r} are not stated and not in data/row_models.csv")
     # a gated feed-forward part is the rule where it is not four times the width, and in mixtures

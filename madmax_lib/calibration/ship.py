@@ -1,4 +1,4 @@
-"""Which constants does the workbench ship? Those of all known rows, with the intervals that folds give.
+"""Which constants does the workbench ship? Those of all rows that it has, with the intervals that folds give.
 
 `python -m madmax_lib.calibration.ship` writes `data/parameters.json`, unless the same constants stand there already.
 """

@@ -53,9 +53,9 @@ def kernel_seconds(timeline: Timeline) -> dict[str, float]:
     if compute.empty:
         raise ValueError("timeline: no compute span, nothing to fit")
     names = compute["name"].astype(str)
-    known = {name: _cause(name) for name in names.unique()}
+    causes = {name: _cause(name) for name in names.unique()}
     seconds = compute["dur_ns"].astype(float) / 1e9
-    sums = seconds.groupby([compute["rank"], compute["step"], names.map(known)]).sum().unstack(fill_value=0.0)
+    sums = seconds.groupby([compute["rank"], compute["step"], names.map(causes)]).sum().unstack(fill_value=0.0)
     result = {cause: float(sums[cause].median()) if cause in sums else 0.0 for cause in (*_CAUSES, "pointwise_s")}
     ends = spans.assign(end_ns=spans["start_ns"] + spans["dur_ns"]).groupby(["rank", "step"])
     result["step_s"] = float(((ends["end_ns"].max() - ends["start_ns"].min()) / 1e9).median())
@@ -80,39 +80,40 @@ def fit_timeline(
     None. Bounds and priors are those of `data/parameter_bounds.csv`, the priors around `begin`. Raises ValueError for a
     pipeline (profile one stage instead) and a Timeline without compute.
     """
-    _check_one_stage(plan)
-    begin, measured = begin or shipped(), kernel_seconds(timeline)
     case = Case(model, cluster, plan, global_batch, sequence or 0, dtype)
-    fields, classes = case_fields(case, kernels=kernels)
-    work = Work(fields | {"overlap_tp": 0}, classes)
+    work, classes = _step(case, kernels)
+    begin, measured = begin or shipped(), kernel_seconds(timeline)
     start = dict(begin.constants) | _link_share(timeline, cluster, plan, classes["family"])
-    of_class = {"gemm_efficiency": classes["gemm"], "attention_efficiency": classes["attention"]}
-    names = [*(f"{name}:{group}" for name, group in of_class.items()), f"pointwise_factor:{kernels}", "step_s"]
-    causes = [cause for cause in ("gemm_s", "attention_s", "pointwise_s", "step_s") if measured[cause] > 0]
-    table = bounds().loc[names]
-    low, high, sigma = (table[column].to_numpy(float) for column in ("low", "high", "sigma"))
-    prior = np.log(np.clip([start[name] for name in names], low, high))
-
-    def residuals(point: np.ndarray) -> np.ndarray:
-        constants = start | dict(zip(names, np.exp(point).tolist(), strict=True))
-        parts = step_time(work, Parameters(constants=constants))
-        seconds = {name: float(value[0]) for name, value in parts.items()}
-        seconds["gemm_s"] += seconds["head_s"]
-        of_causes = [np.log(seconds[cause] / measured[cause]) / SCALE for cause in causes]
-        return np.array([*of_causes, *((point - prior) / sigma)])
-
-    edges = np.log(low), np.log(high)
-    solved = least_squares(residuals, np.clip(prior, edges[0] + 1e-6, edges[1] - 1e-6), bounds=edges)
-    covariance, *ends = posterior(solved)
+    names = [f"gemm_efficiency:{classes['gemm']}", f"attention_efficiency:{classes['attention']}"]
+    names += [f"pointwise_factor:{kernels}", "step_s"]
+    solution, edges = _solve(work, start, names, measured)
+    covariance, *ends = posterior(solution)
     ends = np.exp(np.clip(ends, *edges)).T.tolist()
     return Parameters(
-        constants=start | dict(zip(names, np.exp(solved.x).tolist(), strict=True)),
+        constants=start | dict(zip(names, np.exp(solution.x).tolist(), strict=True)),
         intervals=dict(zip(names, map(tuple, ends), strict=True)),
         fitted=tuple(names),
         covariance=tuple(map(tuple, covariance.tolist())),
         residuals=begin.residuals,
         provenance={"source": "timeline", "device": timeline.meta.device, **measured},
     )
+
+
+def _solve(work: Work, start: dict[str, float], names: list[str], measured: dict[str, float]):
+    """Least squares over the logarithms of the named constants, and their bounds."""
+    table = bounds().loc[names]
+    low, high, sigma = (table[column].to_numpy(float) for column in ("low", "high", "sigma"))
+    prior, edges = np.log(np.clip([start[name] for name in names], low, high)), (np.log(low), np.log(high))
+    causes = [cause for cause in ("gemm_s", "attention_s", "pointwise_s", "step_s") if measured[cause] > 0]
+
+    def residuals(point: np.ndarray) -> np.ndarray:
+        constants = start | dict(zip(names, np.exp(point).tolist(), strict=True))
+        seconds = _seconds(work, Parameters(constants=constants))
+        of_causes = [np.log(seconds[cause] / measured[cause]) / SCALE for cause in causes]
+        return np.array([*of_causes, *((point - prior) / sigma)])
+
+    inside = np.clip(prior, edges[0] + 1e-6, edges[1] - 1e-6)
+    return least_squares(residuals, inside, bounds=edges), edges
 
 
 def kernel_timeline(
@@ -134,12 +135,8 @@ def kernel_timeline(
     noise: standard deviation of the logarithm of a kernel's time. It shows what `fit_timeline` can find: the constants
     that made it are known. Raises ValueError for a pipeline.
     """
-    _check_one_stage(plan)
-    case = Case(model, cluster, plan, global_batch, sequence or 0, dtype)
-    fields, classes = case_fields(case, kernels=kernels)
-    work = Work(fields | {"overlap_tp": 0}, classes)
-    parts = {name: float(value[0]) for name, value in step_time(work, parameters).items()}
-    parts["gemm_s"] += parts["head_s"]
+    work, _ = _step(Case(model, cluster, plan, global_batch, sequence or 0, dtype), kernels)
+    parts = _seconds(work, parameters)
     random, rows, now = np.random.default_rng(seed), [], 0
     for step in range(steps):
         begin = now
@@ -156,9 +153,18 @@ def kernel_timeline(
     return Timeline(spans, Meta(source="simulated", device=cluster.device.name, provenance=origin))
 
 
-def _check_one_stage(plan: Plan) -> None:
-    if plan.pp > 1:
-        raise ValueError(f"pp={plan.pp}: a pipeline's kernels belong to different stages; profile with pp=1")
+def _step(case: Case, kernels: str) -> tuple[Work, dict[str, str]]:
+    """The run as a step to be timed, and the classes that choose its constants. Raises ValueError for a pipeline."""
+    if case.plan.pp > 1:
+        raise ValueError(f"pp={case.plan.pp}: a pipeline's kernels belong to different stages; profile with pp=1")
+    fields, classes = case_fields(case, kernels=kernels)
+    return Work(fields | {"overlap_tp": 0}, classes), classes
+
+
+def _seconds(work: Work, parameters: Parameters) -> dict[str, float]:
+    """Seconds of a step by cause; the head's matrix products count as such."""
+    seconds = {name: float(value[0]) for name, value in step_time(work, parameters).items()}
+    return seconds | {"gemm_s": seconds["gemm_s"] + seconds["head_s"]}
 
 
 def _cause(name: str) -> str:

@@ -26,12 +26,15 @@ _SOFTWARE = {"legacy": "megatron", "deepspeed": "deepspeed", "deepspeed-plain": 
 
 
 def predict(rows: pd.DataFrame, parameters: Parameters | None = None) -> pd.DataFrame:
-    """A published table with predictions beside it: the same rows, index and columns, and after them
+    """A published table with predictions beside it: the same rows and index, and after its columns
 
-    predicted_s, low_s, high_s (90 % interval), predicted_memory_bytes (of the fullest device), fits, supported, reason.
-    parameters: the shipped constants if None; their residual quantiles give the intervals, the shipped ones' where
-    there are none. A row that cannot be predicted has NaN and says why; a contradiction in a row is named as its
-    reason, but predicted. fits is whether the memory suffices, also for rows whose source reports none.
+    predicted_s, low_s, high_s: seconds of a step and its 90 % interval, by the residual quantiles of the parameters.
+    predicted_memory_bytes: peak of the fullest device.
+    fits: whether the memory suffices, also for rows whose source reports none.
+    supported, reason: whether a row can be predicted, and why not; a contradiction in it is named, but predicted.
+
+    parameters: the shipped constants if None; the shipped quantiles stand in where they have none. What cannot be
+    predicted is NaN.
     """
     parameters = parameters or shipped()
     read = read_rows(rows)

@@ -1,4 +1,4 @@
-"""What did the ViT-Huge study on two T4 measure, and does the simulator, told a few of its steps, foresee the rest?
+"""What did the ViT-Huge study on two T4 measure, and does a simulator fitted on a few of its steps foresee the rest?
 
 The public project sidd1196/distributed_vision_training trained ViT-Huge/14 on Food-101 with DeepSpeed: DDP ran out of
 memory, ZeRO-2 logged 2,368 steps, ZeRO-3 and ZeRO++ left one traced step each. Its numbers are in
