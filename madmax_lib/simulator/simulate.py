@@ -51,8 +51,7 @@ def simulate(
     collectives: measured seconds that replace the formulas, as in `MeasuredCollectives`.
     policy: how states leave the device under offload; the share that makes the step shortest is found if it names none.
     Ranks: one per pipeline stage, standing for all devices of the stage (meta.represents); all ranks of up to 64
-    devices. Streams: 0 compute, 1 tensor, 2 data, 3 pipeline, 4 context, 5 expert parallel, 6 copies of HSDP's shards;
-    with offload 7 and 8 copies to and from the device, threads -1 the host's computation and -2 its drives.
+    devices. Streams, and with offload threads of the host, are numbered by `schedule.streams.Stream`.
     Raises ValueError, in the field's words, for a plan that cannot be laid over model and cluster.
 
     >>> from madmax_lib.catalog import cluster, model

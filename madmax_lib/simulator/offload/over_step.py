@@ -48,28 +48,27 @@ def moments(
     share = fits(model, cluster, case.plan, policy=policy, **options).share
     sizes = bytes_by_place(case, share, policy)
     stage = int(np.argmax(device_peak(sizes)))
-    held = {key: float(size[..., stage]) for key, size in sizes.items()}
-    table = _others(held, int(held_layers(model, case.plan)[0][stage]))
-    room, devices = room_bytes(cluster, plan), cluster.devices_per_node
-    on_device = sum(held.get((name, "device"), 0.0) for name in _MODEL)
-    off_device = sum(size for (name, where), size in held.items() if where == "host" and name in _MODEL)
+    device, host = (
+        {name: float(size[..., stage]) for (name, at), size in sizes.items() if at == place}
+        for place in ("device", "host")
+    )
+    table, room = _others(device, int(held_layers(model, case.plan)[0][stage])), room_bytes(cluster, plan)
+    on_device, off_device = (sum(size for name, size in part.items() if name in _MODEL) for part in (device, host))
+    model_bytes = on_device
     if plan.offload == "chunks" and policy.share is None:
-        now = np.minimum(room["device"] - table["other_bytes"], on_device + off_device).clip(lower=0)
-        table = table.assign(model_bytes=now, host_bytes=devices * (on_device + off_device - now))
-    else:
-        table = table.assign(model_bytes=on_device, host_bytes=devices * off_device)
-    beside = sum(size for (name, where), size in held.items() if where == "host" and name not in _MODEL)
+        model_bytes = np.minimum(room["device"] - table["other_bytes"], on_device + off_device).clip(lower=0)
+    beside = sum(size for name, size in host.items() if name not in _MODEL)
     return table.assign(
-        device_bytes=table["other_bytes"] + table["model_bytes"],
-        host_bytes=table["host_bytes"] + devices * beside,
+        model_bytes=model_bytes,
+        host_bytes=cluster.devices_per_node * (beside + on_device + off_device - model_bytes),
+        device_bytes=table["other_bytes"] + model_bytes,
         room_bytes=room["device"],
         host_room_bytes=room["host"],
     )
 
 
-def _others(held: dict[tuple[str, str], float], layers: int) -> pd.DataFrame:
+def _others(here: dict[str, float], layers: int) -> pd.DataFrame:
     """Bytes of a device beside the model's states: activations grow layer by layer and shrink again."""
-    here = {name: size for (name, where), size in held.items() if where == "device"}
     always = here.get("context", 0.0) + here["fragmentation"]
     passing = always + sum(here.get(name, 0.0) for name in _PASS) + here.get("checkpoints on their way", 0.0)
     one, work = here["activations"] / layers, here["block at work"] + here.get("gradients on their way", 0.0)
