@@ -14,19 +14,19 @@ import pandas as pd
 from madmax_lib.papers.madmax import evaluate, suite, systems
 
 RELEASE_MS = {"dlrm-a": 0.70, "gpt3-175b": 26.0}  # recorded by running the public release, one core
-CASES = {"dlrm-a": ("DLRM-A", "zionex", 128, 65_536), "gpt3-175b": ("GPT-3", "llm-a100", 2048, 2048)}
+CASES = {"dlrm-a": ("DLRM-A", "zionex-128", 65_536), "gpt3-175b": ("GPT-3", "llm-a100-2048", 2048)}
 STRATEGIES = ("ddp", "fsdp", "tp,ddp")
 BATCH, REPEATS = 50, 9
 
 
-def milliseconds(model: str, system: str, devices: int, global_batch: int, strategy: str) -> float:
+def milliseconds(model: str, system: str, global_batch: int, strategy: str) -> float:
     """CPU time per configuration, median over batches of equal cases (tables and DataFrame included)."""
-    clusters = systems([(system, devices)])
+    clusters = systems([system])
     models = suite()
     row = {
         "model": model,
         "type": models.set_index("name").at[model, "type"],
-        "system": clusters["name"].iloc[0],
+        "system": system,
         "task": "pretrain",
         "dense_strategy": strategy,
         "global_batch": global_batch,

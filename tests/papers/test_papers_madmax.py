@@ -17,7 +17,7 @@ from madmax_lib.papers.madmax.suite import suite, systems
 
 NAMES = ["DLRM-A", "DLRM-B", "DLRM-A MoE", "DLRM-B Transformer", "GPT-3", "LLaMA-65B", "LLaMA2-70B 4K"]
 NAMES += ["LLM-MoE 1.8T", "ViT-10B"]
-MODELS, SYSTEMS = suite(), systems([("zionex", 8), ("zionex", 128), ("zionex", 2048)])
+MODELS, SYSTEMS = suite(), systems(f"zionex-{devices}" for devices in (8, 128, 2048))
 TYPE = MODELS.set_index("name")["type"]
 TIMES = ["exposed_comm_ms", "overlapped_comm_ms", "iteration_ms"]
 COMPONENTS = ["gemm_ms", "emb_ms", "all2all_ms", "allreduce_ms", "allgather_ms", "reducescatter_ms"]

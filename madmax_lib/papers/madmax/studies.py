@@ -60,16 +60,12 @@ _LLM_SYSTEM = f"llm-a100-{_LLM_GPUS}"
 _SCHEDULES = ("pre-optimised", "optimised")
 
 
-def _own_systems() -> pd.DataFrame:
-    return systems([("zionex", 8), ("zionex", 128), ("llm-a100", _LLM_GPUS)])
-
-
 def _suite_steps(models: Sequence[str], strategies: Sequence[str], task: str, rules: str | MadmaxRules = "released"):
     """Models on the system of their suite: DLRM on 128 A100-40, LLM on 2,048 A100-80."""
     dlrm = [model for model in models if model.startswith("DLRM")]
     groups = {"zionex-128": dlrm, _LLM_SYSTEM: [model for model in models if model not in dlrm]}
     parts = [cases(group, strategies, [name], task) for name, group in groups.items() if group]
-    table = steps(pd.concat(parts, ignore_index=True), _own_systems(), rules=rules)
+    table = steps(pd.concat(parts, ignore_index=True), rules=rules)
     table["published_gain"] = published_values("gain/" + table["model"] + "/" + table["dense_strategy"] + f"/{task}")
     return table
 
@@ -114,7 +110,7 @@ def validation_bars() -> pd.DataFrame:
 def _figure_7_step(gpus: int) -> pd.Series:
     """DLRM-A under DDP with 512 samples per GPU, as in the release."""
     case = cases(["DLRM-A"], ["ddp"], [f"zionex-{gpus}"], global_batch=512 * gpus)
-    return steps(case, _own_systems()).iloc[0]
+    return steps(case).iloc[0]
 
 
 def cloud_comparison(samples: float = 1e9) -> pd.DataFrame:
@@ -123,7 +119,8 @@ def cloud_comparison(samples: float = 1e9) -> pd.DataFrame:
     a100_hours are GPU-hours weighted by FP16 peak over that of an A100. published_mqps from the artifact's sheet.
     """
     types = read_table("madmax/systems")
-    instances = systems(product(types.loc[types["provider"] != "Internal", "name"], (64, 128, 256, 512)))
+    names = product(types.loc[types["provider"] != "Internal", "name"], (64, 128, 256, 512))
+    instances = systems(f"{instance}-{devices}" for instance, devices in names)
     table = steps(cases(["DLRM-A"], ["fsdp", "ddp", "tp,ddp"], list(instances["name"])), instances)
     about = instances.set_index("name").loc[table["system"]].reset_index(drop=True)
     rate = table["throughput_samples_per_s"]
@@ -148,7 +145,7 @@ def vit_mfu() -> pd.DataFrame:
     rows = []
     for run in read_table("published_vision").itertuples():
         case = cases([run.model], ["fsdp"], [f"p4d.24xlarge-{run.gpus}"], global_batch=run.global_batch)
-        row = steps(case, systems([("p4d.24xlarge", run.gpus)])).iloc[0]
+        row = steps(case).iloc[0]
         flops = 3 * run.forward_tflop * 1e12 * row["throughput_samples_per_s"] / run.gpus
         measured, paper = run.measured_tflop_per_s / 312, run.paper_tflop_per_s / 312
         rows.append((run.model, run.gpus, run.global_batch, measured, paper, flops / 312e12))
@@ -167,8 +164,8 @@ def _fitted(others: pd.DataFrame, run: pd.Series) -> float:
 
 def prefetch_overlap(models: Sequence[str] = ("LLaMA-65B", "LLaMA2-70B 4K")) -> pd.DataFrame:
     """Figure 9: share of FSDP communication that is hidden, without and with prefetching of the backward pass."""
-    fsdp, own = cases(models, ["fsdp"], [_LLM_SYSTEM]), _own_systems()
-    parts = [steps(fsdp, own, rules=MadmaxRules(schedule=name)).assign(schedule=name) for name in _SCHEDULES]
+    fsdp = cases(models, ["fsdp"], [_LLM_SYSTEM])
+    parts = [steps(fsdp, rules=MadmaxRules(schedule=name)).assign(schedule=name) for name in _SCHEDULES]
     return released(pd.concat(parts, ignore_index=True))
 
 
@@ -179,12 +176,11 @@ def prefetch_timelines(model: str = "LLaMA-65B") -> dict[str, Timeline]:
 
 
 def one_step(
-    model: str, strategy: str, name: str, task: str = "pretrain", *, rules: str | MadmaxRules = "released"
+    model: str, strategy: str, system: str, task: str = "pretrain", *, rules: str | MadmaxRules = "released"
 ) -> Timeline:
     """The step of one case on a system such as "zionex-128" as a Timeline (figures 6 and 9)."""
-    kind, _, devices = name.rpartition("-")
-    case = cases([model], [strategy], [name], task).iloc[0]
-    step = timeline(case, suite(), systems([(kind, int(devices))]), rules=rules)
+    case = cases([model], [strategy], [system], task).iloc[0]
+    step = timeline(case, suite(), systems([system]), rules=rules)
     origin = step.meta.provenance | provenance(*FILES, rules=AS_RELEASED)
     return replace(step, meta=replace(step.meta, provenance=origin))
 
@@ -200,10 +196,10 @@ def scaling_study(factors: Sequence[float] = (1, 2, 4, 8)) -> pd.DataFrame:
         "interconnect": ["bw_per_nvlink", "ibroce_bw"],
     }
     parts["all three"] = [column for columns in parts.values() for column in columns]
-    own, tables = _own_systems().set_index("name", drop=False), []
+    tables = []
     for model, name in (("DLRM-A", "zionex-128"), ("GPT-3", _LLM_SYSTEM)):
         grid = pd.DataFrame(product(parts, factors), columns=["part", "factor"])
-        scaled = own.loc[[name] * len(grid)].reset_index(drop=True)
+        scaled = systems([name]).loc[[0] * len(grid)].reset_index(drop=True)
         scaled["name"] = grid["part"] + " x" + grid["factor"].astype(str)
         for part, columns in parts.items():
             mine = grid["part"] == part
@@ -279,7 +275,7 @@ def claims() -> pd.DataFrame:
 
 
 def _table_1() -> dict[str, float]:
-    dlrm = steps(cases(["DLRM-A", "DLRM-B"], ["ddp"], ["zionex-128"]), _own_systems())
+    dlrm = steps(cases(["DLRM-A", "DLRM-B"], ["ddp"], ["zionex-128"]))
     llama, vit = prefetch_overlap(["LLaMA-65B"]).set_index("schedule"), vit_mfu()
     llama_s = llama.loc["pre-optimised", "iteration_ms"] / 1e3
     a, mqps = dlrm.iloc[0], dlrm["throughput_samples_per_s"] / 1e6

@@ -65,20 +65,20 @@ def published_values(keys: Sequence[str]) -> np.ndarray:
     return read_table("madmax/published").set_index("key")["value"].reindex(keys).to_numpy()
 
 
-def systems(sizes: Iterable[tuple[str, int]]) -> pd.DataFrame:
-    """Systems of a type and a number of devices, named type-number, as `evaluate` takes them (SI units).
+def systems(names: Iterable[str]) -> pd.DataFrame:
+    """Systems as `evaluate` takes them (SI units), named by a type and a number of devices.
 
-    Raises ValueError for an unknown type.
+    Raises ValueError for an unknown type, or a name without a number.
 
-    >>> systems([("zionex", 128), ("NC96ds_A100_v4", 64)])[["name", "num_nodes", "mem_cap"]].values.tolist()
+    >>> systems(["zionex-128", "NC96ds_A100_v4-64"])[["name", "num_nodes", "mem_cap"]].values.tolist()
     [['zionex-128', 16, 40000000000.0], ['NC96ds_A100_v4-64', 16, 80000000000.0]]
     """
-    types, sizes = read_table("madmax/systems").set_index("name", drop=False), list(sizes)
-    if unknown := [name for name, _ in sizes if name not in types.index]:
-        raise ValueError(f"unknown system type {unknown[0]!r}; known: {', '.join(types.index)}")
-    table = types.loc[[name for name, _ in sizes]].reset_index(drop=True).rename(columns={"name": "instance"})
-    table["name"] = [f"{name}-{devices}" for name, devices in sizes]
-    table["num_devices"] = [devices for _, devices in sizes]
+    types = read_table("madmax/systems").set_index("name", drop=False)
+    sizes = {name: name.rpartition("-")[::2] for name in names}
+    if unknown := [name for name, (kind, devices) in sizes.items() if kind not in types.index or not devices.isdigit()]:
+        raise ValueError(f"{unknown[0]!r} is not type-number with one of the types {', '.join(types.index)}")
+    table = types.loc[[kind for kind, _ in sizes.values()]].reset_index(drop=True).rename(columns={"name": "instance"})
+    table["name"], table["num_devices"] = list(sizes), [int(devices) for _, devices in sizes.values()]
     table["num_nodes"] = np.maximum(table["num_devices"] // table["devices_per_node"], 1)
     table["ar_perc_intra"] = table["ar_perc_intra"].where(table["num_nodes"] > 1, 1.0)
     fields = {name: table[column] * unit for name, (column, unit) in _FIELDS.items()}
@@ -90,7 +90,7 @@ def catalog_systems(clusters: Iterable[Cluster]) -> pd.DataFrame:
 
     A link counts in full for each direction, unlike the NICs of the release. FP32 means TF32 where a device has it.
     """
-    a100 = systems([("zionex", 128)])
+    a100 = systems(["zionex-128"])
     shares = a100[["flops_util", "mem_bw_util", "nvlink_util", "ibroce_util", "ar_perc_intra"]].iloc[0].to_dict()
     rows = []
     for cluster in clusters:
@@ -128,16 +128,20 @@ def cases(
     return table
 
 
-def steps(cases: pd.DataFrame, systems: pd.DataFrame, *, rules: str | MadmaxRules = "released") -> pd.DataFrame:
+def steps(
+    cases: pd.DataFrame, on: pd.DataFrame | None = None, *, rules: str | MadmaxRules = "released"
+) -> pd.DataFrame:
     """`evaluate` of the suite's models, with the memory needed and there, whether it fits, and the gain over fsdp.
 
+    on: systems as `evaluate` takes them, by default those that the cases name, of the paper's types.
     Memory: 3 x weights in training (the artifact's rule), 1 x in inference (ours). gain: throughput over that of fsdp
     for the same model, system and task; NaN where fsdp is not among the cases.
     """
-    table = evaluate(cases, suite(), systems, rules=rules)
+    on = systems(cases["system"].unique()) if on is None else on
+    table = evaluate(cases, suite(), on, rules=rules)
     copies = table["task"].map(_WEIGHT_COPIES).fillna(3)
     table["memory_needed_gb"] = copies * table["weights_gb_per_device"]
-    table["memory_gb"] = table["system"].map(systems.set_index("name")["mem_cap"]) / 1e9
+    table["memory_gb"] = table["system"].map(on.set_index("name")["mem_cap"]) / 1e9
     table["fits"] = table["memory_needed_gb"] <= table["memory_gb"]
     comm_ms = table[COMMUNICATION].sum(axis=1)
     table["exposed_share"] = table["exposed_comm_ms"] / table["iteration_ms"]
@@ -157,14 +161,14 @@ def best(table: pd.DataFrame) -> pd.DataFrame:
     return released(pd.concat(parts, ignore_index=True))
 
 
-def class_strategies(model: str, name: str, devices: int) -> pd.DataFrame:
+def class_strategies(model: str, system: str) -> pd.DataFrame:
     """Every pair of a strategy for the MLPs and one for the transformer blocks of a model on a system.
 
     Columns of `steps`, with mlp and transformer; gain over fsdp for both classes.
     """
     pairs = list(product(("fsdp", "ddp", "tp,ddp", "fsdp,ddp"), repeat=2))
     texts = [f"mlp={mlp}; transformer={blocks}" for mlp, blocks in pairs]
-    table = steps(cases([model], texts, [f"{name}-{devices}"]), systems([(name, devices)]))
+    table = steps(cases([model], texts, [system]))
     table[["mlp", "transformer"]] = pairs
     fsdp = table.loc[(table["mlp"] == "fsdp") & (table["transformer"] == "fsdp"), "throughput_samples_per_s"]
     table["gain"] = table["throughput_samples_per_s"] / fsdp.iloc[0]
