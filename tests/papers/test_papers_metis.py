@@ -13,7 +13,7 @@ from support import local_or_skip
 
 from madmax_lib.papers.metis import generate_profiles, search
 from madmax_lib.papers.metis.balance import Balancer, shift_capacity
-from madmax_lib.papers.metis.space import cool_lex, device_groups, group_lists, merged
+from madmax_lib.papers.metis.space import _cool_lex, _device_groups, _merged, group_lists
 from madmax_lib.planner.hetero import Node
 
 V100, T4, A100 = ("V100", 16, 50), ("T4", 15, 50), ("A100", 80, 46)  # type, GB, GB/s inside a node
@@ -115,7 +115,7 @@ def test_device_groups_are_all_permutations(gpus, stages, variance):
     least = max(gpus // stages, stages // gpus) * variance
     shapes = [2**k for k in range(5) if least <= 2**k <= gpus]
     sizes = [c for c in combinations_with_replacement(shapes, stages) if sum(c) == gpus]
-    groups = device_groups(gpus, stages, variance, 128)
+    groups = _device_groups(gpus, stages, variance, 128)
     assert len(groups) == len(set(groups)) and set(groups) == {order for c in sizes for order in permutations(c)}
 
 
@@ -129,11 +129,11 @@ def test_device_groups_are_all_permutations(gpus, stages, variance):
     ],
 )
 def test_merging(sizes, limit, groups):
-    assert merged(sizes, limit) == groups
+    assert _merged(sizes, limit) == groups
 
 
 def test_cool_lex_shifts_prefixes():
-    orders = ["".join(str(group[0]) for group in order) for order in cool_lex([(1,), (2,), (2,), (4,)])]
+    orders = ["".join(str(group[0]) for group in order) for order in _cool_lex([(1,), (2,), (2,), (4,)])]
     assert orders[0] == "4221" and len(set(orders)) == len(orders) == 12
     for before, after in pairwise(orders):
         place = next(i for i in range(4) if before[:i] + before[i + 1 :] == after[1:] and before[i] == after[0])

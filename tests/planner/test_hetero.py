@@ -196,36 +196,29 @@ def row_of_the_paper(row, **options):
     return hetero.plan(**inputs | {"progress": False} | options)
 
 
-@pytest.mark.parametrize(
-    "row, memory, cost_ms",
-    [
-        (1, 0, 2137.36),
-        (1, 1, 2500.40),
-        (2, 0, 2207.92),
-        (2, 1, 2515.20),
-        (3, 0, 1109.08),
-        (3, 1, 1315.38),
-        (4, 0, 1126.72),
-        (4, 1, 1454.22),
-    ],
-)
-def test_the_optimum_of_the_papers_rows(row, memory, cost_ms):
-    best = row_of_the_paper(row, memory_factor=memory)
+ROWS = [  # row, memory factor, optimum, and the best of Metis' plans by the same cost
+    (1, 0, 2137.36, 2405.89),
+    (1, 1, 2500.40, 2682.67),
+    (2, 0, 2207.92, 2207.92),
+    (2, 1, 2515.20, 3052.12),
+    (3, 0, 1109.08, 1133.83),
+    (3, 1, 1315.38, 1728.06),
+    (4, 0, 1126.72, None),
+    (4, 1, 1454.22, None),
+]
+
+
+@pytest.mark.parametrize("row, memory, cost_ms, metis_ms", ROWS)
+def test_the_optimum_of_the_papers_rows(row, memory, cost_ms, metis_ms):
+    best, costs_ms = row_of_the_paper(row, memory_factor=memory), []
     assert best.cost_ms == pytest.approx(cost_ms, abs=0.005)
     assert hetero.cost_of(best.plan, best.problem) == best.cost_ms and best.gap <= 1e-9
-
-
-@pytest.mark.parametrize(
-    "row, memory, best_ms",
-    [(1, 0, 2405.89), (1, 1, 2682.67), (2, 0, 2207.92), (2, 1, 3052.12), (3, 0, 1133.83), (3, 1, 1728.06)],
-)
-def test_no_plan_of_metis_is_better(row, memory, best_ms):
-    best, costs = row_of_the_paper(row, memory_factor=memory), []
-    for order, mode in product(("A100-V100", "V100-A100"), ("base", "strat")):
+    for order, mode in product(("A100-V100", "V100-A100"), ("base", "strat") if metis_ms else ()):
         run = json.loads(local_or_skip(f"metis/row{row}_{order}_{mode}.json").read_text())
-        costs += [hetero.cost_of(plan, best.problem) for plan in run["top"]]
-    assert min(costs) == pytest.approx(best_ms, abs=0.005)
-    assert best.cost_ms <= min(costs) * (1 + 1e-9)
+        costs_ms += [hetero.cost_of(plan, best.problem) for plan in run["top"]]
+    if metis_ms:
+        assert min(costs_ms) == pytest.approx(metis_ms, abs=0.005)
+        assert best.cost_ms <= min(costs_ms) * (1 + 1e-9)
 
 
 def test_tp_within_a_node():

@@ -20,12 +20,12 @@ from madmax_lib.planner.hetero.problem import HeteroProblem
 from madmax_lib.planner.hetero.profiles import LayerProfile, Profiles
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 
-__all__ = ["DEFECTS", "MetisCost", "defect_table", "first_listed"]
+__all__ = ["DEFECTS", "defect_table", "first_listed"]
 
 _MEMORY_FACTOR, _LEAST_BYTES = 5.0, 0.001 * MB_BYTES
 
 
-class MetisCost(PlanCost):
+class _MetisCost(PlanCost):
     """The correct cost of a plan of Metis; subclasses count one term as Metis does.
 
     what: what is charged, in words. counted: stages in the cost that Metis printed. first_listed: the profile whose
@@ -46,7 +46,7 @@ class MetisCost(PlanCost):
         return plan.repaired(layers)
 
 
-class _UncountedStages(MetisCost):
+class _UncountedStages(_MetisCost):
     what = "a later node order counts only the first stage of two-stage plans"
 
     @property
@@ -54,7 +54,7 @@ class _UncountedStages(MetisCost):
         return self.stages[: self.counted]
 
 
-class _LostLayers(MetisCost):
+class _LostLayers(_MetisCost):
     what = "layers that the balancer lost are not computed"
 
     @staticmethod
@@ -66,7 +66,7 @@ class _LostLayers(MetisCost):
             super().check_layers()
 
 
-class _EmptyStages(MetisCost):
+class _EmptyStages(_MetisCost):
     what = "stages without layers are accepted"
 
     @staticmethod
@@ -78,14 +78,14 @@ class _EmptyStages(MetisCost):
             super().check_layers()
 
 
-class _SpeedOfFirstGpu(MetisCost):
+class _SpeedOfFirstGpu(_MetisCost):
     what = "a replica of mixed types runs at the speed of its first GPU"
 
     def replica_types(self, types: np.ndarray) -> np.ndarray:
         return types[:, :1]
 
 
-class _FirstListedProfile(MetisCost):
+class _FirstListedProfile(_MetisCost):
     what = "optimizer and batch generator come from whichever profile is listed first"
 
     def generator_s(self, stage: PlacedStage) -> float:
@@ -95,7 +95,8 @@ class _FirstListedProfile(MetisCost):
         return 2 * self.first_listed.optimizer_ms / 1e3
 
 
-class _LinksInside(_FirstListedProfile):  # the study counts the profile's values into E5 too
+# E5 as the study has it, which counts the values of the first listed profile too
+class _LinksInside(_FirstListedProfile):
     what = "links between nodes are as fast as inside, sends count elements for bytes"
 
     def bandwidth_bytes_per_s(self, types, one_node: bool) -> float:
@@ -105,7 +106,7 @@ class _LinksInside(_FirstListedProfile):  # the study counts the profile's value
         return super().send_s(stage, after) / self.rules.bytes_per_element
 
 
-class _MemoryOfFirstType(MetisCost):
+class _MemoryOfFirstType(_MetisCost):
     what = "memory: five times the table of the first type, against the sum over a stage's GPUs"
 
     def fits(self) -> bool:
@@ -147,7 +148,7 @@ def defect_table(plan: HeteroPlan | Mapping, problem: HeteroProblem, profiles: P
     `hetero.cost` does.
     """
     rows = []
-    for name, cost in {"none": MetisCost, **DEFECTS}.items():
+    for name, cost in {"none": _MetisCost, **DEFECTS}.items():
         costs = [cost(plan, problem, profile) for profile in first_listed(profiles)]
         totals_ms = [1e3 * sum(one.terms().values()) for one in costs]
         rows.append((name, cost.what, min(totals_ms), max(totals_ms), costs[0].fits()))

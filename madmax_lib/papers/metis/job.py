@@ -74,6 +74,7 @@ class MetisJob:
     hidden: int = 4096
     sequence: int = 1024
     vocab: int = 51200
+    _tables: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         for name in ("layers", "global_batch", "max_tp", "max_bs", "hidden", "sequence", "vocab"):
@@ -101,10 +102,6 @@ class MetisJob:
             return has_first * first + has_last * last + middle * (y - x - has_first - has_last)
 
         return [[between(x, y) for y in bounds] for x in bounds]
-
-    @cached_property
-    def _tables(self) -> dict[tuple[str, str, int, int], list[list[float]]]:
-        return {}
 
     def slices(self, what: str, device: str, tp: int, batch: int) -> list[list[float]]:
         """Sums of layer_ms or memory_mb over layers x to y, at [x][y - x]."""

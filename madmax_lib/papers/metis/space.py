@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, permutations
 from typing import NamedTuple
 
-__all__ = ["GroupList", "cool_lex", "device_groups", "divisors", "group_lists", "merged"]
+__all__ = ["GroupList", "divisors", "group_lists"]
 
 
 class GroupList(NamedTuple):
@@ -31,7 +31,7 @@ def group_lists(
     twice, and its first time it is costed as one stage.
     """
     stages = range(1, min(gpus, layers) + 1)
-    lists = {n: device_groups(gpus, n, variance, max_permute_len) for n in stages}
+    lists = {n: _device_groups(gpus, n, variance, max_permute_len) for n in stages}
     lists = {n: groups for n, groups in lists.items() if groups}
     several = {n: groups for n, groups in lists.items() if n > 1}
     for number, sequence in enumerate(permutations(node_order)):
@@ -40,16 +40,16 @@ def group_lists(
         yield from (GroupList(sequence, n, groups) for n, groups in (several if number else lists).items())
 
 
-def device_groups(gpus: int, stages: int, variance: float, max_permute_len: int) -> list[tuple[int, ...]]:
+def _device_groups(gpus: int, stages: int, variance: float, max_permute_len: int) -> list[tuple[int, ...]]:
     """Sizes of the stages, powers of two that sum to `gpus`, none below variance x the mean size.
 
-    >>> device_groups(8, 3, 1, 6)
+    >>> _device_groups(8, 3, 1, 6)
     [(4, 2, 2), (2, 4, 2), (2, 2, 4)]
     """
     least = max(gpus // stages, stages // gpus) * variance
     shapes = [2**k for k in range(gpus.bit_length()) if 2**k >= least]
     every = _non_decreasing(shapes, stages, gpus)
-    return [tuple(chain(*order)) for sizes in every for order in cool_lex(merged(sizes, max_permute_len))]
+    return [tuple(chain(*order)) for sizes in every for order in _cool_lex(_merged(sizes, max_permute_len))]
 
 
 def _non_decreasing(shapes: list[int], count: int, total: int) -> Iterator[tuple[int, ...]]:
@@ -64,10 +64,10 @@ def _non_decreasing(shapes: list[int], count: int, total: int) -> Iterator[tuple
             yield (shape, *rest)
 
 
-def merged(sizes: Sequence[int], limit: int) -> list[tuple[int, ...]]:
+def _merged(sizes: Sequence[int], limit: int) -> list[tuple[int, ...]]:
     """Non-decreasing sizes as at most `limit` groups that are permuted as wholes: smallest neighbours are joined.
 
-    >>> merged((1, 1, 1, 1, 1, 1, 2, 8), 4)
+    >>> _merged((1, 1, 1, 1, 1, 1, 2, 8), 4)
     [(1, 1, 1, 1), (1, 1, 2), (8,)]
     """
     groups = [(size,) for size in sizes]
@@ -92,10 +92,10 @@ def _join_pairs(groups: list[tuple[int, ...]], pairs: int) -> list[tuple[int, ..
     return joined + groups[2 * pairs :]
 
 
-def cool_lex(groups: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+def _cool_lex(groups: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
     """All distinct permutations by prefix shifts, from the non-increasing arrangement on.
 
-    >>> ["".join(str(group[0]) for group in order) for order in cool_lex([(1,), (1,), (2,)])]
+    >>> ["".join(str(group[0]) for group in order) for order in _cool_lex([(1,), (1,), (2,)])]
     ['211', '121', '112']
     """
     order = sorted(groups, reverse=True)

@@ -26,7 +26,7 @@ from madmax_lib.planner.hetero.stages import StageTable
 from madmax_lib.planner.hetero.sweep import OPEN, Chain, Sweeper
 from madmax_lib.planner.hetero.thresholds import BestChain, search
 
-__all__ = ["alone", "group_sizes", "plan", "plan_of"]
+__all__ = ["alone", "plan", "plan_of"]
 
 _EVERY_SIZE = 32  # GPUs up to which groups of every size are tried
 
@@ -34,10 +34,10 @@ _EVERY_SIZE = 32  # GPUs up to which groups of every size are tried
 def plan(*, groups: Sequence[int] | None = None, gap: float = 1e-9, progress: bool = True, **inputs) -> Planned:
     """The cheapest plan over all orders of GPU types, stages, groups, (dp, tp), layer cuts and micro-batches.
 
-    groups: sizes of device groups, `group_sizes` if None. gap: share of the cost within which the answer is proven;
-    1e-9 is exact. inputs: those of `problem`, such as profiles, hostfile, clusterfile, layers and global_batch. A
-    KeyboardInterrupt returns the best plan so far. Raises ValueError for bad input, and where no plan is feasible, with
-    the reason.
+    groups: GPUs that a device group may have; if None any number up to 32 GPUs, beyond: powers of two, all of a type
+    and all. gap: share of the cost within which the answer is proven; 1e-9 is exact. inputs: those of `problem`, such
+    as profiles, hostfile, clusterfile, layers and global_batch. A KeyboardInterrupt returns the best plan so far.
+    Raises ValueError for bad input, and where no plan is feasible, with the reason.
     """
     return plan_of(problem(**inputs), groups=groups, gap=gap, progress=progress)
 
@@ -50,7 +50,7 @@ def plan_of(
         raise ValueError(f"gap={gap} is not in 0..1")
     started = time.process_time()
     gpus = given.fleets[0].size
-    sizes = group_sizes(given) if groups is None else groups
+    sizes = _default_sizes(given) if groups is None else groups
     if not sizes or min(sizes) < 1 or max(sizes) > gpus:
         raise ValueError(f"groups={list(sizes)} must be sizes from 1 to the {gpus} GPUs of the cluster")
     grid = Grid(gpus, sizes, given.prices)
@@ -94,12 +94,8 @@ def alone(best: Planned) -> pd.DataFrame:
     return table
 
 
-def group_sizes(given: HeteroProblem) -> list[int]:
-    """GPUs of the device groups that are tried by default.
-
-    Up to 32 GPUs: every size. Beyond: powers of two from the smaller of a node and the mean group of stages of one
-    layer, as Metis has them, and the GPUs of each type and of all.
-    """
+def _default_sizes(given: HeteroProblem) -> list[int]:
+    """Powers of two begin with the smaller of a node and the mean group of stages of one layer, as Metis has them."""
     fleet, layers = given.fleets[0], given.prices.layers
     if fleet.size <= _EVERY_SIZE:
         return list(range(1, fleet.size + 1))

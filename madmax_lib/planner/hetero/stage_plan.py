@@ -7,7 +7,7 @@ whose balancer loses layers and leaves stages empty: `repaired` gives such a pla
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
 __all__ = ["HeteroPlan"]
@@ -77,8 +77,7 @@ class HeteroPlan:
         inner = [max(cut, low) for cut, low in zip(self.layer_partition[1:-1], range(1, stages), strict=True)]
         inner = list(accumulate(inner, lambda before, cut: max(before + 1, cut)))
         inner = [min(cut, layers - stages + 1 + number) for number, cut in enumerate(inner)]
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return HeteroPlan(**values | {"layer_partition": (0, *inner, layers)})
+        return replace(self, layer_partition=(0, *inner, layers))
 
     def as_dict(self) -> dict:
         """Plain values, as `read` takes them."""
