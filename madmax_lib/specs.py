@@ -1,131 +1,45 @@
-"""What exists? Devices, links, clusters and models, with parameter counts and model FLOPs in closed form.
+"""What is trained? Models, with parameter counts and FLOPs in closed form; clusters and their parts beside them.
 
-Everything is SI: bytes, FLOP/s, bytes/s, W. A link's bandwidth is per device and one way. FLOPs count matrix products
-only (2 per multiply-add, causal attention counted dense), as torch's FlopCounterMode does with MATH attention.
+FLOPs count matrix products only (2 per multiply-add, causal attention counted dense), as torch's FlopCounterMode does
+with MATH attention. What a model trains on is in `hardware`, and named here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from madmax_lib.hardware import Cluster, Device, Host, Link, check_positive
 
 __all__ = ["DLRM", "Cluster", "Device", "Host", "Link", "Model", "Transformer"]
-
-_DTYPE_FALLBACK = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp8": "bf16", "mxfp8": "fp8", "nvfp4": "fp8"}
-
-
-@dataclass(frozen=True)
-class Device:
-    """One accelerator.
-
-    name: in the catalog.
-    memory_bytes: capacity.
-    memory_bandwidth_bytes_per_s: of that memory.
-    peak_flops: dense peak in FLOP/s by dtype (fp64 fp32 tf32 fp16 bf16 fp8 mxfp8 nvfp4 int8).
-    tdp_w: power limit in W (default NaN: unknown).
-    usd_per_hour: price of an hour (default NaN: unknown).
-    family: architecture whose fitted constants it has (default other: none are fitted).
-    rate_class: device whose fitted constant `device_rate` it has (default other: the family's rate is its own).
-    """
-
-    name: str
-    memory_bytes: float
-    memory_bandwidth_bytes_per_s: float
-    peak_flops: Mapping[str, float] = field(hash=False)
-    tdp_w: float = float("nan")
-    usd_per_hour: float = float("nan")
-    family: str = "other"
-    rate_class: str = "other"
-
-    def __post_init__(self):
-        _positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
-
-    def peak(self, dtype: str) -> float:
-        """Dense peak in FLOP/s; a dtype the device lacks runs at the next wider one it has.
-
-        Raises ValueError for a dtype that is unknown, or where the device has no such wider one.
-        """
-        wanted, seen = dtype, set()  # fp16 and bf16 stand for each other
-        while wanted not in self.peak_flops:
-            if wanted in seen or wanted not in _DTYPE_FALLBACK:
-                raise ValueError(f"{self.name} has no peak for dtype {dtype!r}; it has {', '.join(self.peak_flops)}")
-            seen.add(wanted)
-            wanted = _DTYPE_FALLBACK[wanted]
-        return self.peak_flops[wanted]
-
-
-@dataclass(frozen=True)
-class Link:
-    """A network level. bandwidth_bytes_per_s: per device, one way. latency_s: of one hop."""
-
-    name: str
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0
-
-    def __post_init__(self):
-        _positive(self, "bandwidth_bytes_per_s")
-
-
-@dataclass(frozen=True)
-class Host:
-    """What stands beside the devices of a node: memory, the links to it, and drives.
-
-    link_bytes_per_s: achieved one way between host memory and one device; uplinks: so many devices can use that rate at
-    once (0: all). nvme_*: of all drives together, 0 without any. tdp_w: of the processors, NaN where unknown.
-    """
-
-    name: str
-    memory_bytes: float
-    memory_bandwidth_bytes_per_s: float
-    link_bytes_per_s: float
-    uplinks: int = 0
-    nvme_bytes: float = 0.0
-    nvme_read_bytes_per_s: float = 0.0
-    nvme_write_bytes_per_s: float = 0.0
-    tdp_w: float = float("nan")
-
-    def __post_init__(self):
-        _positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s", "link_bytes_per_s")
-        if self.nvme_bytes and not min(self.nvme_read_bytes_per_s, self.nvme_write_bytes_per_s) > 0:
-            raise ValueError(f"{self.name}: nvme_bytes={self.nvme_bytes} needs rates to read and to write")
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Equal nodes of equal devices: `intra` joins the devices of a node, `inter` the nodes.
-
-    host: of each node, None where it is not known.
-    """
-
-    name: str
-    device: Device
-    devices_per_node: int
-    nodes: int
-    intra: Link
-    inter: Link
-    host: Host | None = None
-
-    def __post_init__(self):
-        _positive(self, "devices_per_node", "nodes")
-
-    @property
-    def world_size(self) -> int:
-        """Number of devices."""
-        return self.devices_per_node * self.nodes
 
 
 @dataclass(frozen=True)
 class Transformer:
     """A decoder language model, or with `image` a vision transformer; with `experts` a mixture of experts.
 
-    kv_heads and head_dim default to heads and hidden/heads. vocab counts padded rows, classes is the ViT's head.
-    attention_bias: all, qkv or none. qk_norm: rms norms of queries and keys per head. norm: layer (weight and bias) or
-    rms. positions: learned or rope. experts, active_experts, shared_experts: per MoE layer, each of width expert_ffn;
-    the first dense_layers are dense; router_bias: the router has one. With kv_lora_rank attention is multi-head latent
-    [DeepSeek-V2, arXiv 2405.04434]: keys and values come from a latent of that rank, queries from one of q_lora_rank
-    (0: directly), rope_head_dim more channels per head carry positions, values have v_head_dim channels. window: tokens
-    that a layer attends to (0: all); every full_every-th layer attends to all of them (0: none).
-    sinks: one learned score per head beside those of the keys.
+    layers, hidden, heads, ffn: blocks, channels, attention heads, inner channels of a dense feed-forward part.
+    sequence: tokens per sample (default 0; of images their patches and the class token).
+    vocab: rows of the token table, padding included (default 0).
+    kv_heads, head_dim: heads of keys and values, channels of a head (default 0: heads, hidden / heads).
+    gated: the feed-forward part has a gate (default False).
+    norm: layer (weight and bias) or rms (default layer).
+    positions: learned or rope (default learned).
+    attention_bias: of all products, of qkv, or none (default all).
+    qk_norm: rms norms of queries and keys per head (default False).
+    mlp_bias: of the feed-forward products (default True).
+    tied: the head is the token table (default True; False for images).
+    experts, active_experts, shared_experts: per mixture layer: all, used by a token, used by all tokens (default 0).
+    expert_ffn: inner channels of an expert (default 0: ffn).
+    dense_layers: first layers that are no mixtures (default 0).
+    router_bias: of the router (default False).
+    q_lora_rank, kv_lora_rank: ranks of the latents that queries, and keys and values, come from; with kv_lora_rank
+        attention is multi-head latent [DeepSeek-V2, arXiv 2405.04434] (default 0: directly).
+    rope_head_dim: further channels per head that carry positions (default 0).
+    v_head_dim: channels of values per head (default 0: head_dim).
+    window: tokens that a layer attends to (default 0: all); every full_every-th layer attends to all (default 0: none).
+    sinks: one learned score per head beside those of the keys (default False).
+    image, patch: edges in pixels (default 0: no image).
+    classes: outputs of the vision transformer's head (default 0).
     """
 
     name: str
@@ -162,7 +76,7 @@ class Transformer:
     classes: int = 0
 
     def __post_init__(self):
-        _positive(self, "layers", "hidden", "heads")
+        check_positive(self, "layers", "hidden", "heads")
         _choice(self, norm=("layer", "rms"), positions=("learned", "rope"), attention_bias=("all", "qkv", "none"))
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(f"{self.name}: hidden={self.hidden} is not a multiple of heads={self.heads}")
@@ -302,7 +216,7 @@ class DLRM:
     active_experts: int = 0
 
     def __post_init__(self):
-        _positive(self, "tables", "entries", "embedding_dim", "pooling", "mlp_dim")
+        check_positive(self, "tables", "entries", "embedding_dim", "pooling", "mlp_dim")
 
     @property
     def embedding_parameters(self) -> int:
@@ -327,13 +241,6 @@ class DLRM:
 
 
 Model = Transformer | DLRM
-
-
-def _positive(item, *names: str) -> None:
-    for name in names:
-        value = getattr(item, name)
-        if not value > 0:
-            raise ValueError(f"{item.name}: {name}={value} must be positive")
 
 
 def _choice(item, **choices: tuple[str, ...]) -> None:
