@@ -13,7 +13,7 @@ from madmax_lib import catalog
 from madmax_lib.case import Case
 from madmax_lib.papers.studies.memory_wall import shape as seed_model
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
-from madmax_lib.simulator.offload.chunks import best_chunks, packed, tensor_sizes
+from madmax_lib.simulator.offload.chunks import _packed, _tensor_sizes, best_chunks
 from madmax_lib.simulator.offload.fits import fits, gpt_shape, largest_model
 from madmax_lib.simulator.offload.hosts import host_of
 from madmax_lib.simulator.offload.placement import METHODS, Policy, bytes_by_place, split_of
@@ -130,7 +130,7 @@ def test_experts_are_shared_over_what_expert_parallelism_leaves():
     [([4, 4], 8, 1, 0), ([5, 4, 3], 8, 2, 4), ([9], 8, 1, 0), ([3, 9, 3], 8, 2, 2), ([1] * 7, 8, 1, 1)],
 )
 def test_packing(sizes, chunk, count, empty):
-    result = packed(sizes, chunk)
+    result = _packed(sizes, chunk)
     assert (result.count, result.waste) == (count, pytest.approx(empty / (sum(sizes) + empty)))
 
 
@@ -139,13 +139,13 @@ def test_packing(sizes, chunk, count, empty):
 )
 def test_tensors_hold_all_parameters(name):
     model = mm.model(name)
-    assert sum(tensor_sizes(model)) == pytest.approx(model.parameters, rel=1e-6)
+    assert sum(_tensor_sizes(model)) == pytest.approx(model.parameters, rel=1e-6)
 
 
 def test_the_best_chunk_wastes_no_more_than_others():
     model = seed_model("gpt2_10b")
     best = best_chunks(model)
-    assert best.waste <= min(packed(tensor_sizes(model), size * 2**20).waste for size in (32, 64, 100, 160))
+    assert best.waste <= min(_packed(_tensor_sizes(model), size * 2**20).waste for size in (32, 64, 100, 160))
     assert 0 <= best.waste < 0.02
 
 

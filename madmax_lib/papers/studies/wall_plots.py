@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
+from madmax_lib.simulator.offload.hosts import ADAM_BYTES
 from madmax_lib.timeline import with_origin
 from madmax_lib.view.drawing import (
     COLORS,
@@ -39,7 +40,6 @@ __all__ = [
 
 _MARKERS = "os^Dv<>P"
 _KINDS = ("compute", "comm", "idle")  # of the phases of `power_phases`
-_ADAM_BYTES = 28  # per parameter: what an update reads and writes
 _EXPOSED = {  # columns of `OffloadTimes`: name, kind
     "passes_s": ("passes wait for weights", "memcpy"),
     "drain_s": ("gradients drain", "comm"),
@@ -116,8 +116,8 @@ def plot_adam(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax.errorbar(part["size"], part["median_s"], yerr=quartiles, label=label, **style)
     copies = table.loc[table["what"] == "host memory", "bytes_per_s"].max()
     ends = np.array([adam["size"].min(), adam["size"].max()])
-    label = f"{_ADAM_BYTES} bytes per parameter at {copies / 1e9:.0f} GB/s, the best of copy and triad"
-    ax.plot(ends, _ADAM_BYTES * ends / copies, **DASHED, label=label)
+    label = f"{ADAM_BYTES} bytes per parameter at {copies / 1e9:.0f} GB/s, the best of copy and triad"
+    ax.plot(ends, ADAM_BYTES * ends / copies, **DASHED, label=label)
     largest = adam[adam["size"] == ends[1]].set_index("how")["median_s"]
     pace_ns, ratio = largest.min() / ends[1] * 1e9, largest.max() / largest.min()
     title = f"A {largest.idxmin()} update takes {pace_ns:.2f} ns per parameter"

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from madmax_lib.specs import Transformer
 
-__all__ = ["Chunks", "best_chunks", "packed", "tensor_sizes"]
+__all__ = ["Chunks", "best_chunks"]
 
 _MI = 2**20
 # elements; from 32 Mi over a range of 128 Mi, as dheerj188/HeterogeneousTraining-IISc runs Gemini
@@ -34,7 +34,7 @@ class Chunks:
     waste: float
 
 
-def tensor_sizes(model: Transformer) -> list[int]:
+def _tensor_sizes(model: Transformer) -> list[int]:
     """Elements of every parameter tensor, in the order of the model."""
     h, norm = model.hidden, model.norm_parameters
     attention = [inputs * outputs for _, inputs, outputs in model.attention_matrices]
@@ -52,10 +52,10 @@ def tensor_sizes(model: Transformer) -> list[int]:
     return [size for size in (table, positions, *layers, norm, model.head_parameters) if size]
 
 
-def packed(sizes: list[int], chunk: int) -> Chunks:
+def _packed(sizes: list[int], chunk: int) -> Chunks:
     """Chunks that hold tensors of these sizes in order.
 
-    >>> packed([3, 3, 3, 9], 8)
+    >>> _packed([3, 3, 3, 9], 8)
     Chunks(size=8, count=3, waste=0.28)
     """
     chunks: list[int] = []  # elements of each
@@ -77,7 +77,7 @@ def best_chunks(model: Transformer) -> Chunks:
 
     Sizes from 32 to 160 Mi elements in steps of 4 Mi; a smaller model gets one chunk.
     """
-    sizes = tensor_sizes(model)
+    sizes = _tensor_sizes(model)
     if sum(sizes) <= _SIZES.start:
-        return packed(sizes, sum(sizes))
-    return min((packed(sizes, size) for size in _SIZES), key=lambda chunks: (chunks.waste, chunks.size))
+        return _packed(sizes, sum(sizes))
+    return min((_packed(sizes, size) for size in _SIZES), key=lambda chunks: (chunks.waste, chunks.size))

@@ -10,15 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-__all__ = [
-    "MeasuredCollectives",
-    "all_gather_s",
-    "all_reduce_s",
-    "all_to_all_s",
-    "reduce_scatter_s",
-    "send_s",
-    "shared_bandwidth",
-]
+__all__ = ["MeasuredCollectives", "all_gather_s", "all_reduce_s", "all_to_all_s", "send_s", "shared_bandwidth"]
 
 _KEYS, _VALUES = ["collective", "ranks", "nodes"], ["size_bytes", "seconds"]
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
@@ -34,18 +26,13 @@ def all_reduce_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s=0.0):
 
 
 def all_gather_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s=0.0):
-    """Ring all-gather: (p-1) latency + (p-1)/p size / bandwidth.
+    """Ring all-gather, or reduce-scatter, which is its reverse: (p-1) latency + (p-1)/p size / bandwidth.
 
     >>> all_gather_s(1e9, [1, 2, 8], 100e9).tolist()
     [0.0, 0.005, 0.00875]
     """
     ranks = np.asarray(ranks)
     return (ranks - 1) * latency_s + (ranks - 1) / ranks * size_bytes / bandwidth_bytes_per_s
-
-
-def reduce_scatter_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s=0.0):
-    """Ring reduce-scatter, the reverse of an all-gather."""
-    return all_gather_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s)
 
 
 def all_to_all_s(size_bytes, ranks, ranks_in_node, intra_bytes_per_s, inter_bytes_per_s, latency_s=0.0):

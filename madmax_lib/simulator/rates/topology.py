@@ -11,14 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from madmax_lib.plan import Plan
-from madmax_lib.simulator.rates.collectives import (
-    all_gather_s,
-    all_reduce_s,
-    all_to_all_s,
-    reduce_scatter_s,
-    send_s,
-    shared_bandwidth,
-)
+from madmax_lib.simulator.rates.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s, shared_bandwidth
 from madmax_lib.specs import Cluster
 
 __all__ = ["Group", "collective_s", "groups", "member_name"]
@@ -91,7 +84,7 @@ def collective_s(kind: str, size_bytes: float, group: Group, *, with_latency: bo
     if kind == "all_to_all":
         levels = group.in_node, group.near_bytes_per_s, group.far_bytes_per_s
         return float(all_to_all_s(size_bytes, group.ranks, *levels, latency_s))
-    formula = {"all_reduce": all_reduce_s, "all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s}[kind]
+    formula = {"all_reduce": all_reduce_s, "all_gather": all_gather_s, "reduce_scatter": all_gather_s}[kind]
     return float(formula(size_bytes, group.ranks, group.bandwidth_bytes_per_s, latency_s))
 
 
