@@ -16,9 +16,6 @@ from madmax_lib.planner.space import legal_degrees, pass_choices, plan_of, shard
 from madmax_lib.side_tables import SIDE_TABLES, SideTables, conform
 from madmax_lib.timeline import Meta, Timeline
 
-QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync"]  # fmt: skip
-
 
 def local_or_skip(relative: str) -> Path:
     """A file of the data directories, or a skip that names it."""

@@ -55,8 +55,8 @@ def packages(tmp_path_factory):
 def published(tmp_path_factory):
     """git's settings that make the project's address lead to a repository of the present files, and nothing else."""
     repository = tmp_path_factory.mktemp("published") / "project.git"
-    settings = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_COUNT": "1",
-                "GIT_CONFIG_KEY_0": f"url.file://{repository}.insteadOf", "GIT_CONFIG_VALUE_0": REPOSITORY}  # fmt: skip
+    settings = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_COUNT": "1"}
+    settings |= {"GIT_CONFIG_KEY_0": f"url.file://{repository}.insteadOf", "GIT_CONFIG_VALUE_0": REPOSITORY}
     git = ["git", f"--git-dir={repository}", f"--work-tree={PROJECT}", "-c", "user.name=test", "-c", "user.email=test"]
     run("git", "init", "--quiet", "--bare", repository, env=settings)
     run(*git, "add", "--all", env=settings)
@@ -76,8 +76,8 @@ def session(packages, published, tmp_path):
     argv = [str(environment / "bin" / "python"), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     kernel.write_text(json.dumps({"argv": argv, "display_name": "colab", "language": "python"}))
     home.mkdir()
-    env = {**published, "JUPYTER_DATA_DIR": str(tmp_path / "jupyter"), "IPYTHONDIR": str(tmp_path / "ipython"),
-           "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}", "MADMAX_NO_CACHE": "1"}  # fmt: skip
+    env = {**published, "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}", "MADMAX_NO_CACHE": "1"}
+    env |= {"JUPYTER_DATA_DIR": str(tmp_path / "jupyter"), "IPYTHONDIR": str(tmp_path / "ipython")}
     if traces := v100_traces():
         env["MADMAX_DATA_DIR"] = str(traces)
 
@@ -134,11 +134,11 @@ def test_a_notebook_brings_what_it_needs_and_changes_nothing(session, name, plac
     said = "".join(map(shown, code))
     assert "<table" in shown(beside, "text/html") if v100_traces() else "skipped figure optional/" in said
 
-    found = json.loads(shown(versions).strip("'"))
+    installed = json.loads(shown(versions).strip("'"))
     pins = dict(line.split("==") for line in PINS.read_text().splitlines() if "==" in line)
-    assert {package: found[package] for package in pins} == pins
-    assert not {"torch", "jupyterlab"} & set(found)
-    assert {"madmax-workbench", "holistictraceanalysis", "anywidget"} <= set(found)
+    assert {package: installed[package] for package in pins} == pins
+    assert not {"torch", "jupyterlab"} & set(installed)
+    assert {"madmax-workbench", "holistictraceanalysis", "anywidget"} <= set(installed)
 
 
 def test_a_gpu_without_bf16_refuses_it_before_a_process_starts(tmp_path, monkeypatch):

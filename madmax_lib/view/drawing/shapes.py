@@ -63,49 +63,56 @@ def bars(
     """
     number, of = slot
     height = height or (0.7 if of == 1 else 0.72 / of)
-    count = len(lengths)
-    rows = np.arange(count) if places is None else np.asarray(places, float)
-    rows = rows + (number - (of - 1) / 2) * 0.8 / of
     stacked = isinstance(lengths, pd.DataFrame)
+    parts = lengths if stacked else pd.DataFrame({"": np.asarray(lengths, float)})
     if fill is None:
-        fill = dict(zip(lengths, lengths, strict=True)) if stacked else "compute"
-    columns = list(fill) if stacked else [None]
-    begin = np.broadcast_to(np.asarray(left, float), count)
-    for column in columns:
-        size = np.asarray(lengths[column] if stacked else lengths, float)
-        fills = _fills(fill[column] if stacked else fill, count, source)
-        texts = inside[column] if stacked and inside is not None else inside
-        _draw_bars(ax, rows, begin, size, height, fills, upright=upright)
-        for row, start, length, paint, text in zip(
-            rows, begin, size, fills, texts if texts is not None else (), strict=False
-        ):
-            middle = (row, start + length / 2) if upright else (start + length / 2, row)
-            ax.text(*middle, text, ha="center", va="center", fontsize=7, color=ink_on(paint["facecolor"]))
-        begin = begin + np.nan_to_num(size)
-    reach = begin
-    if error is not None:
-        low, high = (np.asarray(end, float) for end in error)
-        spread = {"yerr" if upright else "xerr": [begin - low, high - begin]}
-        at = (rows, begin) if upright else (begin, rows)
-        ax.errorbar(*at, **spread, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
-        reach = np.fmax(begin, high)
-    for row, end, text in zip(rows, reach, notes if notes is not None else (), strict=False):
-        place, shift = ((row, end), {"dx": 0, "dy": 5, "ha": "center"}) if upright else ((end, row), {})
+        fill = dict(zip(parts, parts, strict=True)) if stacked else "compute"
+    fills = fill if stacked else {"": fill}
+    texts = inside if stacked or inside is None else pd.DataFrame({"": list(inside)})
+    rows = np.arange(len(parts)) if places is None else np.asarray(places, float)
+    rows = rows + (number - (of - 1) / 2) * 0.8 / of
+    end = np.broadcast_to(np.asarray(left, float), len(parts))
+    for column, of_column in fills.items():
+        paints = _paints(of_column, len(parts), source)
+        length = parts[column].to_numpy(float)
+        _draw_column(ax, rows, end, length, height, paints, upright=upright)
+        if texts is not None:
+            middle = end + length / 2
+            for row, at, text, paint in zip(rows, middle, texts[column], paints, strict=True):
+                _write(ax, row, at, text, color=ink_on(paint["facecolor"]), upright=upright)
+        end = end + np.nan_to_num(length)
+    reach = end if error is None else _draw_error(ax, rows, end, error, upright=upright)
+    for row, at, text in zip(rows, reach, notes, strict=True) if notes is not None else ():
+        place, shift = ((row, at), {"dx": 0, "dy": 5, "ha": "center"}) if upright else ((at, row), {})
         note(ax, *place, text, fontsize=7 if height > 0.3 else 6, **shift)
-    return begin
+    return end
 
 
-def _fills(fill: Fill | Sequence[Fill], count: int, source: str | None) -> list[dict]:
+def _paints(fill: Fill | Sequence[Fill], count: int, source: str | None) -> list[dict]:
     one = isinstance(fill, (str, dict))
     return [fill_of(fill, source)] * count if one else [fill_of(each, source) for each in fill]
 
 
-def _draw_bars(ax: Axes, rows, begin, size, height: float, fills: list[dict], *, upright: bool) -> None:
-    for row, start, length, paint in zip(rows, begin, size, fills, strict=True):
+def _draw_column(ax: Axes, rows, begin, length, height: float, paints: list[dict], *, upright: bool) -> None:
+    for row, start, size, paint in zip(rows, begin, length, paints, strict=True):
         if upright:
-            ax.bar(row, length, bottom=start, width=height, **paint)
+            ax.bar(row, size, bottom=start, width=height, **paint)
         else:
-            ax.barh(row, length, left=start, height=height, **paint)
+            ax.barh(row, size, left=start, height=height, **paint)
+
+
+def _write(ax: Axes, row: float, at: float, text: str, *, color: str, upright: bool) -> None:
+    x, y = (row, at) if upright else (at, row)
+    ax.text(x, y, text, ha="center", va="center", fontsize=7, color=color)
+
+
+def _draw_error(ax: Axes, rows, middle, error, *, upright: bool) -> np.ndarray:
+    """Intervals as thin lines; returns the farther of their ends and the bars'."""
+    low, high = (np.asarray(end, float) for end in error)
+    x, y = (rows, middle) if upright else (middle, rows)
+    spread = {"yerr" if upright else "xerr": [middle - low, high - middle]}
+    ax.errorbar(x, y, **spread, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
+    return np.fmax(middle, high)
 
 
 def ours_and_theirs(
