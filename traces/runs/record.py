@@ -13,51 +13,37 @@ import sys
 import tempfile
 from pathlib import Path
 
-from madmax_lib.accounting import breakdown
-from madmax_lib.runs.launch import launch
-from madmax_lib.runs.spec import RunSpec
-from madmax_lib.traces.read.kineto import read_trace
+import madmax_lib as mm
 
 HERE = Path(__file__).parent
 STEPS = 12  # two to warm up, three traced in the middle
 VIT = ("dp1", "dp2", "dp2.z2", "dp2.z3", "tp2.nosp", "pp2", "dp2.tp2.nosp", "dp2.tp2.pp2.nosp")
-LLM = (
-    "dp1",
-    "dp2",
-    "dp2.z3",
-    "tp2",
-    "pp2",
-    "cp2",
-    "dp2.ep2",
-    "dp2.tp2",
-    "dp2.tp2.pp2",
-    "dp2.tp2.pp2.ep2",
-    "dp2.tp2.pp2.cp2.ep2",
-)
+LLM = ("dp1", "dp2", "dp2.z3", "tp2", "pp2", "cp2", "dp2.ep2", "dp2.tp2")
+LLM_3D_TO_5D = ("dp2.tp2.pp2", "dp2.tp2.pp2.ep2", "dp2.tp2.pp2.cp2.ep2")
 FAST = {"learning_rate": 3e-3, "device": "cpu"}  # the loss falls within the steps of a run
 IMAGES = {"global_batch": 16, "sizes": {"classes": 10}, **FAST}
 SETS = {
     "vit": [
-        *(RunSpec("vit-tiny", strategy, STEPS, **IMAGES) for strategy in VIT),
-        RunSpec("vit-tiny", "dp1", STEPS, lora_rank=8, **IMAGES),
+        *(mm.RunSpec("vit-tiny", strategy, STEPS, **IMAGES) for strategy in VIT),
+        mm.RunSpec("vit-tiny", "dp1", STEPS, lora_rank=8, **IMAGES),
     ],
-    "llm": [RunSpec("moe-tiny", strategy, STEPS, global_batch=8, **FAST) for strategy in LLM],
+    "llm": [mm.RunSpec("moe-tiny", strategy, STEPS, global_batch=8, **FAST) for strategy in (*LLM, *LLM_3D_TO_5D)],
 }
 TRACED = ("vit-tiny_dp2", "vit-tiny_dp2.z3", "moe-tiny_dp2.z3", "moe-tiny_pp2", "moe-tiny_dp2.tp2")
 
 
-def record(spec: RunSpec, folder: Path) -> None:
+def record(spec: mm.RunSpec, folder: Path) -> None:
     """Run a spec and keep what the repository needs of its directory."""
     with tempfile.TemporaryDirectory() as scratch:
-        made = launch(spec, Path(scratch) / spec.name)
+        directory = mm.launch(spec, Path(scratch) / spec.name)
         target = folder / spec.name
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         for name in ("spec.json", "env.json", "steps.csv", "summary.json"):
-            shutil.copy(made / name, target / name)
-        breakdown(read_trace(made)).to_csv(target / "breakdown.csv", index=False, float_format="%.9g")
+            shutil.copy(directory / name, target / name)
+        mm.breakdown(mm.read_trace(directory)).to_csv(target / "breakdown.csv", index=False, float_format="%.9g")
         if spec.name in TRACED:
-            trace = gzip.decompress((made / "trace_rank0.json.gz").read_bytes())
+            trace = gzip.decompress((directory / "trace_rank0.json.gz").read_bytes())
             (target / "trace_rank0.json.gz").write_bytes(gzip.compress(trace, compresslevel=9, mtime=0))
 
 
