@@ -102,9 +102,8 @@ def test_rows_of_steps(run):
 
 def test_summary_of_a_run(run):
     summary, counted = run.summary, run.steps.iloc[2:]
-    assert (
-        summary["status"] == "completed" and summary["steps_dropped"]["warm-up"] == 2 and summary["includes_profiled"]
-    )
+    assert summary["status"] == "completed" and summary["includes_profiled"]
+    assert summary["steps_dropped"]["warm-up"] == 2
     rate = counted["samples"].sum() / counted["total_s"].sum()
     assert summary["samples_per_s"] == pytest.approx(rate)
     model_flops = 3 * run.spec.shapes.forward_flops(1, 96)

@@ -36,17 +36,8 @@ def test_parameters_are_exact_and_the_catalogs(name, parameters):
 @pytest.mark.parametrize("bias", ["all", "qkv", "none"])
 @pytest.mark.parametrize("experts", [0, 4])
 def test_parameters_of_other_sizes(norm, gated, bias, experts):
-    sizes = {
-        "layers": 3,
-        "norm": norm,
-        "gated": gated,
-        "attention_bias": bias,
-        "experts": experts,
-        "active_experts": 2,
-        "mlp_bias": bias == "all",
-        "positions": "learned" if gated else "rope",
-        "tied": gated,
-    }
+    sizes = {"norm": norm, "gated": gated, "attention_bias": bias, "mlp_bias": bias == "all", "tied": gated}
+    sizes |= {"layers": 3, "experts": experts, "active_experts": 2, "positions": "learned" if gated else "rope"}
     model = models.build("gpt-tiny", **sizes)
     assert sum(p.numel() for p in model.parameters()) == model.spec.parameters
     assert model(TOKENS).shape == (2, 12, model.spec.vocab)
