@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from madmax_lib.papers.madmax.rates import Collective, GpuRates, check_fields, rates_of
-from madmax_lib.papers.madmax.rules import GLOBAL, Element, MadmaxRules, parse_classes
+from madmax_lib.papers.madmax.rules import GLOBAL, MadmaxRules, Strategy, parse_classes
 
 __all__ = ["DenseLayer", "DeviceStep", "Embedding", "workload"]
 
@@ -111,7 +111,7 @@ def _class(layer: DenseLayer) -> str:
     return layer.name.partition(" ")[0]
 
 
-def _degree(elements: tuple[Element, ...], kind: str) -> int:
+def _degree(elements: Strategy, kind: str) -> int:
     return math.prod(element.degree for element in elements if element.kind == kind)
 
 
@@ -149,11 +149,7 @@ def _sequence(model: Mapping) -> float:
 
 
 def _layers(
-    model: Mapping,
-    rates: GpuRates,
-    split: dict[str, tuple[Element, ...]],
-    batches: dict[str, float],
-    rules: MadmaxRules,
+    model: Mapping, rates: GpuRates, split: dict[str, Strategy], batches: dict[str, float], rules: MadmaxRules
 ) -> list[DenseLayer]:
     """The dense layers in forward order: bottom MLP, transformer blocks, top MLP, as the model type has them.
 
@@ -178,21 +174,18 @@ def _mlp(blank: DenseLayer, count: float, part: str, after_embedding: bool) -> l
     """A stack of MLP layers: activations are summed after odd layers forward, after even layers backward."""
     blank = blank._replace(part=part, after_embedding=after_embedding)
     inner = tuple(c for c in blank.backward if c.what != "activations")
-    return [
-        blank._replace(name=f"{blank.name} {i}", backward=inner)
-        if i % 2
-        else blank._replace(name=f"{blank.name} {i}", forward=())
-        for i in range(int(count))
-    ]
+    kinds = (blank._replace(forward=()), blank._replace(backward=inner))
+    return [kinds[i % 2]._replace(name=f"{blank.name} {i}") for i in range(int(count))]
 
 
-def _layer(name: str, shape: _Shape, rates: GpuRates, elements: tuple[Element, ...], rules: MadmaxRules) -> DenseLayer:
+def _layer(name: str, shape: _Shape, rates: GpuRates, elements: Strategy, rules: MadmaxRules) -> DenseLayer:
     """One layer under a strategy; each element acts on the layer as split by the elements after it.
 
     An element of degree 1 communicates nothing: ours, no recorded output has two elements in a single node. Ours too
     is "tp,fsdp", which the release lacks: tp has split the weights before fsdp gathers them.
     """
-    gather, exchange, forward, backward = None, None, (), ()
+    gather = exchange = None
+    forward, backward = (), ()
     for k, (kind, degree, level) in enumerate(elements):
         size_bytes = shape.weight_bytes / _degree(elements[k + 1 :], "tp")
         if degree == 1:
@@ -234,7 +227,7 @@ def _replicated_embedding(model: Mapping, rates: GpuRates, samples: float, devic
     return Embedding((entries + sequence) * row_bytes, lookup_bytes / rates.memory_bytes_per_s, None, backward, True)
 
 
-def _first_gather(last: DenseLayer, rates: GpuRates, elements: tuple[Element, ...], sharding: int, rules: MadmaxRules):
+def _first_gather(last: DenseLayer, rates: GpuRates, elements: Strategy, sharding: int, rules: MadmaxRules):
     """The AllGather before the optimised backward pass; as released also without fsdp, sized by the first element."""
     _, degree, level = elements[0]
     if last.gather or degree == 1 or not rules.stray_gather:

@@ -148,8 +148,8 @@ def _program(step: DeviceStep, task: str) -> Program:
 
 def _forward(program: Program, step: DeviceStep) -> None:
     """A gather runs at most one layer ahead: it waits for the GEMM two layers before (an LLM counts the lookup)."""
-    looked_up = (_look_up(program, step, "forward", ()),)
-    embedded, ready, gemms = looked_up, (), [(), () if step.is_dlrm else looked_up]
+    looked_up = embedded = (_look_up(program, step, "forward", ()),)
+    ready, gemms = (), [(), () if step.is_dlrm else looked_up]
     if step.embedding.forward:
         embedded = (_send(program, step.embedding.forward, "embedding forward", looked_up),)
     for layer in step.layers:

@@ -16,8 +16,8 @@ __all__ = [
     "INTRA",
     "RELEASED",
     "STRATEGIES",
-    "Element",
     "MadmaxRules",
+    "Strategy",
     "parse_classes",
     "parse_rules",
 ]
@@ -66,6 +66,9 @@ class Element(NamedTuple):
     level: str
 
 
+Strategy = tuple[Element, ...]  # from the inside of a node outwards
+
+
 def parse_rules(rules: str | MadmaxRules) -> MadmaxRules:
     """The rules called "released" or "corrected", or the given ones."""
     if isinstance(rules, MadmaxRules):
@@ -75,7 +78,7 @@ def parse_rules(rules: str | MadmaxRules) -> MadmaxRules:
     return RELEASED if rules == "released" else CORRECTED
 
 
-def _parse_strategy(text: str, num_devices: int, num_nodes: int) -> tuple[Element, ...]:
+def _parse_strategy(text: str, num_devices: int, num_nodes: int) -> Strategy:
     """The elements of a strategy such as "fsdp" or "tp,ddp": one over all devices, or inside a node and across nodes.
 
     >>> [tuple(element) for element in _parse_strategy("TP, DDP", 128, 16)]
@@ -93,9 +96,7 @@ def _parse_strategy(text: str, num_devices: int, num_nodes: int) -> tuple[Elemen
     return Element(inside, num_devices // num_nodes, INTRA), Element(across, num_nodes, GLOBAL)
 
 
-def parse_classes(
-    text: str, classes: Sequence[str], num_devices: int, num_nodes: int
-) -> dict[str, tuple[Element, ...]]:
+def parse_classes(text: str, classes: Sequence[str], num_devices: int, num_nodes: int) -> dict[str, Strategy]:
     """The elements of each class of dense layers: one strategy for all, or one per class as in the paper's sweeps.
 
     Classes are bottom, top (together mlp), attention, fc (together transformer).
@@ -106,7 +107,7 @@ def parse_classes(
     """
     if "=" not in str(text):
         return dict.fromkeys(classes, _parse_strategy(text, num_devices, num_nodes))
-    split: dict[str, tuple[Element, ...]] = {}
+    split: dict[str, Strategy] = {}
     for part in filter(str.strip, text.split(";")):
         name, _, strategy = (piece.strip().lower() for piece in part.partition("="))
         members = [one for one in _TOGETHER.get(name, (name,)) if one in classes]

@@ -153,9 +153,9 @@ def network_s(shape: Shape, nccl: Nccl, rules: VTrainRules) -> np.ndarray:
 
 def terms(shape: Shape) -> np.ndarray:
     """How often each of CONSTANTS is on the longest path of a step (n, 5)."""
-    m, pp, layers = shape.micro_batches, shape.pp, shape.layers // shape.pp
-    embeddings = np.where(np.asarray(pp) == 1, m, 1)
-    columns = np.broadcast_arrays((m + pp - 1) * layers, embeddings, m, layers, 1)
+    m, layers = shape.micro_batches, shape.layers // shape.pp
+    embeddings = np.where(np.asarray(shape.pp) == 1, m, 1)
+    columns = np.broadcast_arrays((m + shape.pp - 1) * layers, embeddings, m, layers, 1)
     return np.stack(columns, axis=-1).astype(float)
 
 

@@ -51,13 +51,12 @@ def operator_s(shape: Shape, heads, formulas: Formulas, machine: Device) -> np.n
     """Seconds (n, 5) of a layer, the embedding, logits with loss, the update of a layer and of the embedding."""
     f, memory = formulas, machine.memory_bandwidth_bytes_per_s
     rate = machine.peak("fp16") * f.gemm_efficiency
-    h, tp, tokens = np.asarray(shape.hidden, dtype=float), shape.tp, shape.micro_batch * shape.sequence
-    weights, vocabulary = 12 * h * h / tp, shape.vocab // np.asarray(tp)
+    h, tp = np.asarray(shape.hidden, dtype=float), np.asarray(shape.tp)
+    tokens = shape.micro_batch * shape.sequence
+    weights, vocabulary = 12 * h * h / tp, shape.vocab // tp
     operands = 2 * (tokens * (6 * h + 10 * h / tp) + weights)
     products = gemm_s(2 * tokens * weights, operands, rate, memory)
-    scores = unfused_attention_s(
-        tokens, shape.sequence, heads / np.asarray(tp), h / heads, 0.4 * rate, memory, f.traffic / 2
-    )
+    scores = unfused_attention_s(tokens, shape.sequence, heads / tp, h / heads, 0.4 * rate, memory, f.traffic / 2)
     pointwise = f.traffic * tokens * (12 * h + 20 * h / tp) / memory
     layer = longer_of(3 * (products + scores + pointwise), f.floor_s)
     flops = 6 * tokens * vocabulary * h * np.where(vocabulary % 8 > 0, f.unaligned, 1.0)

@@ -194,11 +194,11 @@ def plot_layouts(table: pd.DataFrame) -> Axes:
 
 def plot_rules(effects: pd.DataFrame) -> Axes:
     """What correcting each deviation of the release does to a step; effects: of `rule_effects`."""
-    single, first, last = effects.iloc[1:], effects["step_s"].iloc[0], effects["step_s"].iloc[-1]
+    single, step_s = effects.iloc[1:], effects["step_s"]
     ax = new_axes(height=0.9 + 0.35 * len(single))
     bars(ax, 100 * single["change"], source="simulated", notes=single["change"].map("{:+.1%}".format))
     ax.margins(x=0.12)
-    title = f"As released a step of MT-NLG takes {first:.1f} s, corrected {last:.1f} s"
+    title = f"As released a step of MT-NLG takes {step_s.iloc[0]:.1f} s, corrected {step_s.iloc[-1]:.1f} s"
     return finish(ax, effects, title, x="longer step than as released [%]", rows=single["what"])
 
 

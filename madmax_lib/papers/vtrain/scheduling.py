@@ -46,9 +46,9 @@ def throughputs(models: Sequence[str] = MODELS, sizes: Sequence[int] = SIZES) ->
     """
     rows, capacity_bytes = [], device("a100-80").memory_bytes
     for name in models:
-        shape, heuristic, scaled = model(name), None, None
+        heuristic = scaled = None
         for gpus in sizes:
-            plans = steps(shape, plan_grid(shape, gpus, _BATCH), global_batch=_BATCH)
+            plans = steps(model(name), plan_grid(model(name), gpus, _BATCH), global_batch=_BATCH)
             fastest_s = plans[plans["memory_bytes"] <= capacity_bytes].groupby(["tp", "pp"])["step_s"].min()
             if len(fastest_s):
                 heuristic = heuristic or (8, fastest_s[8].index.min())
@@ -70,7 +70,8 @@ def scheduling_study(
     rates: of `throughputs`; baseline: its column "heuristic" or "scaled". The paper gives completion and makespan
     without the number of jobs; here they are those of the last count, without deadlines, so that all jobs run.
     """
-    rows, completions, makespans = [], [], []
+    rows = []
+    completions, makespans = [], []
     for count in counts:
         traces = [_job_trace(rates, count, seed) for seed in seeds]
         theirs = published(f"scheduling_deadline_{count}") - 1
@@ -116,7 +117,8 @@ def _schedule(
     speeds = {name: part.set_index("gpus")[column].to_dict() for name, part in usable.groupby("model")}
     if missing := set(jobs["model"]) - set(speeds):
         raise ValueError(f"{min(missing)} has no throughput on {gpus} GPUs or fewer")
-    end_s, now_s, coming, running = np.full(len(jobs), np.nan), 0.0, 0, {}
+    end_s, now_s = np.full(len(jobs), np.nan), 0.0
+    coming, running = 0, {}
     while coming < len(jobs) or running:
         _divide(list(running.values()), now_s, gpus)
         ends = {i: job.end_s(now_s) for i, job in running.items()}
