@@ -16,6 +16,7 @@ from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory.memory import memory, peak_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.step.step_time import step_time
+from madmax_lib.timeline import with_origin
 
 __all__ = ["baseline", "errors", "folds", "layout_ranks", "predict", "score"]
 
@@ -71,8 +72,7 @@ def folds(rows: pd.DataFrame, *, by: str = "group") -> pd.DataFrame:
         predicted[out] = step_time(to_work(rows[out]), fitted)["step_s"]
     measured = rows["measured_s"].to_numpy(float)
     result = rows.assign(fold=fold, predicted_s=predicted, log_error=np.log(measured / predicted))
-    result.attrs["provenance"] = {"files": {"rows": {"sha256": fingerprint(rows)}}, "rules": f"folds by {by}"}
-    return result
+    return with_origin(result, {"files": {"rows": {"sha256": fingerprint(rows)}}, "rules": f"folds by {by}"})
 
 
 def baseline(rows: pd.DataFrame, fold: np.ndarray | None = None) -> np.ndarray:

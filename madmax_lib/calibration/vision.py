@@ -21,6 +21,7 @@ from madmax_lib.simulator.estimate import case_fields
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.step.step_time import step_time
+from madmax_lib.timeline import with_origin
 
 __all__ = ["compare_ways", "vision_errors"]
 
@@ -41,8 +42,7 @@ def _vision_rows(way: str) -> pd.DataFrame:
     if way not in _WAYS:
         raise ValueError(f"way={way!r} is not one of {', '.join(_WAYS)}")
     rows = pd.DataFrame([_row(run, way) for run in catalog.table("published_vision").to_dict("records")])
-    rows.attrs["provenance"] = {"files": {"rows": {"sha256": fingerprint(rows)}}, "rules": way}
-    return rows
+    return with_origin(rows, {"files": {"rows": {"sha256": fingerprint(rows)}}, "rules": way})
 
 
 def vision_errors(way: str = "gathers in turn") -> pd.DataFrame:
@@ -62,8 +62,7 @@ def vision_errors(way: str = "gathers in turn") -> pd.DataFrame:
     table[["measured", "paper", "ours"]] = table[["measured", "paper", "ours"]].div(rows["peak_gemm"], axis=0)
     for who in ("paper", "ours"):
         table[f"{who}_error"] = table[who] / table["measured"] - 1
-    table.attrs.update(rows.attrs)
-    return table
+    return with_origin(table, rows.attrs["provenance"])
 
 
 def compare_ways() -> pd.DataFrame:

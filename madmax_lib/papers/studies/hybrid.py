@@ -54,7 +54,7 @@ def _log_window(samples: int, ranks: int, batch: int, interval: int) -> _Window:
     return _Window(steps, counted, last, counted * batch / ((counted - 1) * batch + last))
 
 
-def _script_flops(model: Transformer, sequence: int, tp: int = 1) -> float:
+def _script_flops(model: Transformer, sequence, tp=1):
     """FLOPs of a sample in the study's script: 3 [L (24 s h^2 + 2 s^2 h) + 2 s h + 2 s h V], half the attention.
 
     tp: what one of tp peers executes of it: its part of the layers, and the whole embedding and head.
@@ -81,27 +81,31 @@ def runs() -> pd.DataFrame:
 def audit() -> pd.DataFrame:
     """Every row computed again: the reported MFU, then that of the real batches, of the wall clock, of usual FLOPs.
 
-    counted_steps, last_batch, inflation: see `log_window`. mfu_reproduced: with full batches and the script's FLOPs, as
-    reported; mfu_window: with real batches; mfu_wall: all samples over the reported time. useful_tokens_per_s: wall
-    clock, TP peers counted once because they worked on parts of one model (an upper bound under TP). mfu_corrected: of
-    these tokens, with attention counted in full. executed: FLOPs that a GPU ran over those claimed for it. Ratios 0..1.
+    counted_steps, last_batch, inflation: of the averages, see `_Window`.
+    mfu_reproduced: with full batches and the script's FLOPs, as reported (all ratios 0..1).
+    mfu_window, mfu_wall: with real batches; with all samples over the reported time.
+    useful_tokens_per_s: by the wall clock; TP peers count once, for they worked on parts of one model: an upper bound.
+    mfu_corrected: of these tokens, with attention counted in full.
+    executed: FLOPs that a GPU ran over those claimed for it.
     """
-    model = catalog.model(_MODEL)
-    rows = []
-    for row in runs().to_dict("records"):
-        window = _log_window(row["samples"], row["gpus"], row["batch_per_gpu"], row["log_interval"])
-        flops, usual = _script_flops(model, row["sequence"]), 3 * model.forward_flops(1, row["sequence"])
-        peak = row["gpus"] * catalog.device(row["gpu"]).peak("fp16")
-        labels = row["sequence"] - 1  # tokens that the script counts: those with a next one
-        in_window, overall = row["tokens_per_s"] / labels, row["samples"] / row["train_time_s"]  # samples/s
-        mfu_window, useful = flops * in_window / peak, overall / row["tp"]
-        audited = {"config": row["config"], "batch_per_gpu": row["batch_per_gpu"], "steps": window.steps}
-        audited |= {"counted_steps": window.counted, "last_batch": window.last_batch, "inflation": window.inflation}
-        audited |= {"mfu_reported": row["mfu_pct"] / 100, "mfu_reproduced": mfu_window * window.inflation}
-        audited |= {"mfu_window": mfu_window, "mfu_wall": flops * overall / peak, "tokens_per_s": row["tokens_per_s"]}
-        audited |= {"useful_tokens_per_s": labels * useful, "mfu_corrected": usual * useful / peak}
-        rows.append(audited | {"executed": _script_flops(model, row["sequence"], row["tp"]) / flops})
-    return with_origin(pd.DataFrame(rows), _RUNS, rules=_RULES)
+    table, model = runs(), catalog.model(_MODEL)
+    window_of = ["samples", "gpus", "batch_per_gpu", "log_interval"]
+    windows = pd.DataFrame([_log_window(*row) for row in table[window_of].itertuples(index=False)])
+    flops, peaks = (
+        _script_flops(model, table["sequence"]),
+        table["gpu"].map(lambda gpu: catalog.device(gpu).peak("fp16")),
+    )
+    peak, labels = table["gpus"] * peaks, table["sequence"] - 1  # tokens that the script counts: those with a next one
+    usual = 3 * table["sequence"].map(lambda sequence: model.forward_flops(1, sequence))
+    in_window, overall = table["tokens_per_s"] / labels, table["samples"] / table["train_time_s"]  # samples/s
+    mfu_window, useful = flops * in_window / peak, overall / table["tp"]
+    audited = table[["config", "batch_per_gpu"]].join(windows.rename(columns={"counted": "counted_steps"}))
+    audited["mfu_reported"], audited["mfu_reproduced"] = table["mfu_pct"] / 100, mfu_window * windows["inflation"]
+    audited["mfu_window"], audited["mfu_wall"] = mfu_window, flops * overall / peak
+    audited["tokens_per_s"], audited["useful_tokens_per_s"] = table["tokens_per_s"], labels * useful
+    audited["mfu_corrected"] = usual * useful / peak
+    audited["executed"] = _script_flops(model, table["sequence"], table["tp"]) / flops
+    return with_origin(audited, _RUNS, rules=_RULES)
 
 
 def splits() -> pd.DataFrame:
@@ -110,20 +114,20 @@ def splits() -> pd.DataFrame:
     data_ranks: GPUs with samples of their own. The last batch of an epoch gives the split away.
     """
     rows = []
-    for row, audited in zip(runs().to_dict("records"), audit().to_dict("records"), strict=True):
-        for data_ranks in (row["gpus"], row["gpus"] // row["tp"]) if row["tp"] > 1 else ():
-            window = _log_window(row["samples"], data_ranks, row["batch_per_gpu"], row["log_interval"])
-            mfu = audited["mfu_window"] * window.inflation
-            split = {"config": row["config"], "batch_per_gpu": row["batch_per_gpu"], "data_ranks": data_ranks}
-            split |= window._asdict() | {"mfu_reported": audited["mfu_reported"], "mfu": mfu}
-            rows.append(split | {"error": mfu - audited["mfu_reported"]})
-    return with_origin(pd.DataFrame(rows), _RUNS, rules=_RULES)
+    for run in runs().join(audit()[["mfu_reported", "mfu_window"]]).query("tp > 1").itertuples():
+        for data_ranks in (run.gpus, run.gpus // run.tp):
+            window = _log_window(run.samples, data_ranks, run.batch_per_gpu, run.log_interval)
+            mfu = run.mfu_window * window.inflation
+            rows.append((run.config, run.batch_per_gpu, data_ranks, *window, run.mfu_reported, mfu))
+    columns = ["config", "batch_per_gpu", "data_ranks", *_Window._fields, "mfu_reported", "mfu"]
+    table = pd.DataFrame(rows, columns=columns)
+    return with_origin(table.assign(error=table["mfu"] - table["mfu_reported"]), _RUNS, rules=_RULES)
 
 
 def memory_rows() -> pd.DataFrame:
     """Peak allocated memory of each row, measured and by `simulator.memory.memory`: measured_gib, predicted_gib, error.
 
-    A TP row is the model that one GPU held (`local_model`), its states sharded over all four GPUs, as they were.
+    A TP row is the model that one GPU held (`_local_model`), its states sharded over all four GPUs, as they were.
     """
     table, predicted_gib = runs(), []
     for row in table.to_dict("records"):
