@@ -195,14 +195,14 @@ def _first_stage(case: Case, work: Work, parameters: Parameters, offloaded: Offl
     whole = owned(count.dense[0], np.ravel(count.experts)[0], sharing, plan.ep)
     embedding = model.embedding_parameters / plan.tp / sharing
     head = count.ends[0] / sharing - embedding
-    sums = offloaded.micro_batches > 1 and streams_gradients(plan)
-    units = [_unit(size, offloaded, sums) for size in ((whole - embedding - head) / layers[0], embedding, head)]
+    summed = offloaded.micro_batches > 1 and streams_gradients(plan)
+    units = [_unit(size, offloaded, summed) for size in ((whole - embedding - head) / layers[0], embedding, head)]
     checkpoint_s = offloaded.checkpoint_bytes / offloaded.rates.link
     return _Stage(int(layers[0]), whole, *units, forward, backward, head_forward, head_backward, checkpoint_s)
 
 
-def _unit(parameters: float, offloaded: Offloaded, sums: bool) -> _Unit:
-    """Seconds of so many parameters. sums: the host adds up the gradients of micro-batches."""
+def _unit(parameters: float, offloaded: Offloaded, summed: bool) -> _Unit:
+    """Seconds of so many parameters. summed: the host adds up the gradients of micro-batches."""
     rate, drives, split = offloaded.rates, offloaded.drives, offloaded.split
     weights_bytes, count = _WIDTH * split.weights * parameters, split.states * parameters
     copy_s = _WIDTH * count / rate.link
@@ -210,8 +210,8 @@ def _unit(parameters: float, offloaded: Offloaded, sums: bool) -> _Unit:
         read_s=weights_bytes / rate.nvme_read if drives else 0 * weights_bytes,
         load_s=weights_bytes / rate.link,
         copy_s=copy_s,
-        sum_s=ACCUMULATE_BYTES * count / rate.adam * sums,
-        drive_s=(1 + sums) * _WIDTH * count / rate.nvme_write if drives else 0 * copy_s,
+        sum_s=ACCUMULATE_BYTES * count / rate.adam * summed,
+        drive_s=(1 + summed) * _WIDTH * count / rate.nvme_write if drives else 0 * copy_s,
     )
 
 
