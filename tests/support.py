@@ -16,6 +16,8 @@ from madmax_lib.planner.space import legal_degrees, pass_choices, plan_of, shard
 from madmax_lib.side_tables import SIDE_TABLES, SideTables, conform
 from madmax_lib.timeline import Meta, Timeline
 
+EPOCH_NS = 1_700_000_000_000_000_000
+
 
 def local_or_skip(relative: str) -> Path:
     """A file of the data directories, or a skip that names it."""
@@ -54,6 +56,17 @@ def with_tables(timeline: Timeline, **tables: list[dict | tuple]) -> Timeline:
         full = [unknown | (row if isinstance(row, dict) else dict(zip(schema, row, strict=False))) for row in rows]
         side_tables[name] = conform(name, pd.DataFrame(full, columns=list(schema)))
     return replace(timeline, side_tables=SideTables(lambda: side_tables))
+
+
+def meetings(starts: list[dict[int, int]], ahead_ns: dict[int, int]) -> list[tuple]:
+    """Rows of all-reduces: each is {rank: true start} and ends 10 ns after the last start, on clocks that are ahead."""
+    rows = []
+    for start in starts:
+        end = max(start.values()) + 10
+        for rank, begin in start.items():
+            begin_ns = EPOCH_NS + begin + ahead_ns.get(rank, 0)
+            rows.append((rank, 20, "comm", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", begin_ns, end - begin))
+    return rows
 
 
 def core_flops(block) -> float:

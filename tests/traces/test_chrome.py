@@ -67,14 +67,9 @@ def in_members(text: bytes, count: int) -> bytes:
 
 OBJECT = {"schemaVersion": 1, "note": "the traceEvents: [ follow", "traceEvents": EVENTS, "deviceProperties": DEVICES}
 TEXT = json.dumps(OBJECT).encode()
-NATIVE = (
-    json.dumps({**OBJECT, "traceEvents": 0})
-    .encode()
-    .replace(
-        b'"traceEvents": 0',
-        b'\n  "traceEvents": [\n  ' + b",\n  ".join(json.dumps(e, indent=4).encode() for e in EVENTS) + b"\n  ]",
-    )
-)
+LIST = b",\n  ".join(json.dumps(event, indent=4).encode() for event in EVENTS)
+NATIVE = json.dumps({**OBJECT, "traceEvents": 0}).encode()
+NATIVE = NATIVE.replace(b'"traceEvents": 0', b'\n  "traceEvents": [\n  ' + LIST + b"\n  ]")
 FORMS = {
     "plain.json": TEXT,
     "gzip.json": gzip.compress(TEXT),
@@ -112,14 +107,14 @@ def test_a_list_needs_no_envelope(tmp_path, indent, block):
     assert (trace.envelope, warned(trace)) == ({}, "")
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        r'"note": "\"traceEvents\": [ {}, {} ]"',
-        '"nested": {"traceEvents": [{"name": "no"}, {"name": "no"}]}',
-        '"list": ["traceEvents", {"traceEvents": []}], "traceEventsCount": [4]',
-    ],
-)
+HEADS = [
+    r'"note": "\"traceEvents\": [ {}, {} ]"',
+    '"nested": {"traceEvents": [{"name": "no"}, {"name": "no"}]}',
+    '"list": ["traceEvents", {"traceEvents": []}], "traceEventsCount": [4]',
+]
+
+
+@pytest.mark.parametrize("head", HEADS)
 def test_the_key_is_found_behind_its_own_name(tmp_path, head):
     rows, _ = read(write(tmp_path / "t.json", f'{{{head}, "traceEvents"\n:\n[{json.dumps(event(1))}]}}'))
     assert [row.name for row in rows] == ["k1"]

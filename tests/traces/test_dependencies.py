@@ -20,10 +20,9 @@ def edges(timeline, *why) -> set:
     last = np.arange(len(found.time_ns))  # where ranks meet: the event that arrived last
     arrives = found.binding & (found.target >= len(row))
     last[found.target[arrives]] = found.source[arrives]
-    between = [
-        (row[last[s]], row[t], w) for s, t, w in zip(found.source, found.target, found.why, strict=True) if t < len(row)
-    ]
-    return {(source, target, w) for source, target, w in between if source != target and (not why or w in why)}
+    every = zip(row[last[found.source].clip(max=len(row) - 1)], found.target, found.why, strict=True)
+    between = [(source, row[target], reason) for source, target, reason in every if target < len(row)]
+    return {edge for edge in between if edge[0] != edge[1] and (not why or edge[2] in why)}
 
 
 def slices(rows) -> list:

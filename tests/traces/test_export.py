@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-from support import dataset_or_skip, make_timeline
+from support import dataset_or_skip, make_timeline, with_columns
 
 from madmax_lib.accounting import breakdown, exposed_by_collective
 from madmax_lib.kinds import kernel_kinds
@@ -33,16 +33,8 @@ def simulated(ranks=2, layers=3, steps=1, **meta) -> Timeline:
         for layer in range(layers):
             for rank in range(ranks):
                 after = [program.op(0, "compute", f"layers.{layer} mlp", 1.234567e-3 * (rank + 1), rank=rank)]
-                program.op(
-                    20,
-                    "comm",
-                    f"all_reduce layers.{layer}",
-                    0.777e-3,
-                    after,
-                    rank=rank,
-                    group="dp",
-                    size_bytes=1e6 + step,
-                )
+                call = {"rank": rank, "group": "dp", "size_bytes": 1e6 + step}
+                program.op(20, "comm", f"all_reduce layers.{layer}", 0.777e-3, after, **call)
         for rank in range(ranks):
             program.op(7, "memcpy", "offload", 1e-4, [len(program) - 1], rank=rank)
     timeline = to_timeline(program, Meta("simulated", ranks, device="H100", **meta))
@@ -120,44 +112,29 @@ def test_measured_spans_without_host_rows_keep_their_steps(tmp_path):
     assert_same_spans(kernels, read_trace(tmp_path), "device")
 
 
-spans_strategy = st.lists(
-    st.tuples(
-        st.integers(0, 2),  # rank
-        st.integers(0, 2**31 - 1),  # stream
-        st.sampled_from(["compute", "comm", "memcpy"]),
-        st.one_of(
-            st.text(st.characters(max_codepoint=0x2FF), max_size=12),
-            st.sampled_from(
-                [
-                    "nccl_all_reduce",
-                    "Memcpy Sync",
-                    "ncclKernel",
-                    "dma x",
-                    "100% SyncBatchNorm",
-                    "0x%41",
-                    "kernel madmax",
-                    "x Memset",
-                    "cross_device_reduce",
-                    "nvshmem_put",
-                    "gloo:send",
-                ]
-            ),
-        ),
-        st.one_of(st.integers(0, 10**6), st.integers(-(2**60), 2**60)),  # start
-        st.one_of(st.integers(0, 3000), st.integers(0, 2**60)),  # duration
-        st.integers(-1, 3),  # step
-    ),
-    min_size=1,
-    max_size=8,
+ODD_NAMES = ["nccl_all_reduce", "Memcpy Sync", "ncclKernel", "dma x", "100% SyncBatchNorm", "0x%41", "kernel madmax",
+             "x Memset", "cross_device_reduce", "nvshmem_put", "gloo:send"]  # fmt: skip
+SPAN = st.tuples(
+    st.integers(0, 2),  # rank
+    st.integers(0, 2**31 - 1),  # stream
+    st.sampled_from(["compute", "comm", "memcpy"]),
+    st.one_of(st.text(st.characters(max_codepoint=0x2FF), max_size=12), st.sampled_from(ODD_NAMES)),
+    st.one_of(st.integers(0, 10**6), st.integers(-(2**60), 2**60)),  # start
+    st.one_of(st.integers(0, 3000), st.integers(0, 2**60)),  # duration
+    st.just(-1),  # correlation
+    st.integers(-1, 3),  # step
 )
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(spans_strategy, st.sampled_from(["simulated", "measured"]), st.sampled_from(["unix", "relative"]))
+@given(
+    st.lists(SPAN, min_size=1, max_size=8),
+    st.sampled_from(["simulated", "measured"]),
+    st.sampled_from(["unix", "relative"]),
+)
 def test_any_device_spans_come_back_to_the_nanosecond(tmp_path_factory, rows, source, clock):
-    timeline = make_timeline([row[:6] for row in rows], source=source, clock=clock, world_size=3)
-    steps = np.array([row[6] for row in rows], dtype=np.int32)
-    timeline = Timeline(timeline.spans.assign(step=steps, op=np.arange(len(rows))), timeline.meta)
+    timeline = make_timeline(rows, source=source, clock=clock, world_size=3)
+    timeline = with_columns(timeline, op=np.arange(len(rows)))
     folder = tmp_path_factory.mktemp("any")
     try:
         paths = export_trace(timeline, folder)
@@ -222,12 +199,8 @@ def test_launches_point_at_their_kernels(tmp_path):
     for number, kernel in kernels.items():
         at, launch = end[number], launches[number]
         assert (at["pid"], at["tid"], at["ts"], at["bp"]) == (kernel["pid"], kernel["tid"], kernel["ts"], "e")
-        assert [start[number][k] for k in ("pid", "tid", "ts", "cat")] == [
-            launch["pid"],
-            launch["tid"],
-            launch["ts"],
-            "ac2g",
-        ]
+        begin = [start[number][key] for key in ("pid", "tid", "ts", "cat")]
+        assert begin == [launch["pid"], launch["tid"], launch["ts"], "ac2g"]
         assert launch["ts"] <= kernel["ts"]
     lanes = {}
     for e in x:  # Perfetto drops rows of a thread that overlap without being nested
@@ -249,9 +222,8 @@ def test_measured_launches_get_arrows(tmp_path):
     x = [e for e in rows if e["ph"] == "X"]
     kernels = {e["args"]["correlation"] for e in x if "stream" in e["args"]}
     assert len(x) == len(timeline)  # nothing is added to a measured trace
-    assert {e["id"] for e in rows if e["ph"] == "f"} == kernels & {
-        e["args"].get("correlation") for e in x if e["cat"] == "cuda_runtime"
-    }
+    launched = {e["args"].get("correlation") for e in x if e["cat"] == "cuda_runtime"}
+    assert {e["id"] for e in rows if e["ph"] == "f"} == kernels & launched
 
 
 def test_waits_annotations_and_allocations(tmp_path):

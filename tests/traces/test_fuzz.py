@@ -127,16 +127,14 @@ def _copied(document: dict, where: int, what: int) -> None:
 def _all_times(document: dict, where: int, what: int) -> None:
     for event in document["traceEvents"]:
         if isinstance(event, dict) and isinstance(event.get("ts"), (int, float)):
-            event["ts"] = event["ts"] * _pick((1, -1, 1e3, 1e6, 0), where) + _pick(
-                (0, 0.001, -1e12, 2**50, 1.7e15), what
-            )
+            factor, shift = _pick((1, -1, 1e3, 1e6, 0), where), _pick((0, 0.001, -1e12, 2**50, 1.7e15), what)
+            event["ts"] = event["ts"] * factor + shift
 
 
 def _set_beside(document: dict, where: int, what: int) -> None:
     inside = [value for value in document.values() if isinstance(value, dict)]
-    inside += [
-        v[0] for k, v in document.items() if k != "traceEvents" and isinstance(v, list) and v and isinstance(v[0], dict)
-    ]
+    lists = [value for key, value in document.items() if key != "traceEvents" and isinstance(value, list)]
+    inside += [value[0] for value in lists if value and isinstance(value[0], dict)]
     _set(_pick([document, *inside], where), ENVELOPE if where % 2 else ("rank", "world_size"), what)
 
 
@@ -146,33 +144,15 @@ def _insert(document: dict, where: int, event) -> None:
 
 def _memory(document: dict, where: int, what: int) -> None:
     args = {"Addr": 8, "Bytes": _pick((512, -512), what), "Total Allocated": 512, "Device Type": 1, "Device Id": 0}
-    event = {
-        "ph": "i",
-        "cat": "cpu_instant_event",
-        "s": "t",
-        "name": "[memory]",
-        "pid": 1,
-        "tid": 2,
-        "ts": 5,
-        "args": args,
-    }
+    event = {"ph": "i", "cat": "cpu_instant_event", "s": "t", "name": "[memory]", "pid": 1, "tid": 2, "ts": 5}
+    event["args"] = args
     _set(_pick([event, args], where), (), what)
     _insert(document, where, event)
 
 
 def _collective(document: dict, where: int, what: int) -> None:
-    args = {
-        "Collective name": "allreduce",
-        "dtype": "Float",
-        "In msg nelems": 9,
-        "Out msg nelems": 9,
-        "Group size": 2,
-        "Process Group Name": "0",
-        "Process Group Ranks": "[0, 1]",
-        "Rank": 1,
-        "stream": 7,
-        "Seq": 1,
-    }
+    args = {"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 9, "Out msg nelems": 9, "Group size": 2}
+    args |= {"Process Group Name": "0", "Process Group Ranks": "[0, 1]", "Rank": 1, "stream": 7, "Seq": 1}
     _set(args, (), what)
     category = _pick(("kernel", "cpu_op", "user_annotation"), where)
     event = {"ph": "X", "cat": category, "name": "ncclDevKernel_AllReduce", "pid": 0, "tid": 7, "ts": 5, "dur": 9}
@@ -352,52 +332,31 @@ FAULTS = {  # text, names of the spans that remain, words of the warnings
     "nested too deep": (events_around(DEEP_EVENT), 2, "skipped 1 unreadable"),
     "nested too deep, in every second event": (text_of(*[EVENT, DEEP_EVENT] * 5, EVENT), 6, "skipped 5 unreadable"),
     "nested nearly too deep": (events_around(NEARLY_DEEP_EVENT), 3, ""),
-    "keys nested too deep": (
-        text_of(EVENT).replace('{"rank"', '{"a": ' + DEEP + ', "rank"'),
-        1,
-        "keys before the events",
-    ),
-    "keys in front that are no JSON": (
-        text_of(EVENT).replace('{"rank"', '{"a" 1, "rank"'),
-        1,
-        "keys before the events",
-    ),
+    "keys nested too deep":
+        (text_of(EVENT).replace('{"rank"', '{"a": ' + DEEP + ', "rank"'), 1, "keys before the events"),
+    "keys in front that are no JSON":
+        (text_of(EVENT).replace('{"rank"', '{"a" 1, "rank"'), 1, "keys before the events"),
     "] between events": (events_around("]").replace(", ], ", "], "), 1, "skipped 1 unreadable"),
-    "half a character at the end": (
-        text_of(EVENT, with_arg("a", "?"))[:-2].replace("?", "\\ud800"),
-        2,
-        "truncated JSON",
-    ),
-    "event starts inside of a string that breaks": (
-        events_around('{"name": "' + '},{\\"ph\\":' * 3000 + '" x}'),
-        2,
-        "skipped 1 unreadable",
-    ),
+    "half a character at the end":
+        (text_of(EVENT, with_arg("a", "?"))[:-2].replace("?", "\\ud800"), 2, "truncated JSON"),
+    "event starts inside of a string that breaks":
+        (events_around('{"name": "' + '},{\\"ph\\":' * 3000 + '" x}'), 2, "skipped 1 unreadable"),
     "thousands of quotes": (events_around('{"name": "' + '"' * 100_000 + '"}'), 2, "skipped 1 unreadable"),
     "thousands of broken events": (events_around(", ".join(['{"ph": "X" 1}'] * 5000)), 2, "skipped 5000 unreadable"),
     "thousands of open events": (text_of(EVENT, EVENT)[:-2] + ', {"ph": ' * 20_000, 2, "truncated JSON"),
     "thousands of ends": (text_of(EVENT, EVENT)[:-2] + ', {"a" 1' + '}], "a": 1' * 20_000, 2, "truncated JSON"),
     "thousands of keys": (text_of(EVENT, beside={"a": '"traceEvents": [' * 50}), 1, ""),
     "number out of range": (events_around(json.dumps(with_arg("Seq", "?")).replace('"?"', "1e999")), 3, ""),
-    "rank out of range": (
-        text_of(EVENT, beside={"distributedInfo": {"rank": 2**31, "world_size": 10**30}}),
-        1,
-        "no rank",
-    ),
+    "rank out of range":
+        (text_of(EVENT, beside={"distributedInfo": {"rank": 2**31, "world_size": 10**30}}), 1, "no rank"),
     "step out of range": (text_of(EVENT | {"cat": "user_annotation", "name": "ProfilerStep#" + "9" * 5000}), 1, ""),
     "size out of range": (text_of(with_arg("bytes", 10**400), with_arg("bytes", "inf")), 2, ""),
     "lists for threads": (text_of(EVENT | {"tid": [1]}, MEMORY | {"tid": {"a": [1]}}, MEMORY), 1, ""),
-    "false for a duration": (
-        text_of(EVENT | {"dur": False}, EVENT | {"dur": "1"}, with_arg("Collective name", "send")),
-        2,
-        "skipped 1 unreadable",
-    ),
-    "exponents": (
-        text_of(EVENT | {"ts": "1e999999"}, EVENT | {"dur": "1e99999999999"}, EVENT),
-        1,
-        "skipped 2 unreadable",
-    ),
-}
+    "false for a duration":
+        (text_of(EVENT | {"dur": False}, EVENT | {"dur": "1"}, with_arg("Collective name", "send")), 2, "skipped 1"),
+    "exponents":
+        (text_of(EVENT | {"ts": "1e999999"}, EVENT | {"dur": "1e99999999999"}, EVENT), 1, "skipped 2 unreadable"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -297,24 +297,14 @@ def test_raw_export_in_closed_form(tmp_path):
     pd.testing.assert_frame_equal(read_memory_timeline(packed), table)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"not json",
-        b'{"traceEvents": []}',
-        b"[[1, 2], [[3, 4]]]",
-        b"[[0, 1, 5]]",
-        b'[[0, 1, "5", 0]]',
-        b"[[0, 1, 5, 8]]",
-        b"[[0, 1, 5, -1]]",
-        b"[[0, 9, 5, 0]]",
-        b"[[0, 1, 99999999999999999999999, 0]]",
-        gzip.compress(b"[[0, 1, 5, 0]]", mtime=0)[:-9],
-        b"\x1f\x8b" + b"x" * 50,
-        b"\xff\xfe[[0, 1, 5, 0]]",
-    ],
-)
+OTHER_FILES = [
+    b"", b"not json", b'{"traceEvents": []}', b"[[1, 2], [[3, 4]]]", b"[[0, 1, 5]]", b'[[0, 1, "5", 0]]',
+    b"[[0, 1, 5, 8]]", b"[[0, 1, 5, -1]]", b"[[0, 9, 5, 0]]", b"[[0, 1, 99999999999999999999999, 0]]",
+    b"\x1f\x8b" + b"x" * 50, b"\xff\xfe[[0, 1, 5, 0]]", gzip.compress(b"[[0, 1, 5, 0]]", mtime=0)[:-9],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", OTHER_FILES)
 def test_another_file_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "m.raw.json.gz"
     path.write_bytes(content)
