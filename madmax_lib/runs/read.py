@@ -107,9 +107,12 @@ def read_spec(directory: Path) -> tuple[RunSpec, Resolved | None]:
     path = directory / "spec.json"
     if not path.exists():
         raise FileNotFoundError(f"{directory}: no run directory, it has no spec.json")
-    text = path.read_text()
-    spec, resolved = RunSpec.from_json(text), json.loads(text).get("resolved")
-    return spec, Resolved(**resolved) if resolved else None
+    content = read_json(path)
+    resolved = content.pop("resolved", None)
+    try:
+        return RunSpec.from_dict(content), Resolved(**resolved) if resolved else None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def read_runs(folder: str | Path) -> dict[str, Run]:

@@ -1,4 +1,4 @@
-"""What is to be run? `RunSpec`: model, strategy, settings and data, with a JSON form and its checks.
+"""What is to be run? `RunSpec`: model, strategy, settings and data, with their checks.
 
 Everything that can be refused is refused here or in `check`, in one line and before a process starts; torch is not
 imported. The strategy is the text form of a `Plan`, perhaps with an engine: `dp2.tp2.z3`, `dp2.z2@deepspeed`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,7 +121,7 @@ class RunSpec(Settings):
     @property
     def digest(self) -> str:
         """Eight letters that differ from those of any other spec."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
+        return hashlib.sha256(json.dumps(asdict(self), indent=1).encode()).hexdigest()[:8]
 
     def get_data(self, allow_download: bool = False) -> batches.Data:
         """The data of the run, in the shape that the model takes; falls back as `batches.get_data` does."""
@@ -135,25 +136,11 @@ class RunSpec(Settings):
             seed=self.seed,
         )
 
-    def to_json(self) -> str:
-        """JSON text; `from_json` gives an equal spec."""
-        return json.dumps(asdict(self), indent=1)
-
     @classmethod
-    def from_json(cls, text: str) -> RunSpec:
-        """Spec from JSON text; an entry "resolved", what a run adds to it, is left out.
-
-        Raises ValueError for text that is not an object of these fields.
-        """
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"spec.json is not JSON ({error})") from None
-        if not isinstance(values, dict):
-            raise ValueError("spec.json is not a JSON object")
-        values.pop("resolved", None)
-        if unknown := set(values) - {f.name for f in fields(cls)}:
-            raise ValueError(f"spec.json: {sorted(unknown)[0]!r} is not a field of a RunSpec")
+    def from_dict(cls, values: Mapping[str, object]) -> RunSpec:
+        """Spec of field values, as JSON keeps them. Raises ValueError for what is not a field."""
+        if unknown := set(values) - {field.name for field in fields(cls)}:
+            raise ValueError(f"{sorted(unknown)[0]!r} is not a field of a RunSpec")
         return cls(**values)
 
 

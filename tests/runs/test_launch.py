@@ -218,9 +218,8 @@ def test_a_rank_that_dies_ends_the_others_and_shows_its_log(tmp_path):
 @linux_only
 def test_a_killed_launcher_leaves_a_readable_run_and_no_process(tmp_path):
     directory = tmp_path / "run"
-    code = "import sys, madmax_lib as mm; mm.launch(mm.RunSpec.from_json(sys.argv[1]), sys.argv[2])"
-    spec = RunSpec(**LONG)
-    launcher = subprocess.Popen([sys.executable, "-c", code, spec.to_json(), str(directory)])
+    code = f"import sys, madmax_lib as mm; mm.launch(mm.RunSpec(**{LONG}), sys.argv[1])"
+    launcher = subprocess.Popen([sys.executable, "-c", code, str(directory)])
     wait_for(lambda: len(read_steps(directory)) > 2)
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(120) == -signal.SIGTERM

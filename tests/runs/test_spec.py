@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -17,12 +17,10 @@ from madmax_lib.runs.spec import RunSpec, check
 
 def test_json_round_trip():
     spec = RunSpec(model="ViT_tiny", strategy="dp2.z3@deepspeed", steps=9, sizes={"layers": 2}, wandb=True)
-    assert RunSpec.from_json(spec.to_json()) == spec
-    with_resolved = {**json.loads(spec.to_json()), "resolved": {"device": "cpu"}}
-    assert RunSpec.from_json(json.dumps(with_resolved)) == spec
+    again = RunSpec.from_dict(json.loads(json.dumps(asdict(spec))))
+    assert again == spec and hash(spec) and spec.digest == again.digest != replace(spec, steps=8).digest
     assert (spec.model, spec.kind, spec.data, spec.engine) == ("vit-tiny", "images", "synthetic-images", "deepspeed")
-    assert spec.name == "vit-tiny_dp2.z3_deepspeed" and hash(spec)
-    assert spec.digest == RunSpec.from_json(spec.to_json()).digest != replace(spec, steps=8).digest
+    assert spec.name == "vit-tiny_dp2.z3_deepspeed"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,13 @@ __all__ = ["LossScale", "finish", "multiply", "norm", "sum_tied"]
 
 @dataclass
 class LossScale:
-    """What a loss is multiplied by before the backward pass; constant 1 unless `dynamic`."""
+    """What a loss is multiplied by before the backward pass.
+
+    value: the factor (1).
+    dynamic: whether it changes (False).
+    good_steps: since the last overflow (0).
+    growth_interval: good steps after which it doubles (2000).
+    """
 
     value: float = 1.0
     dynamic: bool = False
