@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import dataset_or_skip, local_or_skip, make_timeline, with_columns
+from support import EPOCH_NS, dataset_or_skip, local_or_skip, make_timeline, with_columns
 
 import madmax_lib as mm
 from madmax_lib.accounting import breakdown
@@ -46,6 +46,12 @@ def test_parts_of_a_step_closed_form():
     assert ms(table["comm_s"]) == [20, 10] and ms(table["exposed_comm_s"]) == [10, 5]
     assert table["overlap"].tolist() == [0.5, 0.5] and ms(table["idle_s"]) == [0, 0]
     assert table["annotated"].all() and not table["warmup"].any() and not table["cut"].any()
+
+
+def test_periods_are_exact_to_the_nanosecond_on_unix_clocks():
+    """Times since 1970 do not fit into float64."""
+    rows = [(0, 7, "compute", "k", EPOCH_NS + start, 5, -1, step) for step, start in enumerate((1, 1004, 2010))]
+    assert steps(make_timeline(rows))["period_s"].tolist()[:2] == [1003e-9, 1006e-9]
 
 
 WARMUPS = [

@@ -14,9 +14,12 @@ __all__ = ["Nest", "thread_of"]
 class Nest:
     """Spans of host threads in order of thread and start, outer before inner, each with the one it is inside of.
 
-    rows, thread, start, end: (n,) of the spans in this order. parent: (n,) position of the innermost earlier span of
-    the thread that is open at the start, -1 without. closed: a span is open at the instant of its end too, as times in
-    whole microseconds need.
+    order: (n,) places of the spans, as they were given, in this order.
+    rows: (n,) their rows in the timeline.
+    thread: (n,) number of rank and stream, see `thread_of`.
+    start, end: (n,) in ns; with `closed` one more, so that a span is open at the instant of its end too, as times in
+        whole microseconds need.
+    parent: (n,) position of the innermost earlier span of the thread that is open at the start, -1 without.
     """
 
     def __init__(self, spans: pd.DataFrame, rows: np.ndarray, *, closed: bool = False):
@@ -28,15 +31,15 @@ class Nest:
         self.start, self.end = start[self.order], end[self.order]
         self.parent = np.arange(-1, len(rows) - 1)
         self.parent[np.r_[True, self.thread[1:] != self.thread[:-1]][: len(rows)]] = -1
-        self._climb(self.parent, self.start)
-        self._stop = np.maximum(self._before(self.thread, self.end, "left"), np.arange(len(rows)) + 1)
+        self._up_to_open(self.parent, self.start)
+        self._stop = np.maximum(self._spans_before(self.thread, self.end, "left"), np.arange(len(rows)) + 1)
 
     def at(self, thread: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
         """Position of the innermost span that is open on a thread at a time, -1 without."""
-        place = self._before(thread, time_ns, "right") - 1
+        place = self._spans_before(thread, time_ns, "right") - 1
         if len(self.rows):
             place[self.thread[place] != thread] = -1
-        return self._climb(place, time_ns)
+        return self._up_to_open(place, time_ns)
 
     def sums(self, place: np.ndarray, values) -> np.ndarray:
         """Values (m,) that belong to places (m,), -1 to none, added up by place."""
@@ -55,7 +58,7 @@ class Nest:
         reach = pd.Series(np.where(outer, self.end, np.iinfo(np.int64).min)).groupby(keys, sort=False).cummax()
         return (reach.groupby(keys, sort=False).shift(fill_value=np.iinfo(np.int64).min) > self.start).to_numpy()
 
-    def _before(self, thread: np.ndarray, time_ns: np.ndarray, side: str) -> np.ndarray:
+    def _spans_before(self, thread: np.ndarray, time_ns: np.ndarray, side: str) -> np.ndarray:
         """How many spans come before each (thread, time): np.searchsorted on two keys."""
         is_query = np.repeat([False, True], [len(self.rows), len(thread)])
         last = is_query if side == "right" else ~is_query
@@ -64,7 +67,7 @@ class Nest:
         count[order] = np.cumsum(~is_query[order])
         return count[len(self.rows) :]
 
-    def _climb(self, place: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
+    def _up_to_open(self, place: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
         """From each place outwards to the first span that is still open at a time; works on parents in the making."""
         late = np.flatnonzero(place >= 0)
         while len(late := late[(place[late] >= 0) & (self.end[place[late]] <= time_ns[late])]):

@@ -77,7 +77,7 @@ class _Inputs(NamedTuple):
         return prod(self.shapes[place]) if place < len(self.shapes) and self.sizes[place] else 0
 
     def bytes(self, *places: int) -> float:
-        """Of some inputs; of all without any place."""
+        """Bytes of the inputs at some places, of all inputs where none is named."""
         places = places or range(len(self.shapes))
         return float(sum(self.elements(place) * self.sizes[place] for place in places if place < len(self.shapes)))
 
