@@ -52,7 +52,7 @@ def plot_methods(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Tokens per second of every model that a method can train. table: of `memory_wall.methods_table`, one machine."""
     ax = ax or new_axes(height=3.6)
     fitting, models = table[table["fits"]], table.drop_duplicates("model")
-    looks = zip(table["method"].unique(), _MARKERS, SERIES, strict=True)
+    looks = zip(table["method"].unique(), _MARKERS, SERIES, strict=False)
     styles = {method: {"marker": marker, "color": color} for method, marker, color in looks}
     labels = {method: method for method in styles}
     shown = fitting.assign(billions=fitting["parameters"] / 1e9)
