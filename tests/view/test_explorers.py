@@ -69,6 +69,8 @@ def test_a_plan_that_cannot_be_is_one_line_and_the_picture_stays(step, change, r
     assert step.view.timelines == before
     step.set(**{name: STEP[name] for name in ("model", "plan")})
     assert not step.error
+    with pytest.raises(ValueError, match="= 7, but dgx-a100 has 16 devices"):
+        StepExplorer(**STEP | {"plan": "dp7"})  # the first one must be possible
 
 
 def test_the_timeline_has_few_micro_batches_on_a_rank_of_each_stage(step):
@@ -77,11 +79,6 @@ def test_the_timeline_has_few_micro_batches_on_a_rank_of_each_stage(step):
     (timeline,) = step.view.timelines
     assert timeline.meta.provenance["global_batch"] == 8 * 2 and timeline.ranks == [0, 8]
     assert "8 of 32 micro-batches" in step.html
-
-
-def test_the_first_plan_must_be_possible():
-    with pytest.raises(ValueError, match="= 7, but dgx-a100 has 16 devices"):
-        StepExplorer(**STEP | {"plan": "dp7"})
 
 
 def test_controls_carry_the_names_of_the_parameters_and_follow_each_other(step):
@@ -96,10 +93,6 @@ def test_controls_carry_the_names_of_the_parameters_and_follow_each_other(step):
     step.controls["nodes"].value = 1
     step.controls["pp"].value = 16
     assert "does not divide" in step.numbers.value
-
-
-def test_only_models_with_a_closed_form_are_offered():
-    assert "gpt3-175b" in transformers() and not [name for name in transformers() if name.startswith("dlrm")]
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +115,6 @@ def test_a_filter_searches_the_smaller_space(space):
     assert space.step.plan.tp == 2
     space.filter(tp="any", recompute="any")
     assert space.filters == {} and {mm.Plan.parse(text).tp for text in space.points["plan"]} == {1, 2}
-
-
-def test_a_filter_that_leaves_nothing_is_refused_and_forgotten(space):
-    space.filter(tp="any", recompute="any")
     with pytest.raises(ValueError, match="no layout"):
         space.filter(tp=64)
     assert space.filters == {}
@@ -200,5 +189,6 @@ def test_work_waits_for_the_last_change_where_a_loop_runs():
 
 
 def test_small_helpers():
+    assert "gpt3-175b" in transformers() and not [name for name in transformers() if name.startswith("dlrm")]
     assert doublings(512, 2048, 0, 1000) == [0, 512, 1000, 1024, 2048]
     assert "&lt;b&gt;" in message_html("<b>")

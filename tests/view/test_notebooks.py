@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import nbformat
@@ -28,9 +29,8 @@ def test_runs_and_redraws_the_committed_figures(name, tmp_path, monkeypatch):
         committed = PROJECT / "figures" / f"{figure}.csv"
         assert committed.exists(), f"{figure} is not committed: run make run"
         new = pd.read_csv(tmp_path / "figures" / f"{figure}.csv")
-        pd.testing.assert_frame_equal(
-            new, pd.read_csv(committed), rtol=1e-4, atol=1e-9, check_dtype=False
-        )  # fits end alike
+        tolerance = {"rtol": 1e-4, "atol": 1e-9}  # fits end alike
+        pd.testing.assert_frame_equal(new, pd.read_csv(committed), check_dtype=False, **tolerance)
 
 
 def test_every_committed_figure_is_drawn_by_a_notebook():
@@ -41,6 +41,18 @@ def test_every_committed_figure_is_drawn_by_a_notebook():
             continue
         assert f'\\"{name}\\"' in source, f"no notebook draws {name}"
         assert csv.with_suffix(".svg").exists() and json.loads(csv.with_suffix(".json").read_text())["inputs"]
+
+
+def test_every_figure_names_a_commit_of_this_history():
+    def git(*arguments):
+        done = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout.strip()
+
+    if not (PROJECT / ".git").exists() or git("rev-parse", "--is-shallow-repository") != (0, "false"):
+        pytest.skip("needs a checkout with its history")
+    origins = [json.loads(path.read_text()) for path in (PROJECT / "figures").rglob("*.json")]
+    commits = {origin["commit"] for origin in origins if "commit" in origin}
+    assert not [commit for commit in commits if git("merge-base", "--is-ancestor", commit, "HEAD")[0]]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -39,15 +39,16 @@ def site(tmp_path_factory):
     """Pages by name: a notebook with a widget, its picture and a progress bar, and one that failed."""
     folder = tmp_path_factory.mktemp("executed")
     canvas, bar = shown(image_png=PNG, text_plain="a widget"), shown(text_plain="searching: 41%")
-    canvas.data.update(LIVE)
-    bar.data.update(LIVE)
+    for output in (canvas, bar):
+        output.data.update(LIVE)
     drawn = new_output("display_data", data={"image/svg+xml": SVG})
-    good = written(folder, "20_good", new_markdown_cell(FIRST), new_markdown_cell("## Steps\n\nOne by one. Then all."),
-                   new_code_cell("plot()", outputs=[bar, canvas]), new_code_cell("x", outputs=[drawn]))  # fmt: skip
+    texts = [new_markdown_cell(FIRST), new_markdown_cell("## Steps\n\nOne by one. Then all.")]
+    plots = [new_code_cell("plot()", outputs=[bar, canvas]), new_code_cell("x", outputs=[drawn])]
+    good = written(folder, "20_good", *texts, *plots)
     where = f"{PROJECT}/madmax_lib/plan.py and {Path.home()}/secret"
     failure = new_output("error", ename="OSError", evalue="no", traceback=[f"File \x1b[32m{where}\x1b[0m, line 3"])
-    bad = written(folder, "60_bad", new_markdown_cell("<span>papermill: an exception at In [1]</span>"),
-                  new_markdown_cell("# Which plan?"), new_code_cell("run()", outputs=[failure]))  # fmt: skip
+    texts = [new_markdown_cell(text) for text in ("<span>papermill: an exception at In [1]</span>", "# Which plan?")]
+    bad = written(folder, "60_bad", *texts, new_code_cell("run()", outputs=[failure]))
     results = [Result("20_good", good, 12.4), Result("60_bad", bad, 3.2, error=f"OSError: {PROJECT}/no: <none>")]
     index = write_site(results, folder / "site")
     assert index == folder / "site" / "index.html"

@@ -16,15 +16,9 @@ MS = 1_000_000
 @pytest.fixture
 def step():
     """Compute 0-10 and 15-20 ms, communication 8-12 ms on rank 0; rank 1 computes 5-10 ms."""
-    return make_timeline(
-        [
-            (0, 0, "compute", "gemm", 100 * MS, 10 * MS),
-            (0, 0, "compute", "adam", 115 * MS, 5 * MS),
-            (0, 2, "comm", "all_reduce", 108 * MS, 4 * MS),
-            (1, 0, "compute", "gemm", 105 * MS, 5 * MS),
-            (0, -1, "cpu", "aten::mm", 0, 1 * MS),
-        ]
-    )
+    rows = [(0, 0, "compute", "gemm", 100 * MS, 10 * MS), (0, 0, "compute", "adam", 115 * MS, 5 * MS)]
+    rows += [(0, 2, "comm", "all_reduce", 108 * MS, 4 * MS), (1, 0, "compute", "gemm", 105 * MS, 5 * MS)]
+    return make_timeline([*rows, (0, -1, "cpu", "aten::mm", 0, MS)])
 
 
 def unpacked(about, data):
@@ -65,6 +59,7 @@ def test_stacked_timelines_share_the_axis_and_say_what_is_simulated(step):
     assert [row["simulated"] for row in about["rows"]] == [False, False, False, True]
     assert [row["title"] for row in about["rows"]] == ["measured", "", "", "simulated · a100-80"]
     assert about["names"][unpacked(about, data)[2][-1]] == "block"
+    assert [ax.get_xlim()[1] for ax in view.static().axes] == pytest.approx([30, 30])
 
 
 @pytest.mark.parametrize("timelines", [(), (make_timeline([(0, -1, "cpu", "a", 0, 1)]),)])
@@ -76,7 +71,6 @@ def test_nothing_to_show_is_said(timelines):
 def test_titles_are_one_for_each_timeline(step):
     view = view_timeline(step, step, titles=("before", "after"))
     assert view.breakdown["timeline"].tolist() == ["before", "before", "after", "after"]
-    assert [ax.get_title(loc="left") or ax.get_title() for ax in view.static().axes][1].startswith("after: ")
     with pytest.raises(ValueError, match="1 titles for 2 timelines"):
         view_timeline(step, step, titles=["one"])
 
@@ -99,15 +93,10 @@ def test_a_window_is_accounted_for_in_full(step, start_s, end_s, compute_ms, exp
     assert (busy_s + table["idle_s"]).tolist() == pytest.approx(table["total_s"].tolist())
 
 
-def test_windows_side_by_side_add_up(step):
-    cuts = [0, 0.004, 0.0091, 0.013, 0.02]
-    parts = [breakdown_between(step, *pair) for pair in pairwise(cuts)]
-    whole = breakdown(step)
-    for name in ("compute_s", "comm_s", "exposed_comm_s"):
-        assert sum(part[name] for part in parts).tolist() == pytest.approx(whole[name].tolist())
-
-
-def test_a_window_that_ends_before_it_begins_is_refused(step):
+def test_windows_side_by_side_add_up_and_none_ends_before_it_begins(step):
+    names, cuts = ["compute_s", "comm_s", "exposed_comm_s"], [0, 0.004, 0.0091, 0.013, 0.02]
+    parts = sum(breakdown_between(step, *pair)[names] for pair in pairwise(cuts))
+    np.testing.assert_allclose(parts, breakdown(step)[names], rtol=1e-9)
     with pytest.raises(ValueError, match=r"start_s=0.2 is not before end_s=0.1"):
         breakdown_between(step, 0.2, 0.1)
 
@@ -125,25 +114,15 @@ def test_the_brush_reports_its_breakdown(step):
     assert view.breakdown["total_s"].tolist() == [0.001]
 
 
-def test_without_a_browser_it_is_a_picture_and_no_widget_is_made(step):
+def test_a_picture_is_shown_and_in_a_browser_the_widget_beside_it(step, monkeypatch):
+    pytest.importorskip("anywidget")
     view = TimelineView(step)
     assert not widgets.interactive()
-    bundle, _ = view._repr_mimebundle_()
-    assert set(bundle) == {"text/plain", "image/png"} and "widget" not in vars(view)
-
-
-def test_in_a_browser_the_widget_comes_with_its_picture(step, monkeypatch):
-    pytest.importorskip("anywidget")
+    assert set(view._repr_mimebundle_()[0]) == {"text/plain", "image/png"} and "widget" not in vars(view)
     monkeypatch.setattr(widgets, "interactive", lambda: True)
-    view = TimelineView(step)
     bundle, _ = view._repr_mimebundle_()
-    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == view.widget.model_id
-    assert "image/png" in bundle
-
-
-def test_the_picture_has_one_axis_for_all(step):
-    figure = TimelineView(step, make_timeline([(0, 0, "compute", "long", 0, 40 * MS)])).static()
-    assert [ax.get_xlim()[1] for ax in figure.axes] == pytest.approx([40, 40])
+    assert bundle.pop("application/vnd.jupyter.widget-view+json")["model_id"] == view.widget.model_id
+    assert set(bundle) == {"text/plain", "image/png"}
 
 
 def test_many_ranks_are_reported_as_their_mean():
