@@ -51,17 +51,17 @@ def _run(options: argparse.Namespace) -> int:
     from madmax_lib.datasets import PROJECT
     from madmax_lib.view.notebooks.runner import notebooks, parse_parameters
 
-    known = notebooks()
-    chosen = list(known) if options.notebook is None else [Path(options.notebook).stem]
-    if unknown := [name for name in chosen if name not in known]:
-        raise ValueError(f"no notebook {unknown[0]!r}; there are {', '.join(known)}")
+    paths = notebooks()
+    chosen = list(paths) if options.notebook is None else [Path(options.notebook).stem]
+    if unknown := [name for name in chosen if name not in paths]:
+        raise ValueError(f"no notebook {unknown[0]!r}; there are {', '.join(paths)}")
     if options.parameter and len(chosen) > 1:
         raise ValueError("-p needs the name of one notebook")
-    parameters = parse_parameters(known[chosen[0]], options.parameter) if options.parameter else {"quick": True}
+    parameters = parse_parameters(paths[chosen[0]], options.parameter) if options.parameter else {"quick": True}
     build = _folder(options.output or PROJECT / "build")
     default = not options.parameter and not options.output  # only a default run redraws the committed figures
     figures = PROJECT / "figures" if default else build / "figures"
-    results = _execute([known[name] for name in chosen], parameters, build, figures)
+    results = _execute([paths[name] for name in chosen], parameters, build, figures)
     print(f"executed notebooks and HTML in {build}, figures in {figures}")
     return 1 if any(result.error for result in results) else 0
 
@@ -71,9 +71,9 @@ def _site(options: argparse.Namespace) -> int:
     from madmax_lib.view.notebooks.runner import notebooks
     from madmax_lib.view.notebooks.site import write_site
 
-    known, build = notebooks(), PROJECT / "build"
+    paths, build = notebooks(), PROJECT / "build"
     folder = _folder(options.output or build / "site")
-    results = _execute(list(known.values()), {"quick": True}, build, build / "figures")
+    results = _execute(list(paths.values()), {"quick": True}, build, build / "figures")
     print(write_site(results, folder))
     return 1 if any(result.error for result in results) else 0
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import io
-import itertools
 import json
 import os
 import platform
@@ -13,7 +11,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from math import isclose, isfinite
 from pathlib import Path
 
 import numpy as np
@@ -79,20 +76,12 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
 
 def _same(text: str, path: Path) -> bool:
     """Whether a table of text has the numbers of a file, to one unit of the sixth digit."""
-    new, old = (list(csv.reader(io.StringIO(table))) for table in (text, path.read_text()))
-    if [len(row) for row in new] != [len(row) for row in old]:
-        return False
-    pairs = zip(itertools.chain(*new), itertools.chain(*old), strict=True)
-    return all(
-        a == b or (_is_number(a) and _is_number(b) and isclose(float(a), float(b), rel_tol=1e-5)) for a, b in pairs
-    )
-
-
-def _is_number(text: str) -> bool:
     try:
-        return isfinite(float(text))
-    except ValueError:
+        new, old = pd.read_csv(io.StringIO(text)), pd.read_csv(path)
+        pd.testing.assert_frame_equal(new, old, rtol=1e-5, atol=0, check_dtype=False)
+    except (AssertionError, ValueError):
         return False
+    return True
 
 
 def _show(svg: Path) -> None:
