@@ -174,10 +174,16 @@ def _front(step_s: np.ndarray, memory: np.ndarray, fits: np.ndarray) -> np.ndarr
 
 def _columns(plans: Plans, values: dict, chosen: np.ndarray, place: int) -> dict[str, np.ndarray]:
     """Chosen plans of a product as columns; place counts the plans of the same degrees in order."""
-    shape = values["memory_bytes"].shape
-    place_of = np.unravel_index(chosen, shape)
-    result = {name: np.broadcast_to(getattr(plans, name), shape)[place_of] for name in SEARCHED}
-    return result | {name: value[place_of] for name, value in values.items()} | {"place": place + chosen}
+    row, column = np.unravel_index(chosen, values["memory_bytes"].shape)
+    result = {name: _entries(getattr(plans, name), row, column) for name in SEARCHED}
+    return result | {name: value[row, column] for name, value in values.items()} | {"place": place + chosen}
+
+
+def _entries(choice, row: np.ndarray, column: np.ndarray) -> np.ndarray:
+    """Entries of a column of a product: a single value, (a, 1) or (1, b)."""
+    if np.ndim(choice):
+        choice = choice[row if choice.shape[0] > 1 else 0, column if choice.shape[1] > 1 else 0]
+    return choice if np.ndim(choice) else np.full(len(row), choice)
 
 
 def _frame(parts: list[dict]) -> pd.DataFrame:

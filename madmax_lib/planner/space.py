@@ -17,7 +17,7 @@ import numpy as np
 
 from madmax_lib.case import Case
 from madmax_lib.plan import DEFAULTS, Plan
-from madmax_lib.plans import Plans, Verdict, legal
+from madmax_lib.plans import Plans, Verdict, legal, rules_of
 from madmax_lib.specs import Cluster
 
 __all__ = ["SEARCHED", "Degrees", "Space", "legal_degrees", "pass_choices", "plan_of", "sharding_choices"]
@@ -143,8 +143,8 @@ def _contexts(space: Space, case: Case, degrees: Degrees) -> list[str]:
     """Ways to exchange keys and values that are legal for the degrees."""
     if degrees.cp == 1:
         return ["ring"]
-    plans = {context: Plans(**vars(degrees), context=context) for context in space.context}
-    return [context for context, plan in plans.items() if legal(replace(case, plan=plan)).mask]
+    cases = {context: replace(case, plan=Plans(**vars(degrees), context=context)) for context in space.context}
+    return [context for context, one in cases.items() if not any(rule.broken(one.plan, one) for rule in rules_of(one))]
 
 
 def _schedules(space: Space, layers: int, pp: int, micro_batches: int) -> Iterator[tuple[str, int]]:

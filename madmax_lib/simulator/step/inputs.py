@@ -7,6 +7,7 @@ classes choose which of the model's constants apply to it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import numpy as np
 
@@ -89,28 +90,28 @@ class Work:
             return np.array(values)[code]
         return np.concatenate(np.broadcast_arrays(*map(np.atleast_1d, values)), axis=-1)[..., code]
 
-    @property
+    @cached_property
     def mixture_share(self) -> np.ndarray:
         """Share of layers that are mixtures of experts."""
         return np.where(self.experts > 0, 1 - self.dense_layers / self.layers, 0.0)
 
-    @property
+    @cached_property
     def dense_weights(self) -> np.ndarray:
         """Weights of the mean layer beside its routed experts."""
         dense = (1 - self.mixture_share) * self.ffn + self.mixture_share * self.shared_experts * self.expert_ffn
         return self.attention_weights + (2 + self.gated) * self.hidden * dense
 
-    @property
+    @cached_property
     def expert_weights(self) -> np.ndarray:
         """Weights of the routed experts of the mean layer, which are split over ep."""
         return self.mixture_share * self.experts / self.ep * (2 + self.gated) * self.hidden * self.expert_ffn
 
-    @property
+    @cached_property
     def layer_weights(self) -> np.ndarray:
         """Weights of the mean layer on a device before tensor and data parallelism split them."""
         return self.dense_weights + self.expert_weights
 
-    @property
+    @cached_property
     def end_weights(self) -> np.ndarray:
         """Weights of embedding and head."""
         return 2 * self.vocab * self.hidden
