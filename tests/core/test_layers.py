@@ -31,6 +31,7 @@ ONLY_IN = {
     "torch": ["runs/"],
     "hta": ["traces/hta.py"],
     "matplotlib": ["view/", "__main__.py", *PLOTS],
+    "seaborn": ["view/", *PLOTS],
     "ipywidgets": ["view/explore/"],
     "anywidget": ["view/explore/"],
     "papermill": ["view/"],

@@ -280,20 +280,16 @@ def grid(
 
     texts: written on the cells. limits: values of the first and the last colour. label: of a colour bar, if any.
     """
+    import seaborn  # late: it brings scipy.stats, a second of every start
+
     ax.set_facecolor("#dddddd")
-    lines_between = {"edgecolor": "white", "lw": 1} if len(values) <= _FEW_CELLS else {}
-    image = ax.pcolormesh(values.to_numpy(float), cmap=colors, vmin=limits[0], vmax=limits[1], **lines_between)
-    if texts is not None:
-        cells = image.cmap(image.norm(values.to_numpy(float)))
-        for (row, column), text in np.ndenumerate(texts.to_numpy()):
-            empty = np.isnan(values.iloc[row, column])
-            ink = "#777777" if empty else ink_on(cells[row, column, :3])
-            ax.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8, color=ink)
-    ax.set_xticks(np.arange(values.shape[1]) + 0.5, values.columns)
-    ax.set_yticks(np.arange(values.shape[0]) + 0.5, values.index)
-    ax.set(ylim=(values.shape[0], 0))
+    style = {"cmap": colors, "vmin": limits[0], "vmax": limits[1], "linewidths": len(values) <= _FEW_CELLS}
+    text = {"annot": texts, "fmt": "", "annot_kws": {"fontsize": 8}, "xticklabels": True, "yticklabels": True}
+    bar = {"cbar": bool(label), "cbar_kws": {"label": label, "shrink": 0.7}}
+    seaborn.heatmap(values.astype(float), ax=ax, **style, **text, **bar)
+    for row, column in np.argwhere(values.isna()) if texts is not None else ():
+        ax.text(column + 0.5, row + 0.5, texts.iloc[row, column], ha="center", va="center", fontsize=8, color="#777777")
+    ax.set(xlabel="", ylabel="")
     ax.grid(False)
     ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    if label:
-        ax.figure.colorbar(image, ax=ax, label=label, shrink=0.7)
+    ax.tick_params(axis="y", rotation=0)
