@@ -145,6 +145,11 @@ ALONE = (
         lambda p, c: f"shard={p.shard} needs zero of at least 1, but zero=0 shards nothing",
     ),
     Rule(
+        "shard and ep must nest",
+        lambda p, c: (p.shard > 0) & (_leaves_rest(p.shard, p.ep) & _leaves_rest(p.ep, p.shard)),
+        lambda p, c: f"shard={p.shard} and ep={p.ep}: one must divide the other",
+    ),
+    Rule(
         "ZeRO++ needs zero=3",
         lambda p, c: (p.qwz | p.hpz | p.qgz) & (p.zero != 3),
         lambda p, c: f"{_zero_plus(p)} needs zero=3, but zero={p.zero}",

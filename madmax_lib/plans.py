@@ -18,7 +18,7 @@ from madmax_lib.specs import DLRM
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Plans", "Verdict", "legal", "owned", "rules_of"]
+__all__ = ["Plans", "Verdict", "expert_sharing", "legal", "owned", "rules_of"]
 
 Ints = int | np.ndarray
 Floats = float | np.ndarray
@@ -102,17 +102,24 @@ class Plans:
         return Plans(**parts)
 
 
+def expert_sharing(sharing, ep):
+    """Devices that share the states of an expert where `sharing` devices share those of dense layers.
+
+    Expert parallelism lies inside dp x cp, so only what it leaves of these devices holds the same experts
+    [Megatron-Core: expert data parallelism is dp x cp / ep; torchtitan: the mesh of experts lies inside the shard].
+    """
+    return np.maximum(sharing / ep, 1)
+
+
 def owned(dense, experts, sharing, ep):
     """Parameters whose states a device owns where `sharing` devices share them; 1 without ZeRO.
 
     dense and experts: parameters that the device holds of each kind, those of experts after ep has split them.
-    Expert parallelism lies inside dp x cp, so only what it leaves of these devices holds the same experts
-    [Megatron-Core: expert data parallelism is dp x cp / ep].
 
     >>> float(owned(dense=1200.0, experts=800.0, sharing=8, ep=4))
     550.0
     """
-    return dense / sharing + experts / np.maximum(sharing / ep, 1)
+    return dense / sharing + experts / expert_sharing(sharing, ep)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ def test_all_of_zero_plus_has_a_word():
         ("v2", "interleave=2 needs a pipeline, but pp=1"),
         ("dp8.z3.hs3", "shard=3 does not divide dp x cp = 8 x 1"),
         ("dp8.hs4", "shard=4 needs zero of at least 1"),
+        ("dp12.ep4.z3.hs6", "shard=6 and ep=4: one must divide the other"),
         ("dp8.z2.qwz", r"qwz .ZeRO... needs zero=3, but zero=2"),
         ("dp8.z3.hs4.hpz", r"hpz .* and shard=4 .* exclude each other"),
         ("dp8.z3.overlap-gather", "overlap_gather is for zero=1 and zero=2, but zero=3"),

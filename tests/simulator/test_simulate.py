@@ -11,9 +11,10 @@ from support import core_flops
 import madmax_lib as mm
 from madmax_lib.case import Case
 from madmax_lib.kinds import collective_names
+from madmax_lib.plans import owned
 from madmax_lib.simulator.layers.ops import Block, gemm
 from madmax_lib.simulator.rates.collectives import all_gather_s, all_reduce_s, all_to_all_s
-from madmax_lib.simulator.rates.compute import compute_s
+from madmax_lib.simulator.rates.compute import compute_s, optimizer_s
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.schedule.engine import run
 from madmax_lib.simulator.schedule.layout import MicroBatch, StepBuilder
@@ -135,6 +136,29 @@ def test_experts_are_reduced_over_their_own_group():
     assert found["all_reduce", "edp"] == pytest.approx(2 * experts / 4)
     assert found["all_reduce", "dp"] == pytest.approx(2 * (model.parameters - experts))
     assert found["all_to_all", "ep"] == pytest.approx(4 * 4 * 2 * 128 * 2 * 64)  # 4 layers x there and back x 2 passes
+
+
+@pytest.mark.parametrize(
+    ("shard", "expected"),  # of the experts a device holds, a quarter of all
+    [
+        (8, {("all_gather", "expert-shard"): 2, ("reduce_scatter", "expert-shard"): 1,
+             ("all_reduce", "expert-replicate"): 1 / 2}),
+        (2, {("all_reduce", "expert-replicate"): 1}),  # ep alone splits them further than the shard would
+    ],
+)  # fmt: skip
+def test_hsdp_shards_experts_inside_the_shard(shard, expected):
+    model = replace(TINY, experts=8, active_experts=2, gated=True)
+    plan = mm.Plan(dp=16, ep=4, zero=3, shard=shard)
+    timeline = mm.simulate(model, replace(NODE, nodes=2), plan, global_batch=16, parameters=Parameters())
+    sent = volumes(timeline)
+    held = 4 * model.experts * model.mlp_parameters(model.ffn) / 4
+    of_experts = {key: size for key, size in sent.items() if key[1].startswith("expert-")}
+    assert of_experts == pytest.approx({key: 2 * held * share for key, share in expected.items()})
+    dense = model.parameters - 4 * held
+    assert sent["all_reduce", "replicate"] == pytest.approx(2 * dense / shard)
+    adam_s = timeline.spans.query("name == 'adam'")["dur_ns"].max() / 1e9
+    expected_s = optimizer_s(owned(dense, held, shard, 4), NODE.device, Parameters())
+    assert adam_s == pytest.approx(float(expected_s), abs=1e-9)
 
 
 @pytest.mark.parametrize("v", [1, 2])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from madmax_lib.plan import Plan
+from madmax_lib.plans import expert_sharing
 from madmax_lib.simulator.rates.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s, shared_bandwidth
 from madmax_lib.specs import Cluster
 
@@ -45,10 +46,11 @@ class Group:
 def groups(plan: Plan, cluster: Cluster, link_bytes_per_s: float, nic_bytes_per_s: float) -> dict[str, Group]:
     """All groups of a plan by name, at achieved rates inside a node and of a network port.
 
-    tp, cp, ep, dp (gradients: dp x cp), edp (gradients of experts), shard and replicate (HSDP), node and across (the
-    two levels of ZeRO++), pp; pairs of pipeline stages on the same node and on others.
+    tp, cp, ep, dp (gradients: dp x cp), edp (gradients of experts), shard and replicate (HSDP), the same of experts,
+    node and across (the two levels of ZeRO++), pp; pairs of pipeline stages on the same node and on others.
     """
-    replicas, tp = plan.dp * plan.cp, plan.tp
+    replicas, tp, shard = plan.dp * plan.cp, plan.tp, plan.sharing
+    expert_shard = int(expert_sharing(shard, plan.ep))
     in_node = int(np.gcd(replicas, max(cluster.devices_per_node // tp, 1)))
     shapes = {
         "tp": (tp, 1),
@@ -56,8 +58,10 @@ def groups(plan: Plan, cluster: Cluster, link_bytes_per_s: float, nic_bytes_per_
         "ep": (plan.ep, tp),
         "dp": (replicas, tp),
         "edp": (replicas // plan.ep, tp * plan.ep),
-        "shard": (plan.shard or replicas, tp),
-        "replicate": (replicas // (plan.shard or replicas), tp * (plan.shard or replicas)),
+        "shard": (shard, tp),
+        "replicate": (replicas // shard, tp * shard),
+        "expert-shard": (expert_shard, tp * plan.ep),
+        "expert-replicate": (replicas // (plan.ep * expert_shard), tp * plan.ep * expert_shard),
         "node": (in_node, tp),
         "across": (replicas // in_node, tp * in_node),
         "pp": (plan.pp, tp * replicas),

@@ -34,8 +34,10 @@ class Sharding:
         self.kept = 1.0  # share of the update that the device does
 
     def group(self, expert: bool) -> str:
-        """Group that shards the states: HSDP's shard for dense parameters, all replicas of an expert."""
-        return "edp" if expert else "shard" if self.plan.shard else "dp"
+        """Group that shards the states, of experts or of all else: HSDP's shard, or all replicas."""
+        if self.plan.shard:
+            return "expert-shard" if expert else "shard"
+        return "edp" if expert else "dp"
 
     def owned(self, blocks: list[Block]) -> float:
         """Parameters that a device updates; looked-up rows of tables are updated in their own backward pass."""
@@ -110,8 +112,9 @@ class Sharding:
             done = pass_.comm("all_to_all", "across", what, size_bytes / node, done)
         else:
             done = pass_.comm("reduce_scatter", group, what, size_bytes, done)
-            if last and self.plan.shard and not expert:
-                done = pass_.comm("all_reduce", "replicate", what, size_bytes / self.plan.shard, done)
+            if last and self.plan.shard:
+                copies = "expert-replicate" if expert else "replicate"
+                done = pass_.comm("all_reduce", copies, what, size_bytes / self.groups[group].ranks, done)
         return done
 
 

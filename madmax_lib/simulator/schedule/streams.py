@@ -39,4 +39,4 @@ class Stream(IntEnum):
     @cache
     def of(cls, group: str) -> Stream:
         """The stream on which a group of devices communicates; those without one share that of data parallelism."""
-        return next((stream for stream in cls if stream.group == group), cls.DATA)
+        return next((stream for stream in cls if stream.group == group.removeprefix("expert-")), cls.DATA)
