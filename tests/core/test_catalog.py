@@ -57,6 +57,16 @@ def test_every_device_has_peaks_in_order(name):
     assert peaks == sorted(peaks) and found.memory_bytes >= 11e9
 
 
+@pytest.mark.parametrize(
+    ("name", "family", "rate_class"),
+    [("a100-40", "ampere", "other"), ("h800", "hopper", "other"), ("h100-96", "hopper", "h100-96"),
+     ("gb300", "blackwell", "gb300"), ("mi300x", "other", "other"), ("v100-16", "other", "other")],
+)  # fmt: skip
+def test_devices_name_the_constants_they_have(name, family, rate_class):
+    device = catalog.device(name)
+    assert (device.family, device.rate_class) == (family, rate_class)
+
+
 def test_rows_have_source_and_date():
     for name in ("devices", "links", "clusters", "models"):
         rows = catalog.table(name)

@@ -260,6 +260,11 @@ def test_uneven_stages_hold_their_layers():
     assert sizes(gpt, plan, stage=0)["weights"] == 2 * (2 * layer + gpt.embedding_parameters)
 
 
+def test_stack_is_the_old_name_of_software():
+    old, new = (memory(GPT, mm.Plan(tp=2), **{name: "deepspeed"}) for name in ("stack", "software"))
+    pd.testing.assert_frame_equal(old, new)
+
+
 # arrays
 
 
