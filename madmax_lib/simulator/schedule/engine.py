@@ -50,7 +50,7 @@ class Program:
     ) -> int:
         """Issue an op on a stream of a rank after the ops numbered in `after`, which are issued before it."""
         self.rank.append(rank)
-        self.stream.append(int(stream))
+        self.stream.append(stream)
         self.kind.append(kind)
         self.name.append(name)
         self.duration_s.append(duration_s)
