@@ -6,23 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.view.drawing import (
-    COLORS,
-    GREY,
-    PAPER,
-    UNFIT,
-    bars,
-    faded,
-    finish,
-    grid,
-    lines,
-    mark_key,
-    new_axes,
-    note,
-    panels,
-    patch_key,
-    published,
-)
+from madmax_lib.view import drawing as draw
 
 __all__ = [
     "plot_best",
@@ -46,8 +30,8 @@ _AXES = {
     "cost_usd": "cost of 1B samples [USD]",
     "energy_mwh": "energy for 1B samples [MWh]",
 }
-_OURS = patch_key("ours", "#9a9a9a", "simulated")
-_RECORDED = mark_key("recorded with the release")
+_OURS = draw.patch_key("ours", "#9a9a9a", "simulated")
+_RECORDED = draw.mark_key("recorded with the release")
 
 
 def _label(strategy: str) -> str:
@@ -64,21 +48,25 @@ def plot_cloud(table: pd.DataFrame, x: str, y: str) -> Axes:
 
     x, y: columns of `cloud_comparison`; less is better, except for mqps.
     """
-    ax = new_axes(height=4.2)
+    ax = draw.new_axes(height=4.2)
     for (fits, strategy), part in table.groupby(["fits", "dense_strategy"]):
-        style = {"color": _STRATEGY_COLORS[strategy], "mew": 0} if fits else {"mfc": "none", "mec": GREY, "mew": 0.7}
+        style = (
+            {"color": _STRATEGY_COLORS[strategy], "mew": 0} if fits else {"mfc": "none", "mec": draw.GREY, "mew": 0.7}
+        )
         ax.plot(part[x], part[y], _MARKS[strategy], ms=4, **style)
     good, sign = table[table["fits"]], 1 if y != "mqps" else -1
     fsdp, free = (_pareto(rows, x, y, sign) for rows in (good[good["dense_strategy"] == "fsdp"], good))
-    for front, color, name in ((fsdp, _STRATEGY_COLORS["fsdp"], "FSDP"), (free, PAPER, "best strategy")):
+    for front, color, name in ((fsdp, _STRATEGY_COLORS["fsdp"], "FSDP"), (free, draw.PAPER, "best strategy")):
         last = front.iloc[-1]
-        lines(ax, front, x, y, color=color, lw=1.2, drawstyle="steps-post", zorder=1)
-        note(ax, last[x], last[y], f"{name}, {last['num_devices']} GPUs of {last['instance']}", dx=12, color=color)
-    key = [mark_key(_label(name), mark, _STRATEGY_COLORS[name], hollow=False, ms=5) for name, mark in _MARKS.items()]
-    key.append(mark_key("does not fit in memory", "o", GREY, ms=5))
+        draw.lines(ax, front, x, y, color=color, lw=1.2, drawstyle="steps-post", zorder=1)
+        draw.note(ax, last[x], last[y], f"{name}, {last['num_devices']} GPUs of {last['instance']}", dx=12, color=color)
+    key = [
+        draw.mark_key(_label(name), mark, _STRATEGY_COLORS[name], hollow=False, ms=5) for name, mark in _MARKS.items()
+    ]
+    key.append(draw.mark_key("does not fit in memory", "o", draw.GREY, ms=5))
     if y == "mqps":
-        ax.plot(table[x], table["published_mqps"], "o", mfc="none", mec=PAPER, ms=8, mew=0.7)
-        key.append(mark_key("artifact sheet", "o", ms=8))
+        ax.plot(table[x], table["published_mqps"], "o", mfc="none", mec=draw.PAPER, ms=8, mew=0.7)
+        key.append(draw.mark_key("artifact sheet", "o", ms=8))
         gain = free["mqps"].max() / fsdp["mqps"].max()
         title = f"The right strategy moves the front: {gain:.2f}x the fastest FSDP point"
     else:
@@ -87,7 +75,7 @@ def plot_cloud(table: pd.DataFrame, x: str, y: str) -> Axes:
         title = f"At best {less:.0%} less {saved} and {faster:.0%} less time than FSDP"
     ax.grid(True, which="major", axis="both")
     axes = {"x": _AXES[x], "y": _AXES[y], "xscale": "log", "yscale": "log"}
-    return finish(ax, table, title, **axes, key=key, where="beside")
+    return draw.finish(ax, table, title, **axes, key=key, where="beside")
 
 
 def _pareto(rows: pd.DataFrame, x: str, y: str, sign: int) -> pd.DataFrame:
@@ -104,25 +92,25 @@ def plot_best(table: pd.DataFrame, *, by: str = "model", most: float, title: str
     gain within memory that the paper publishes.
     """
     groups = list(dict.fromkeys(table[by]))
-    ax = new_axes(height=0.9 + 0.42 * len(groups))
+    ax = draw.new_axes(height=0.9 + 0.42 * len(groups))
     ranked = table.sort_values("gain")
     free, fits = (rows.groupby(by).tail(1).set_index(by).loc[groups] for rows in (ranked, ranked[ranked["fits"]]))
     beyond = (free["gain"] > fits["gain"] * 1.0005).to_numpy()
-    bars(ax, free.loc[beyond, "gain"], UNFIT, places=np.flatnonzero(beyond))
-    bars(ax, fits["gain"], [_STRATEGY_COLORS[name] for name in fits["dense_strategy"]], source="simulated")
-    published(ax, table["published_gain"], table[by].map(groups.index))
+    draw.bars(ax, free.loc[beyond, "gain"], draw.UNFIT, places=np.flatnonzero(beyond))
+    draw.bars(ax, fits["gain"], [_STRATEGY_COLORS[name] for name in fits["dense_strategy"]], source="simulated")
+    draw.published(ax, table["published_gain"], table[by].map(groups.index))
     for place, group in enumerate(groups):
         text = _gain(fits.loc[group])
         if beyond[place]:
             text += f"; with {_memory(free.at[group, 'memory_needed_gb'])}: {_gain(free.loc[group])}"
-        note(ax, max(fits.at[group, "gain"], free.at[group, "gain"]), place, text, dx=7, box=True)
-    ax.axvline(most, color=PAPER, lw=0.8, ls="--")
-    note(ax, most, -0.6, f"paper: up to {most:.2f}x", dx=2, dy=5)
+        draw.note(ax, max(fits.at[group, "gain"], free.at[group, "gain"]), place, text, dx=7, box=True)
+    ax.axvline(most, color=draw.PAPER, lw=0.8, ls="--")
+    draw.note(ax, most, -0.6, f"paper: up to {most:.2f}x", dx=2, dy=5)
     ax.axvline(1, color=_STRATEGY_COLORS["fsdp"], lw=1)
     ax.title.set_position((0, 1.02))
-    key = [_OURS, _RECORDED, *([patch_key("does not fit in memory", UNFIT)] if beyond.any() else [])]
+    key = [_OURS, _RECORDED, *([draw.patch_key("does not fit in memory", draw.UNFIT)] if beyond.any() else [])]
     reach = 1.3 * table["gain"].max() + 0.3
-    return finish(ax, table, title, x="throughput over FSDP [x]", rows=groups, reach=reach, key=key)
+    return draw.finish(ax, table, title, x="throughput over FSDP [x]", rows=groups, reach=reach, key=key)
 
 
 def _gain(row: pd.Series) -> str:
@@ -139,24 +127,24 @@ def plot_strategies(table: pd.DataFrame, *, title: str) -> Axes:
     strategies = list(dict.fromkeys(table["dense_strategy"]))
     models = table.groupby("model", sort=False)["memory_gb"].first()
     names = [f"{model}, {size_gb:.0f} GB per GPU" for model, size_gb in models.items()]
-    axes = panels(names, width=max(2.55 * len(names), 4.2), height=0.9 + 0.3 * len(strategies), title=title)
+    axes = draw.panels(names, width=max(2.55 * len(names), 4.2), height=0.9 + 0.3 * len(strategies), title=title)
     for ax, model in zip(axes, models.index, strict=True):
         rows = table[table["model"] == model].set_index("dense_strategy").loc[strategies]
         base = rows.loc["fsdp", "iteration_ms"]
         step, comm = rows["iteration_ms"] / base, rows["exposed_comm_ms"] / base
         parts = pd.DataFrame({"compute": step - comm, "comm": step.clip(upper=limit) - (step - comm)})
         for place, (row, size) in enumerate(zip(rows.itertuples(), step, strict=True)):
-            fills = {kind: faded(kind, "simulated", alpha=1 if row.fits else 0.3) for kind in parts}
-            (end,) = bars(ax, parts.iloc[[place]], fills, places=[place])
+            fills = {kind: draw.faded(kind, "simulated", alpha=1 if row.fits else 0.3) for kind in parts}
+            (end,) = draw.bars(ax, parts.iloc[[place]], fills, places=[place])
             text = f"{size:.2f}{' ▸' if size > limit else ''}\n{_memory(row.memory_needed_gb)}"
             ink = {"color": "black"} if row.fits else {"color": "#8a8a8a"}
-            note(ax, end, place, text + ("" if row.fits else ", too much"), fontsize=6, **ink)
+            draw.note(ax, end, place, text + ("" if row.fits else ", too much"), fontsize=6, **ink)
         labels = [_label(name) for name in strategies]
-        finish(ax, table, None, x="step over FSDP step [1]", rows=labels, reach=1.42 * limit)
+        draw.finish(ax, table, None, x="step over FSDP step [1]", rows=labels, reach=1.42 * limit)
     key = [
-        patch_key("compute", "compute", "simulated"),
-        patch_key("exposed communication", "comm", "simulated"),
-        patch_key("pale: does not fit in memory", faded("compute", alpha=0.3)),
+        draw.patch_key("compute", "compute", "simulated"),
+        draw.patch_key("exposed communication", "comm", "simulated"),
+        draw.patch_key("pale: does not fit in memory", draw.faded("compute", alpha=0.3)),
     ]
     axes[0].figure.legend(handles=key, ncols=3, loc="outside lower center", frameon=False, fontsize=8)
     return axes[0]
@@ -164,45 +152,48 @@ def plot_strategies(table: pd.DataFrame, *, title: str) -> Axes:
 
 def plot_classes(table: pd.DataFrame) -> Axes:
     """Gain over FSDP for each pair of strategies of two layer classes; what does not fit is grey, with its bytes."""
-    ax = new_axes(height=3.2, width=5.6)
+    ax = draw.new_axes(height=3.2, width=5.6)
     table = table.assign(text=table["gain"].map("{:.2f}x".format), fitting=table["gain"].where(table["fits"]))
     table["text"] += ("\n" + table["memory_needed_gb"].map(_memory)).where(~table["fits"], "")
     order = list(dict.fromkeys(table["mlp"]))
     cells = table.pivot(index="mlp", columns="transformer").loc[order]
     values, texts = (cells[name][order].rename(index=_label, columns=_label) for name in ("fitting", "text"))
-    grid(ax, values, texts=texts, colors="Greens", limits=(0.5, None))
+    draw.grid(ax, values, texts=texts, colors="Greens", limits=(0.5, None))
     most = table[table["fits"]].nlargest(1, "gain").iloc[0]
     split = f"MLP {_label(most['mlp'])}, transformer {_label(most['transformer'])}"
     title = f"{split}: {most['gain']:.2f}x FSDP (trend only)"
-    return finish(ax, table.drop(columns=["text", "fitting"]), title, x="transformer blocks", y="MLPs")
+    return draw.finish(ax, table.drop(columns=["text", "fitting"]), title, x="transformer blocks", y="MLPs")
 
 
 def plot_context(table: pd.DataFrame) -> Axes:
     """Figure 15: throughput over FSDP against the context length, a line per strategy; hollow where it does not fit."""
-    ax = new_axes(height=3.2)
+    ax = draw.new_axes(height=3.2)
     seen, unfit = table[(table["gain"] > 0.5) & (table["dense_strategy"] != "fsdp")], {"mfc": "white", "ls": ":"}
     for strategy, part in seen.groupby("dense_strategy", sort=False):
         last, fits = part.iloc[-1], part["fits"].all()
         needs = "" if fits else f", needs {last['memory_needed_gb']:.0f} of {last['memory_gb']:.0f} GB"
         style = {"color": _STRATEGY_COLORS[strategy], "marker": "o", "ms": 5, **({} if fits else unfit)}
-        lines(ax, part, "context", "gain", by="dense_strategy", ends={strategy: _label(strategy) + needs}, **style)
+        draw.lines(ax, part, "context", "gain", by="dense_strategy", ends={strategy: _label(strategy) + needs}, **style)
     recorded = seen.dropna(subset="published_gain")
-    published(ax, recorded["context"], recorded["published_gain"])
+    draw.published(ax, recorded["context"], recorded["published_gain"])
     for row in recorded.itertuples():
         text = f"{row.gain:.3f} ({row.gain / row.published_gain - 1:+.2%})"
-        note(ax, row.context, row.gain, text, dy=10, fontsize=6.5, color="#444444")
+        draw.note(ax, row.context, row.gain, text, dy=10, fontsize=6.5, color="#444444")
     ax.axhline(1, color=_STRATEGY_COLORS["fsdp"], lw=1)
-    note(ax, table["context"].min(), 1.0, "FSDP", dx=8, dy=7, color=_STRATEGY_COLORS["fsdp"])
+    draw.note(ax, table["context"].min(), 1.0, "FSDP", dx=8, dy=7, color=_STRATEGY_COLORS["fsdp"])
     lengths = sorted(table["context"].unique())
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
     ax.minorticks_off()
     ax.grid(True, axis="y")
-    key = [mark_key("ours", "o", "#555555", hollow=False), mark_key("ours, does not fit in memory", "o", "#555555")]
+    key = [
+        draw.mark_key("ours", "o", "#555555", hollow=False),
+        draw.mark_key("ours, does not fit in memory", "o", "#555555"),
+    ]
     limits = {"xlim": (lengths[0] * 0.8, lengths[-1] * 2.0), "ylim": (0.86, seen["gain"].max() * 1.06)}
     title = "LLaMA2-70B: at 32K tokens no strategy gains much over FSDP"
     axes = {"x": "context length [tokens]", "y": "throughput over FSDP [x]"}
-    return finish(ax, table, title, **axes, key=[*key, _RECORDED], where="upper right", **limits)
+    return draw.finish(ax, table, title, **axes, key=[*key, _RECORDED], where="upper right", **limits)
 
 
 def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
@@ -210,22 +201,22 @@ def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
     table = table[table["limit"] == "memory"]
     models, factors = list(dict.fromkeys(table["model"])), sorted(table["factor"].unique())
     colors = {
-        "compute": COLORS["compute"],
-        "memory": COLORS["memcpy"],
-        "interconnect": COLORS["comm"],
-        "all three": PAPER,
+        "compute": draw.COLORS["compute"],
+        "memory": draw.COLORS["memcpy"],
+        "interconnect": draw.COLORS["comm"],
+        "all three": draw.PAPER,
     }
-    axes = panels(models, height=3.2, title=title)
+    axes = draw.panels(models, height=3.2, title=title)
     for ax, model in zip(axes, models, strict=True):
         rows = table[table["model"] == model]
-        lines(ax, rows, "factor", "speedup", by="part", styles=colors, marker="o", ms=4)
+        draw.lines(ax, rows, "factor", "speedup", by="part", styles=colors, marker="o", ms=4)
         ends = rows[rows["factor"] == factors[-1]].sort_values("speedup")
         top = -np.inf
         for row in ends.itertuples():  # 40 points per factor 2 of the axis, 17 points a label
             place = 40 * np.log2(row.speedup)
             top = max(place, top + 17)
             text = f"{row.part}\n{row.speedup:.1f}x {_label(row.dense_strategy)}"
-            note(ax, row.factor, row.speedup, text, dx=6, dy=top - place, fontsize=6.5, color=colors[row.part])
+            draw.note(ax, row.factor, row.speedup, text, dx=6, dy=top - place, fontsize=6.5, color=colors[row.part])
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
         ax.set_xticks(factors, [f"{factor:g}x" for factor in factors])
@@ -233,7 +224,7 @@ def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
         ax.minorticks_off()
         ax.set(xlabel="faster by", xlim=(factors[0] * 0.9, factors[-1] * 2.6), ylim=(0.9, 16))
         ax.grid(True, axis="both")
-    return finish(axes[0], table, None, y="throughput over today [x]")
+    return draw.finish(axes[0], table, None, y="throughput over today [x]")
 
 
 def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
@@ -241,7 +232,7 @@ def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
     systems = list(dict.fromkeys(table["system"]))
     devices = table.groupby("model", sort=False)["devices"].unique().map(sorted)
     names = [f"{model}, {' or '.join(f'{d:,.0f}' for d in counts)} devices" for model, counts in devices.items()]
-    axes = panels(names, height=0.8 + 0.4 * len(systems), title=title)
+    axes = draw.panels(names, height=0.8 + 0.4 * len(systems), title=title)
     for ax, model in zip(axes, devices.index, strict=True):
         rows = table[table["model"] == model]
         for slot, choice in enumerate(("fsdp", "best that fits")):
@@ -249,12 +240,12 @@ def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
             texts = part["per_gpu"].map("{:.2f}".format)
             texts += "" if choice == "fsdp" else " " + part["dense_strategy"].map(_label)
             texts += (", needs " + part["memory_needed_gb"].map("{:.0f} GB".format)).where(~part["fits"], "")
-            fills = [_STRATEGY_COLORS[row.dense_strategy] if row.fits else UNFIT for row in part.itertuples()]
+            fills = [_STRATEGY_COLORS[row.dense_strategy] if row.fits else draw.UNFIT for row in part.itertuples()]
             places = part["system"].map(systems.index)
-            bars(ax, part["per_gpu"], fills, source="simulated", places=places, slot=(slot, 2), notes=texts)
+            draw.bars(ax, part["per_gpu"], fills, source="simulated", places=places, slot=(slot, 2), notes=texts)
         for system in set(systems) - set(rows["system"]):
             text = "no FP32 or TF32 peak published"
             ax.text(0.02, systems.index(system), text, fontsize=6.5, va="center", color="#777777")
         reach = rows["per_gpu"].max() * 1.4
-        finish(ax, table, None, x="samples/s per device, A100 FSDP = 1", rows=systems, reach=reach)
+        draw.finish(ax, table, None, x="samples/s per device, A100 FSDP = 1", rows=systems, reach=reach)
     return axes[0]

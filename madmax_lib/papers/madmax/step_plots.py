@@ -9,19 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.timeline import Timeline
-from madmax_lib.view.drawing import (
-    COLORS,
-    DARK,
-    THEIRS,
-    bars,
-    fill_of,
-    finish,
-    mark_key,
-    new_axes,
-    note,
-    panels,
-    patch_key,
-)
+from madmax_lib.view import drawing as draw
 from madmax_lib.view.plots.breakdown import plot_timeline
 
 __all__ = ["plot_forward", "plot_prefetch", "plot_validation", "plot_vit"]
@@ -37,7 +25,7 @@ _TEXT = {"ha": "center", "va": "center", "fontsize": 6.5, "bbox": _BOX}
 
 def plot_validation(table: pd.DataFrame) -> Axes:
     """Figure 7: the pieces of a DLRM-A step one after another and overlapped, beside what was measured."""
-    ax = new_axes(height=3.3)
+    ax = draw.new_axes(height=3.3)
     names = {"measured": "measured", "paper": "paper's model", "ours": "ours"}
     groups = dict(iter(table.groupby(["gpus", "who", "bar"], sort=False)))
     order = sorted(groups, key=lambda key: (-key[0], list(names).index(key[1])))
@@ -45,14 +33,14 @@ def plot_validation(table: pd.DataFrame) -> Axes:
         part = groups[order[place]]
         total, theirs = part["value_ms"].sum(), part["published_ms"].sum(min_count=1)
         error = f"; released {theirs:.2f}, error {total / theirs - 1:+.2%}" if theirs > 0 else ""
-        note(ax, total, place, f"{total:.2f} ms{error}")
+        draw.note(ax, total, place, f"{total:.2f} ms{error}")
         if who != "ours":
-            bars(ax, [total], THEIRS if who == "paper" else DARK, places=[place])
+            draw.bars(ax, [total], draw.THEIRS if who == "paper" else draw.DARK, places=[place])
             continue
         end = 0.0
         for piece, value in zip(part["piece"], part["value_ms"], strict=True):
             name, color = _PIECES[piece]
-            bars(ax, [value], color, source="simulated", places=[place], left=end)
+            draw.bars(ax, [value], color, source="simulated", places=[place], left=end)
             text = f"{name}\n{value:.2f}" if value > 8 else f"{value:.2f}"
             ax.text(end + value / 2, place, text, **_TEXT)
             end += value
@@ -60,34 +48,34 @@ def plot_validation(table: pd.DataFrame) -> Axes:
     off = serial["ours"] / serial["measured"] - 1
     title = f"DLRM-A on 128 GPUs: serialized {serial['ours']:.2f} ms, {off:+.1%} from measured"
     rows = [f"{gpus} GPUs · {names[who]}\n{bar}" for gpus, who, bar in order]
-    return finish(ax, table, title, x="time of one step [ms]", rows=rows, reach=1.5 * table["value_ms"].max())
+    return draw.finish(ax, table, title, x="time of one step [ms]", rows=rows, reach=1.5 * table["value_ms"].max())
 
 
 def plot_vit(table: pd.DataFrame) -> Axes:
     """Figure 8: MFU of ViT training measured, predicted by the paper, and ours with constant and fitted utilisation."""
-    ax = new_axes(height=4.8)
-    fills = {"measured": fill_of(DARK), "paper": THEIRS, "fitted": fill_of("compute", "simulated")}
+    ax = draw.new_axes(height=4.8)
+    fills = {"measured": draw.fill_of(draw.DARK), "paper": draw.THEIRS, "fitted": draw.fill_of("compute", "simulated")}
     for slot, (who, fill) in enumerate(fills.items()):
         texts = None if who == "measured" else table[f"{who}_error"].map("{:+.0%}".format)
-        bars(ax, table[who] * 100, fill, slot=(slot, 3), notes=texts)
-    ax.plot(table["ours"] * 100, range(len(table)), "|", color=COLORS["compute"], ms=14, mew=2)
+        draw.bars(ax, table[who] * 100, fill, slot=(slot, 3), notes=texts)
+    ax.plot(table["ours"] * 100, range(len(table)), "|", color=draw.COLORS["compute"], ms=14, mew=2)
     errors = {who: table[f"{who}_error"].abs().mean() for who in ("paper", "ours", "fitted")}
     labels = {
         "measured": "measured",
         "paper": f"paper's prediction, mean relative error {errors['paper']:.1%}",
         "fitted": f"ours, utilisation fitted to the other eight runs: {errors['fitted']:.1%}",
     }
-    key = [patch_key(labels[who], fill) for who, fill in fills.items()]
+    key = [draw.patch_key(labels[who], fill) for who, fill in fills.items()]
     constant = f"ours, constant utilisation of the release: {errors['ours']:.0%}"
-    key.append(mark_key(constant, "|", COLORS["compute"], ms=12, mew=2))
+    key.append(draw.mark_key(constant, "|", draw.COLORS["compute"], ms=12, mew=2))
     rows = [f"{row.model}, {row.gpus} GPUs, batch {row.global_batch}" for row in table.itertuples()]
     title = f"ViT: predictions miss the measured MFU by {errors['paper']:.1%} (paper), {errors['fitted']:.1%} (ours)"
-    return finish(ax, table, title, x="MFU [% of 312 TFLOP/s]", rows=rows, reach=80, key=key, columns=2)
+    return draw.finish(ax, table, title, x="MFU [% of 312 TFLOP/s]", rows=rows, reach=80, key=key, columns=2)
 
 
 def plot_forward(timeline: Timeline, *, title: str) -> Axes:
     """Figure 6: the two streams of a step, the long operations named."""
-    ax = plot_timeline(timeline, new_axes(height=1.9))
+    ax = plot_timeline(timeline, draw.new_axes(height=1.9))
     runs = _runs(timeline.spans)
     reach_ns = runs["end_ns"].max()
     for run in runs[runs["end_ns"] - runs["start_ns"] > 0.04 * reach_ns].itertuples():
@@ -116,7 +104,7 @@ def _runs(spans: pd.DataFrame) -> pd.DataFrame:
 def plot_prefetch(timelines: Mapping[str, Timeline], table: pd.DataFrame, model: str, *, width_s: float = 0.2) -> Axes:
     """Figure 9: a window in the backward pass without and with prefetching, a panel for each schedule."""
     names = {"pre-optimised": "just in time", "optimised": "prefetched"}
-    fills = {"GEMM": COLORS["compute"], "AG": COLORS["comm"], "RS": _REDUCE, "": COLORS["compute"]}
+    fills = {"GEMM": draw.COLORS["compute"], "AG": draw.COLORS["comm"], "RS": _REDUCE, "": draw.COLORS["compute"]}
     rows = table[table["model"] == model].set_index("schedule")
     saved = 1 - rows["iteration_ms"].iloc[1] / rows["iteration_ms"].iloc[0]
     texts = [
@@ -125,7 +113,7 @@ def plot_prefetch(timelines: Mapping[str, Timeline], table: pd.DataFrame, model:
         for schedule in timelines
     ]
     title = f"{model} under FSDP: prefetching takes {saved:.0%} off the step (AG AllGather, RS ReduceScatter)"
-    axes = panels(texts, height=1.55 * len(texts) + 0.5, title=title, down=True)
+    axes = draw.panels(texts, height=1.55 * len(texts) + 0.5, title=title, down=True)
     width_ms = width_s * 1e3
     for ax, timeline in zip(axes, timelines.values(), strict=True):
         spans = timeline.spans
@@ -135,7 +123,7 @@ def plot_prefetch(timelines: Mapping[str, Timeline], table: pd.DataFrame, model:
         seen = (end_ms > 0) & (start_ms < width_ms)
         for span, begin, end in zip(spans[seen].itertuples(), start_ms[seen].clip(0), end_ms[seen], strict=True):
             short = {"gemm": "GEMM", "all_gather": "AG", "reduce_scatter": "RS"}.get(span.name.split()[0], "")
-            fill = fill_of(fills[short], "simulated") | {"linewidth": 0.3}
+            fill = draw.fill_of(fills[short], "simulated") | {"linewidth": 0.3}
             ax.broken_barh([(begin, end - begin)], (span.stream - 0.4, 0.8), **fill)
             if end - begin > 0.022 * width_ms:
                 text = span.name.split()[1].replace("attention", "att.") if short == "GEMM" else short
@@ -143,4 +131,4 @@ def plot_prefetch(timelines: Mapping[str, Timeline], table: pd.DataFrame, model:
         ax.set_yticks([0, 1], ["compute", "communication"])
         ax.set(ylim=(1.5, -0.5), xlim=(0, width_ms))
     axes[-1].set_xlabel("time in the backward pass [ms]")
-    return finish(axes[0], table, None)
+    return draw.finish(axes[0], table, None)

@@ -24,6 +24,13 @@ from madmax_lib.specs import Transformer
 __all__ = ["TABLE", "Config", "Shape", "load_config", "shape_of"]
 
 _DEGREES = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+_MULTIPLES = (  # a field and the fields whose product divides it
+    ("global_batch_size", "data_parallel_size"),
+    ("global_batch_size", "data_parallel_size", "micro_batch_size"),
+    ("num_layers", "pipeline_parallel_size"),
+    ("hidden_size", "num_attention_heads"),
+    ("num_attention_heads", "tensor_parallel_size"),
+)
 _COLUMNS = (  # the name in `Shape`, in vTrain's ground-truth tables, in a configuration
     ("global_batch", "global batch", "global_batch_size"),
     ("micro_batch", "micro batch", "micro_batch_size"),
@@ -124,16 +131,16 @@ class Config:
         """What the formulas need."""
         t, d, p = (getattr(self, name) for name in _DEGREES)
         micro_batches = self.global_batch_size // (d * self.micro_batch_size)
-        network = self.inter_node_bandwidth, self.intra_node_bandwidth, self.node_size
         size = self.num_layers, self.hidden_size, self.max_length, self.vocab_size
+        network = self.inter_node_bandwidth, self.intra_node_bandwidth, self.node_size
         return Shape(t, d, p, self.micro_batch_size, micro_batches, *size, *network)
 
     @property
     def plan(self) -> Plan:
         """How the model is split, in the words of this library."""
         t, d, p = (getattr(self, name) for name in _DEGREES)
-        recompute = "full" if self.use_checkpoint else "none"
-        return Plan(dp=d, tp=t, pp=p, micro_batch=self.micro_batch_size, recompute=recompute, sequence_parallel=False)
+        options = {"recompute": "full" if self.use_checkpoint else "none", "sequence_parallel": False}
+        return Plan(dp=d, tp=t, pp=p, micro_batch=self.micro_batch_size, **options)
 
     @property
     def model(self) -> Transformer:
@@ -152,10 +159,9 @@ def load_config(path: str | Path, *, derive_gpus: bool = False, rules: str | VTr
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return _from_content(content, derive_gpus, parse_rules(rules))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
-    try:
-        return _from_content(content, derive_gpus, parse_rules(rules))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -198,51 +204,40 @@ def _from_content(content: object, derive_gpus: bool, rules: VTrainRules) -> Con
 
 def _typed(name: str, kind: str, value: object) -> object:
     """The value as its field wants it; a whole float is an int."""
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if kind == "bool" and isinstance(value, bool):
+    if type(value).__name__ == kind in ("bool", "str") or (value is None and kind == "int | None"):
         return value
-    if kind == "str" and isinstance(value, str):
-        return value
-    if kind == "float" and number and value > 0:
-        return float(value)
-    if kind.startswith("int") and number and value == int(value) and value >= 0:
-        return int(value)
-    if kind == "int | None" and value is None:
-        return None
+    if isinstance(value, Real) and not isinstance(value, bool):
+        if kind == "float" and value > 0:
+            return float(value)
+        if kind.startswith("int") and value >= 0 and value == int(value):
+            return int(value)
     raise ValueError(f"{name}={value!r} is not a {'positive number' if kind in ('int', 'float') else kind}")
 
 
 def _fill_in(config: Config) -> None:
     """The one of num_gpus and the degrees that is 0; the degrees must multiply to num_gpus."""
     degrees = {name: getattr(config, name) for name in _DEGREES}
-    open_degrees = [name for name, value in degrees.items() if not value]
+    missing, gpus = [name for name, value in degrees.items() if not value], config.num_gpus
     product = math.prod(value or 1 for value in degrees.values())
-    if not config.num_gpus and not open_degrees:
+    if not gpus and not missing:
         object.__setattr__(config, "num_gpus", product)
-    elif config.num_gpus and len(open_degrees) == 1 and config.num_gpus % product == 0:
-        object.__setattr__(config, open_degrees[0], config.num_gpus // product)
-    elif open_degrees:
-        raise ValueError(f"{open_degrees[0]} is missing and does not follow from num_gpus={config.num_gpus}")
-    elif config.num_gpus != product:
+    elif gpus and len(missing) == 1 and gpus % product == 0:
+        object.__setattr__(config, missing[0], gpus // product)
+    elif missing:
+        raise ValueError(f"{missing[0]} is missing and does not follow from num_gpus={gpus}")
+    elif gpus != product:
         factors = " x ".join(map(str, degrees.values()))
-        raise ValueError(f"num_gpus={config.num_gpus} is not {' x '.join(_DEGREES)} = {factors} = {product}")
+        raise ValueError(f"num_gpus={gpus} is not {' x '.join(_DEGREES)} = {factors} = {product}")
 
 
 def _check(config: Config) -> None:
     for name in ("node_size", "vocab_size", *(field for _, _, field in _COLUMNS[:6])):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} is not at least 1")
-    for whole, parts in (
-        ("global_batch_size", ["data_parallel_size"]),
-        ("global_batch_size", ["micro_batch_size"]),
-        ("global_batch_size", ["data_parallel_size", "micro_batch_size"]),
-        ("num_layers", ["pipeline_parallel_size"]),
-        ("hidden_size", ["num_attention_heads"]),
-        ("num_attention_heads", ["tensor_parallel_size"]),
-    ):
+    for whole, *parts in _MULTIPLES:
         size, part = getattr(config, whole), math.prod(getattr(config, name) for name in parts)
         if size % part:
             raise ValueError(f"{whole}={size} is not a multiple of {' x '.join(parts)}={part}")
-    if config.pipeline_scheduling != "1f1b" or config.model_arch != "ShardedGptModel":
+    if (config.pipeline_scheduling, config.model_arch) != ("1f1b", "ShardedGptModel"):
         choice = f"pipeline_scheduling={config.pipeline_scheduling!r}, model_arch={config.model_arch!r}"
         raise ValueError(f"{choice}: vTrain has 1f1b and ShardedGptModel only")

@@ -13,7 +13,6 @@ a group's rows determine is a matter of rank: a row outside their span is not pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,6 @@ import pandas as pd
 
 from madmax_lib.papers.vtrain.comm import Nccl, gradient_s, send_s, tensor_s
 from madmax_lib.papers.vtrain.config import TABLE, Shape, shape_of
-from madmax_lib.papers.vtrain.graph import Operators
 from madmax_lib.papers.vtrain.rules import VTrainRules, parse_rules
 
 __all__ = ["GROUP", "TIME", "Profile", "data_parallel_pairs", "fit", "network_s", "predict", "terms"]
@@ -78,14 +76,6 @@ class Profile:
             rows.append((*key, group.rows, len(group.span), group.determined, *values, group.worst_s))
         return pd.DataFrame(rows, columns=[*GROUP, "rows", "rank", "determined", *CONSTANTS, "worst_s"])
 
-    def operators(self) -> dict[tuple[int, int, int], Operators]:
-        """Operator times of the determined groups by (hidden, tp, micro-batch).
-
-        The table does not show how a time is split into forward and backward: here a third is forward.
-        """
-        times = {key: group.values.tolist() for key, group in self.groups.items() if group.determined}
-        return {(hidden, tp, b): Operators.of_totals(*values) for (hidden, _, _, tp, b), values in times.items()}
-
 
 def fit(table: pd.DataFrame, nccl: Nccl, rules: str | VTrainRules = "released") -> Profile:
     """The constants of each group that the rows determine.
@@ -101,7 +91,7 @@ def fit(table: pd.DataFrame, nccl: Nccl, rules: str | VTrainRules = "released") 
     if not (time_s > 0).all():
         raise ValueError(f"{TIME} of row {table.index[int(np.argmin(time_s > 0))]} is not a positive number")
     rest_s, columns = time_s - network_s(shape, nccl, rules), terms(shape)
-    groups = {key: _solve(columns[rows], rest_s[rows]) for key, rows in _groups(table)}
+    groups = {key: _solve(columns[rows], rest_s[rows]) for key, rows in _groups(table).items()}
     return Profile(groups, nccl, rules)
 
 
@@ -113,7 +103,7 @@ def predict(profile: Profile, table: pd.DataFrame) -> np.ndarray:
     shape = shape_of(table)
     rest_s, columns = network_s(shape, profile.nccl, profile.rules), terms(shape)
     result = np.full(len(table), np.nan)
-    for key, rows in _groups(table):
+    for key, rows in _groups(table).items():
         if group := profile.groups.get(key):
             covered = rows[group.covers(columns[rows])]
             result[covered] = rest_s[covered] + columns[covered] @ group.values
@@ -144,27 +134,23 @@ def data_parallel_pairs(table: pd.DataFrame, nccl: Nccl, rules: str | VTrainRule
 
 def network_s(shape: Shape, nccl: Nccl, rules: VTrainRules) -> np.ndarray:
     """Seconds of a step (n,) that need no constant: all-reduces and sends on its longest path."""
-    s = shape
-    passes = (s.micro_batches + s.pp - 1) * (s.layers // s.pp)
-    gradients = np.fmax.reduce(np.broadcast_arrays(*gradient_s(s, nccl, rules)))
-    sends = np.where(np.asarray(s.pp) > 1, (s.micro_batches + 2 * s.pp - 3) * send_s(s, rules), 0.0)
-    return 4 * passes * tensor_s(s, nccl, rules) + gradients + sends
+    m, pp = shape.micro_batches, np.asarray(shape.pp)
+    reductions = 4 * (m + pp - 1) * (shape.layers // pp) * tensor_s(shape, nccl, rules)
+    gradients = np.fmax.reduce(np.broadcast_arrays(*gradient_s(shape, nccl, rules)))
+    return reductions + gradients + np.where(pp > 1, (m + 2 * pp - 3) * send_s(shape, rules), 0.0)
 
 
 def terms(shape: Shape) -> np.ndarray:
     """How often each of CONSTANTS is on the longest path of a step (n, 5)."""
-    m, layers = shape.micro_batches, shape.layers // shape.pp
-    embeddings = np.where(np.asarray(shape.pp) == 1, m, 1)
-    columns = np.broadcast_arrays((m + shape.pp - 1) * layers, embeddings, m, layers, 1)
+    m, pp = shape.micro_batches, np.asarray(shape.pp)
+    layers = shape.layers // pp
+    columns = np.broadcast_arrays((m + pp - 1) * layers, np.where(pp == 1, m, 1), m, layers, 1)
     return np.stack(columns, axis=-1).astype(float)
 
 
-def _groups(table: pd.DataFrame) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """(key, positions of its rows) of each group."""
-    keys = np.stack([table[TABLE[name]].to_numpy(dtype="int64") for name in GROUP], axis=-1)
-    groups, codes = np.unique(keys, axis=0, return_inverse=True)
-    for code, key in enumerate(groups):
-        yield tuple(key.tolist()), np.flatnonzero(codes.reshape(-1) == code)
+def _groups(table: pd.DataFrame) -> dict[tuple[int, ...], np.ndarray]:
+    """Positions of the rows of each group."""
+    return table.groupby([TABLE[name] for name in GROUP]).indices
 
 
 def _solve(columns: np.ndarray, rest_s: np.ndarray) -> OperatorFit:

@@ -7,6 +7,7 @@ of whole steps, so shapes that were left out can be predicted, and models that n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from madmax_lib.papers.vtrain.comm import Nccl, tensor_s
 from madmax_lib.papers.vtrain.config import TABLE, Config, Shape, shape_of
 from madmax_lib.papers.vtrain.fit import GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.graph import Operators
-from madmax_lib.papers.vtrain.rules import VTrainRules, parse_rules
+from madmax_lib.papers.vtrain.rules import RELEASED, VTrainRules, parse_rules
 from madmax_lib.simulator.rates.compute import gemm_s, longer_of, optimizer_s, unfused_attention_s
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.specs import Device
@@ -91,44 +92,36 @@ def step_s(shape: Shape, times_s: np.ndarray, nccl: Nccl, rules: str | VTrainRul
         raise ValueError("recompute='not last' has no closed form; use iteration_s")
     columns = terms(shape)
     result = network_s(shape, nccl, rules) + (columns * times_s).sum(axis=-1)
-    if rules.recompute == "none":
-        return result
-    return result + columns[..., 0] * (times_s[..., 0] / 3 + 2 * tensor_s(shape, nccl, rules))
+    repeated_s = times_s[..., 0] / 3 + 2 * tensor_s(shape, nccl, rules)
+    return result + columns[..., 0] * repeated_s if rules.recompute == "all" else result
 
 
 def fit_formulas(table: pd.DataFrame, nccl: Nccl) -> Formulas:
     """The open numbers from step times in the columns of vTrain's ground truth (A100), by the released rules."""
-    problem = _StepFit(table, nccl)
+    predicted_s, time_s = _predictor(table, nccl), table[TIME].to_numpy(float) / 1e3
     low, high = np.log(list(_BOUNDS.values())).T
     begin = np.clip(np.log(astuple(Formulas())), low + 1e-3, high - 1e-3)
-    solution = least_squares(problem.residuals, begin, bounds=(low, high), loss="soft_l1", f_scale=_SCALE)
-    return _formulas(solution.x)
+    solution = least_squares(
+        lambda point: np.log(predicted_s(Formulas(*np.exp(point))) / time_s),
+        begin,
+        bounds=(low, high),
+        loss="soft_l1",
+        f_scale=_SCALE,
+    )
+    return Formulas(*np.exp(solution.x).tolist())
 
 
 def cross_validate(table: pd.DataFrame, nccl: Nccl) -> np.ndarray:
     """Seconds of each row (n,) by formulas fitted without its group of equal operators."""
-    codes = table.groupby([TABLE[name] for name in GROUP]).ngroup().to_numpy()
     result = np.empty(len(table))
-    for code in np.unique(codes):
-        out = codes == code
-        result[out] = _StepFit(table[out], nccl).predicted_s(fit_formulas(table[~out], nccl))
+    for rows in table.groupby([TABLE[name] for name in GROUP]).indices.values():
+        out = np.isin(np.arange(len(table)), rows)
+        result[out] = _predictor(table[out], nccl)(fit_formulas(table[~out], nccl))
     return result
 
 
-def _formulas(point: np.ndarray) -> Formulas:
-    return Formulas(*np.exp(point).tolist())
-
-
-class _StepFit:
-    """Log residuals of whole steps; `point` are the logarithms of the formulas' numbers."""
-
-    def __init__(self, table: pd.DataFrame, nccl: Nccl):
-        self.shape, self.heads, self.machine = shape_of(table), table[TABLE["heads"]].to_numpy(), device("a100-80")
-        self.time_s = table[TIME].to_numpy(float) / 1e3
-        self.network_s, self.terms = network_s(self.shape, nccl, parse_rules("released")), terms(self.shape)
-
-    def predicted_s(self, formulas: Formulas) -> np.ndarray:
-        return self.network_s + (self.terms * operator_s(self.shape, self.heads, formulas, self.machine)).sum(axis=-1)
-
-    def residuals(self, point: np.ndarray) -> np.ndarray:
-        return np.log(self.predicted_s(_formulas(point)) / self.time_s)
+def _predictor(table: pd.DataFrame, nccl: Nccl) -> Callable[[Formulas], np.ndarray]:
+    """Seconds of the rows' steps (n,) as a function of the formulas; what they have no part in is computed once."""
+    shape, heads, machine = shape_of(table), table[TABLE["heads"]].to_numpy(), device("a100-80")
+    rest_s, columns = network_s(shape, nccl, RELEASED), terms(shape)
+    return lambda formulas: rest_s + (columns * operator_s(shape, heads, formulas, machine)).sum(axis=-1)

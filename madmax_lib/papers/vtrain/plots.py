@@ -9,22 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
-from madmax_lib.view.drawing import (
-    COLORS,
-    DARK,
-    DASHED,
-    PAPER,
-    SERIES,
-    bars,
-    finish,
-    lines,
-    mark_key,
-    new_axes,
-    note,
-    ours_and_theirs,
-    patch_key,
-    published,
-)
+from madmax_lib.view import drawing as draw
 
 __all__ = [
     "plot_compute_optimal",
@@ -38,7 +23,7 @@ __all__ = [
     "plot_space",
 ]
 
-_TP = {4: ("#529d3f", "o"), 8: (COLORS["compute"], "s"), 16: (COLORS["comm"], "^"), 32: ("#8d6bb8", "D")}
+_TP = {4: ("#529d3f", "o"), 8: (draw.COLORS["compute"], "s"), 16: (draw.COLORS["comm"], "^"), 32: ("#8d6bb8", "D")}
 _PLANS = {"given": (8, 8, 35), "found": (8, 12, 21)}  # of MT-NLG
 
 
@@ -47,18 +32,17 @@ def plot_pairs(pairs: pd.DataFrame) -> Axes:
 
     pairs: of `data_parallel_pairs`.
     """
-    ax = new_axes(height=4.2, width=5.0)
-    kinds = ((False, "o", COLORS["compute"], "inside the tables"), (True, "s", COLORS["comm"], "beyond them"))
-    for beyond, mark, color, name in kinds:
+    ax = draw.new_axes(height=4.2, width=5.0)
+    for beyond, mark, kind, name in ((False, "o", "compute", "inside the tables"), (True, "s", "comm", "beyond them")):
         part = pairs[pairs["beyond"] == beyond]
-        ax.plot(part["table_ms"], part["given_ms"], mark, ms=4, mfc="none", mec=color, label=f"{name} ({len(part)})")
+        style = {"ms": 4, "mfc": "none", "mec": draw.COLORS[kind], "label": f"{name} ({len(part)})"}
+        ax.plot(part["table_ms"], part["given_ms"], mark, **style)
     ends = pairs["table_ms"].agg(["min", "max"])
-    key = ax.get_legend_handles_labels()[0]
-    ax.plot(ends, ends, color=DARK, lw=0.8, zorder=0)
+    ax.plot(ends, ends, color=draw.DARK, lw=0.8, zorder=0)
     worst_ns = 1e6 * (pairs["given_ms"] - pairs["table_ms"]).abs().max()
     title = f"{len(pairs)} pairs agree to {worst_ns:.1f} ns: this is no measurement"
-    names = {"x": "difference of two gradient all-reduces [ms]", "y": 'difference of two "measured" steps [ms]'}
-    return finish(ax, pairs, title, **names, key=key, where="upper left")
+    axes = {"x": "difference of two gradient all-reduces [ms]", "y": 'difference of two "measured" steps [ms]'}
+    return _finish(ax, pairs, title, **axes)
 
 
 def plot_measured(table: pd.DataFrame, quoted: float) -> Axes:
@@ -67,32 +51,35 @@ def plot_measured(table: pd.DataFrame, quoted: float) -> Axes:
     table: model, measured_s, predicted_s.
     """
     table = table[["model", "measured_s", "predicted_s"]]
-    ax = new_axes(height=4.4, width=5.2)
+    ax = draw.new_axes(height=4.4, width=5.2)
     errors = (table["predicted_s"] / table["measured_s"] - 1).abs()
     models = sorted(table["model"].unique(), key=lambda name: float(name.split()[1][:-1]))
-    by_model = errors.groupby(table["model"])
-    names = {name: f"{name}: {by_model.mean()[name]:.1%} off, {by_model.size()[name]} runs" for name in models}
-    styles = dict(zip(models, zip(SERIES, "os^D", strict=False), strict=False))
-    band = (quoted, f"vTrain's mean error, {quoted:.1%}")
-    columns = ("measured_s", "predicted_s")
-    ours_and_theirs(ax, table, *columns, by="model", styles=styles, names=names, within=band, room=1.2)
+    by_model = errors.groupby(table["model"]).agg(["mean", "size"])
+    names = {model.Index: f"{model.Index}: {model.mean:.1%} off, {model.size} runs" for model in by_model.itertuples()}
+    styles = dict(zip(models, zip(draw.SERIES, "os^D", strict=False), strict=False))
+    options = {"within": (quoted, f"vTrain's mean error, {quoted:.1%}"), "room": 1.2}
+    draw.ours_and_theirs(ax, table, "measured_s", "predicted_s", by="model", styles=styles, names=names, **options)
     _ticks(ax, (5, 10, 20, 50))
     title = f"Our simulator misses measured steps by {errors.mean():.1%}, vTrain by {quoted:.1%}"
     axes = {"x": "measured [s per step]", "y": "simulated, its model not seen by the fit [s per step]"}
-    return finish(ax, table, title, **axes, key=ax.get_legend_handles_labels()[0], where="upper left")
+    return _finish(ax, table, title, **axes)
 
 
 def plot_seed(table: pd.DataFrame) -> Axes:
     """Our step on formulas over seed 000's prediction, a colour and mark per tp; table: theirs_s, ours_s, tp."""
-    ax = new_axes(height=4.2, width=5.2)
+    ax = draw.new_axes(height=4.2, width=5.2)
     names = {tp: f"tp {tp}" for tp in _TP}
-    ours_and_theirs(ax, table, "theirs_s", "ours_s", by="tp", styles=_TP, names=names)
+    draw.ours_and_theirs(ax, table, "theirs_s", "ours_s", by="tp", styles=_TP, names=names)
     _ticks(ax, (0.5, 1, 2, 5, 10, 20))
     rest = table[table["tp"] != 4]
     error = (rest["ours_s"] / rest["theirs_s"] - 1).abs().mean()
     title = f"Without tp 4 our formulas are {error:.0%} from seed 000's profiles"
-    axes = {"x": "seed 000's prediction [s]", "y": "ours on formulas [s]"}
-    return finish(ax, table, title, **axes, key=ax.get_legend_handles_labels()[0], where="upper left")
+    return _finish(ax, table, title, x="seed 000's prediction [s]", y="ours on formulas [s]")
+
+
+def _finish(ax: Axes, table: pd.DataFrame, title: str, *, where: str = "upper left", **options) -> Axes:
+    """With a legend of all that was drawn with a label."""
+    return draw.finish(ax, table, title, key=ax.get_legend_handles_labels()[0], where=where, **options)
 
 
 def _ticks(ax: Axes, x: Sequence[float], y: Sequence[float] = ()) -> None:
@@ -110,20 +97,20 @@ def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
     space: of `design_space`. quoted: the published utilisation of (16, 16, 105).
     """
     space = space[["tp", "dp", "pp", "gpus", "step_s", "utilisation"]]
-    ax = new_axes(height=3.8)
+    ax = draw.new_axes(height=3.8)
     for tp, part in space.groupby("tp"):
         color, mark = _TP[tp]
         style = {"marker": mark, "facecolors": "none", "edgecolors": color, "linewidths": 0.8, "label": f"tp {tp}"}
         ax.scatter(part["gpus"], 100 * part["utilisation"], s=4 + 0.6 * part["pp"], **style)
-    line = {"arrowstyle": "-", "lw": 0.6, "color": PAPER}
+    line = {"arrowstyle": "-", "lw": 0.6, "color": draw.PAPER}
     for plan, dx, dy in (((8, 8, 35), -130, -70), ((8, 12, 21), 12, 26), ((16, 16, 105), -80, -16)):
         row = space[(space[["tp", "dp", "pp"]] == plan).all(axis=1)].iloc[0]
-        ax.plot(row["gpus"], 100 * row["utilisation"], "o", ms=4, color=PAPER)
-        note(ax, row["gpus"], 100 * row["utilisation"], str(plan), dx=dx, dy=dy, arrowprops=line)
-    published(ax, row["gpus"], 100 * quoted, label="published, (16, 16, 105)")
+        ax.plot(row["gpus"], 100 * row["utilisation"], "o", ms=4, color=draw.PAPER)
+        draw.note(ax, row["gpus"], 100 * row["utilisation"], str(plan), dx=dx, dy=dy, arrowprops=line)
+    draw.published(ax, row["gpus"], 100 * quoted, label="published, (16, 16, 105)")
     axes = {"x": "GPUs (A100)", "y": "model FLOPs over peak [%]", "xscale": "log", "ylim": (0, None)}
     title = "MT-NLG: more GPUs cost utilisation (larger marks: more stages)"
-    return finish(ax, space, title, **axes, key=ax.get_legend_handles_labels()[0], where="upper right", columns=2)
+    return _finish(ax, space, title, **axes, where="upper right", columns=2)
 
 
 def plot_costs(space: pd.DataFrame, plans: pd.DataFrame) -> Axes:
@@ -131,7 +118,7 @@ def plot_costs(space: pd.DataFrame, plans: pd.DataFrame) -> Axes:
 
     space: of `design_space`. plans: of `plan_table`.
     """
-    ax = new_axes(height=3.8)
+    ax = draw.new_axes(height=3.8)
     near = space[space["days"].between(30, 60) & (space["memory_bytes"] < 80e9)]
     near = near[["tp", "dp", "pp", "gpus", "days", "cost_usd"]]
     for tp, part in near.groupby("tp"):
@@ -140,15 +127,16 @@ def plot_costs(space: pd.DataFrame, plans: pd.DataFrame) -> Axes:
     both = plans.set_index("key")[["ours", "theirs"]]
     for name, plan in _PLANS.items():
         days, cost = both.loc[f"plan_{name}_days"], both.loc[f"plan_{name}_cost"] / 1e6
-        ax.plot(days["ours"], cost["ours"], "o", ms=4, color=PAPER)
-        ax.plot(days, cost, color=PAPER, lw=0.7, ls=":")
-        note(ax, days["ours"], cost["ours"], f"{name} {plan}", dx=7, dy=4)
-        published(ax, days["theirs"], cost["theirs"])
+        ax.plot(days["ours"], cost["ours"], "o", ms=4, color=draw.PAPER)
+        ax.plot(days, cost, color=draw.PAPER, lw=0.7, ls=":")
+        draw.note(ax, days["ours"], cost["ours"], f"{name} {plan}", dx=7, dy=4)
+        draw.published(ax, days["theirs"], cost["theirs"])
     ax.margins(y=0.12)
-    key = [*ax.get_legend_handles_labels()[0], mark_key("published")]
+    key = [*ax.get_legend_handles_labels()[0], draw.mark_key("published")]
     saved = -both.loc["plan_cost_change"]
     title = f"MT-NLG: the plan found saves {saved['ours']:.1%} (published {saved['theirs']:.1%})"
-    return finish(ax, near, title, x="days for 270 B tokens", y="cost [M USD]", key=key, where="upper left", columns=4)
+    axes = {"x": "days for 270 B tokens", "y": "cost [M USD]"}
+    return draw.finish(ax, near, title, **axes, key=key, where="upper left", columns=4)
 
 
 def plot_compute_optimal(table: pd.DataFrame, quoted: pd.DataFrame, budget_days: float) -> Axes:
@@ -156,62 +144,62 @@ def plot_compute_optimal(table: pd.DataFrame, quoted: pd.DataFrame, budget_days:
 
     table: of `compute_optimal`. quoted: parameters, days of published models.
     """
-    ax = new_axes(height=3.6)
-    blue, feasible = COLORS["compute"], table["feasible"]
-    lines(ax, table, "parameters", "days", color=blue, lw=0.8, units=(1e9, 1))
+    ax = draw.new_axes(height=3.6)
+    blue, feasible = draw.COLORS["compute"], table["feasible"]
+    draw.lines(ax, table, "parameters", "days", color=blue, lw=0.8, units=(1e9, 1))
     for part, face, name in ((feasible, blue, f"within {budget_days:g} days"), (~feasible, "white", "too long")):
         ax.plot(table["parameters"][part] / 1e9, table["days"][part], "o", ms=5, mec=blue, mfc=face, label=name)
-    ax.axhline(budget_days, **DASHED)
-    published(ax, quoted["parameters"] / 1e9, quoted["days"], label="published (at most, for the smaller one)")
+    ax.axhline(budget_days, **draw.DASHED)
+    draw.published(ax, quoted["parameters"] / 1e9, quoted["days"], label="published (at most, for the smaller one)")
     largest, naive = table[feasible].iloc[-1], table[table["naive"]].iloc[-1]
     for row, text in ((largest, "largest within the budget"), (naive, "at full utilisation")):
         size = row["parameters"] / 1e9
-        note(ax, size, row["days"], f"{size:.2f} B, {text}", dx=10, dy=-8)
+        draw.note(ax, size, row["days"], f"{size:.2f} B, {text}", dx=10, dy=-8)
     axes = {"x": "parameters [B], 20 tokens for each", "y": "days on 3,360 A100", "xscale": "log", "yscale": "log"}
     share = largest["parameters"] / naive["parameters"]
     title = f"In {budget_days:g} days one trains {share:.0%} of the size that peak FLOP/s promise"
-    finish(ax, table, title, **axes, key=ax.get_legend_handles_labels()[0], where="upper left")
+    _finish(ax, table, title, **axes)
     _ticks(ax, (20, 50, 100, 200), (2, 5, 10, 30, 100, 200))
     return ax
 
 
 def plot_layouts(table: pd.DataFrame) -> Axes:
     """Step time over depth for each layout (tp, dp, pp), seed 000's quoted times beside; table: of `layouts`."""
-    ax = new_axes(height=4.0)
+    ax = draw.new_axes(height=4.0)
     ends = table.sort_values("layers").groupby("layout", sort=False).tail(1).sort_values("step_s")
     place, gap = -np.inf, ends["step_s"].max() / 24
-    for end, color in zip(ends.itertuples(), SERIES, strict=False):
+    for end, color in zip(ends.itertuples(), draw.SERIES, strict=False):
         part = table[table["layout"] == end.layout].sort_values("layers")
-        lines(ax, part, "layers", "step_s", marker="o", ms=3, lw=1, color=color)
-        published(ax, part["layers"], part["published_s"], mec=color, ms=7, mew=1.3)
+        draw.lines(ax, part, "layers", "step_s", marker="o", ms=3, lw=1, color=color)
+        draw.published(ax, part["layers"], part["published_s"], mec=color, ms=7, mew=1.3)
         place = max(end.step_s, place + gap)  # labels keep their distance
-        note(ax, end.layers, place, end.layout, dx=8, color=color)
+        draw.note(ax, end.layers, place, end.layout, dx=8, color=color)
     limits = {"xticks": sorted(table["layers"].unique()), "xlim": (10, 150), "ylim": (0, None)}
     title = "Hidden 8,192 on 2,048 A100: seed 000's (4, 128, 4) is faster than the devices can be"
     axes = {"x": "layers; labels are (tp, dp, pp)", "y": "simulated step [s]", **limits}
-    return finish(ax, table, title, **axes, key=[mark_key("seed 000")], where="upper left")
+    return draw.finish(ax, table, title, **axes, key=[draw.mark_key("seed 000")], where="upper left")
 
 
 def plot_rules(effects: pd.DataFrame) -> Axes:
     """What correcting each deviation of the release does to a step; effects: of `rule_effects`."""
     single, step_s = effects.iloc[1:], effects["step_s"]
-    ax = new_axes(height=0.9 + 0.35 * len(single))
-    bars(ax, 100 * single["change"], source="simulated", notes=single["change"].map("{:+.1%}".format))
+    ax = draw.new_axes(height=0.9 + 0.35 * len(single))
+    draw.bars(ax, 100 * single["change"], source="simulated", notes=single["change"].map("{:+.1%}".format))
     ax.margins(x=0.12)
     title = f"As released a step of MT-NLG takes {step_s.iloc[0]:.1f} s, corrected {step_s.iloc[-1]:.1f} s"
-    return finish(ax, effects, title, x="longer step than as released [%]", rows=single["what"])
+    return draw.finish(ax, effects, title, x="longer step than as released [%]", rows=single["what"])
 
 
 def plot_scheduling(table: pd.DataFrame) -> Axes:
     """Best over heuristic plans on generated jobs: each trace a point, means as bars; table: of `scheduling_study`."""
     mean = table.groupby("what", sort=False)[["change", "published"]].mean()
     rows = list(mean.index)
-    ax = new_axes(height=0.9 + 0.45 * len(rows))
-    bars(ax, 100 * mean["change"], source="simulated")
-    ax.plot(100 * table["change"], table["what"].map(rows.index), "o", ms=3, color=PAPER, zorder=3)
-    published(ax, 100 * mean["published"], range(len(rows)))
-    ax.axvline(0, color=DARK, lw=0.8)
-    key = [patch_key("ours", "#9a9a9a", "simulated"), mark_key("published, other jobs")]
+    ax = draw.new_axes(height=0.9 + 0.45 * len(rows))
+    draw.bars(ax, 100 * mean["change"], source="simulated")
+    ax.plot(100 * table["change"], table["what"].map(rows.index), "o", ms=3, color=draw.PAPER, zorder=3)
+    draw.published(ax, 100 * mean["published"], range(len(rows)))
+    ax.axvline(0, color=draw.DARK, lw=0.8)
+    key = [draw.patch_key("ours", "#9a9a9a", "simulated"), draw.mark_key("published, other jobs")]
     text = "best plans over heuristic plans [%]; points are traces"
     title = "Best plans serve more jobs in time (our jobs, trend only)"
-    return finish(ax, table, title, x=text, rows=rows, key=key, where="lower right")
+    return draw.finish(ax, table, title, x=text, rows=rows, key=key, where="lower right")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import inf
 
 import numpy as np
@@ -22,8 +23,7 @@ __all__ = ["scheduling_study", "throughputs"]
 
 MODELS = ("megatron-1.7b", "megatron-3.6b", "megatron-7.5b", "megatron-18b", "megatron-39b")
 SIZES = (8, 16, 32, 64, 128, 256, 512)
-_BATCH = 512
-_HOUR_S = 3600.0
+_BATCH, _HOUR_S = 512, 3600.0
 _SLACK_S = 1e-3  # rounding of times that add up
 
 
@@ -59,33 +59,32 @@ def throughputs(models: Sequence[str] = MODELS, sizes: Sequence[int] = SIZES) ->
 
 
 def scheduling_study(
-    rates: pd.DataFrame,
-    counts: Sequence[int] = (64, 128),
-    seeds: Sequence[int] = range(5),
-    *,
-    baseline: str = "heuristic",
+    rates: pd.DataFrame, counts: Sequence[int] = (64, 128), seeds: Sequence[int] = range(5), *, baseline="heuristic"
 ) -> pd.DataFrame:
     """What best plans change over the baseline's on generated traces: what, seed, change, published (both relative).
 
     rates: of `throughputs`; baseline: its column "heuristic" or "scaled". The paper gives completion and makespan
     without the number of jobs; here they are those of the last count, without deadlines, so that all jobs run.
     """
-    rows = []
-    completions, makespans = [], []
-    for count in counts:
-        traces = [_job_trace(rates, count, seed) for seed in seeds]
-        theirs = published(f"scheduling_deadline_{count}") - 1
-        for seed, jobs in zip(seeds, traces, strict=True):
-            deadline_s = jobs["deadline_s"] + _SLACK_S
-            base, best = ((_schedule(jobs, rates, column) <= deadline_s).mean() for column in (baseline, "best"))
-            rows.append((f"deadlines met, {count} jobs", seed, best / base - 1, theirs))
-    for seed, jobs in zip(seeds, traces, strict=True):
-        base_s, best_s = (_schedule(jobs, rates, column, deadlines=False) for column in (baseline, "best"))
-        completion = (best_s - jobs["arrival_s"]).mean() / (base_s - jobs["arrival_s"]).mean() - 1
-        completions.append(("mean completion time", seed, completion, published("scheduling_jct")))
-        makespans.append(("makespan", seed, best_s.max() / base_s.max() - 1, published("scheduling_makespan")))
-    table = pd.DataFrame(rows + completions + makespans, columns=["what", "seed", "change", "published"])
+    theirs = {f"deadlines met, {count} jobs": published(f"scheduling_deadline_{count}") - 1 for count in counts}
+    theirs |= {"mean completion time": published("scheduling_jct"), "makespan": published("scheduling_makespan")}
+    changes = {seed: _changes(rates, counts, seed, (baseline, "best")) for seed in seeds}
+    rows = [(what, seed, changes[seed][what], theirs[what]) for what, seed in product(theirs, seeds)]
+    table = pd.DataFrame(rows, columns=["what", "seed", "change", "published"])
     return with_origin(table, "models", "vtrain/published", rules="own job traces, vTrain corrected")
+
+
+def _changes(rates: pd.DataFrame, counts: Sequence[int], seed: int, columns: tuple[str, str]) -> dict[str, float]:
+    """Relative change of each measure from the first to the second column of rates, on the traces of a seed."""
+    values = {}
+    for count in counts:
+        jobs = _job_trace(rates, count, seed)
+        ends_s = [_schedule(jobs, rates, column) for column in columns]
+        values[f"deadlines met, {count} jobs"] = [(ends <= jobs["deadline_s"] + _SLACK_S).mean() for ends in ends_s]
+    ends_s = [_schedule(jobs, rates, column, deadlines=False) for column in columns]
+    values["mean completion time"] = [(ends - jobs["arrival_s"]).mean() for ends in ends_s]
+    values["makespan"] = [ends.max() for ends in ends_s]
+    return {what: best / base - 1 for what, (base, best) in values.items()}
 
 
 def _job_trace(rates: pd.DataFrame, count: int, seed: int) -> pd.DataFrame:
@@ -99,8 +98,7 @@ def _job_trace(rates: pd.DataFrame, count: int, seed: int) -> pd.DataFrame:
     for arrival_s in np.sort(random.uniform(0, 24 * _HOUR_S, count)):
         name, gpus = random.choice(names), random.choice([64, 128, 256])
         length_s = np.exp(random.uniform(0, np.log(12))) * _HOUR_S
-        deadline_s = arrival_s + length_s * random.uniform(0.8, 2.0)
-        rows.append((name, arrival_s, length_s * speeds[name, gpus], deadline_s))
+        rows.append((name, arrival_s, length_s * speeds[name, gpus], arrival_s + length_s * random.uniform(0.8, 2.0)))
     return pd.DataFrame(rows, columns=["model", "arrival_s", "steps", "deadline_s"])
 
 
@@ -132,8 +130,8 @@ def _schedule(
             end_s[first] = now_s
             del running[first]
             continue
-        name, _, steps, deadline_s = jobs.loc[coming]
-        new = _Running(speeds[name], steps, deadline_s if deadlines else inf)
+        job = jobs.loc[coming]
+        new = _Running(speeds[job["model"]], job["steps"], job["deadline_s"] if deadlines else inf)
         if _divide([*running.values(), new], now_s, gpus):
             running[coming] = new
         coming += 1

@@ -70,14 +70,14 @@ def kernel_rates(table: pd.DataFrame) -> pd.DataFrame:
 
 def unit_findings(config: Config) -> list[str]:
     """What in a configuration looks like the total of a system in a field of a DGX A100, one line each."""
-    node = cluster("dgx-a100")
-    size = node.devices_per_node
-    nodes, findings = config.num_gpus / size, []
+    meant = as_meant(config)
+    size, findings = meant.node_size, []
+    nodes = config.num_gpus / size
     if config.node_size != size and config.node_size == nodes:
-        findings.append(f"node_size={config.node_size} is the number of nodes; a {node.name} has {size} GPUs")
+        findings.append(f"node_size={config.node_size} is the number of nodes; a dgx-a100 has {size} GPUs")
     totals = {
-        "intra_node_bandwidth": ("GB/s", "TB/s", size * node.intra.bandwidth_bytes_per_s / 1e9),
-        "inter_node_bandwidth": ("Gb/s", "Tb/s", size * node.inter.bandwidth_bytes_per_s * 8 / 1e9),
+        "intra_node_bandwidth": ("GB/s", "TB/s", size * meant.intra_node_bandwidth),
+        "inter_node_bandwidth": ("Gb/s", "Tb/s", meant.inter_node_bandwidth),
     }
     for name, (unit, larger, of_node) in totals.items():
         value = getattr(config, name)
