@@ -211,11 +211,10 @@ def claims(parameters: Parameters, predicted: pd.DataFrame) -> pd.DataFrame:
     parameters, predicted: of `fit_and_predict`.
     """
     traced, simulated = measured_overlap().groupby("strategy")["overlap"], overlap(parameters).set_index("case")
-    memory_gb = memory_parts().assign(gb=lambda table: table["size_bytes"] / 1e9)
-    ddp, zero2 = (memory_gb[memory_gb["strategy"] == strategy] for strategy in ("ddp", "zero2"))
-    ddp, states_gb = ddp.iloc[0], zero2.loc[zero2["component"].isin(["weights", "optimizer"]), "gb"].sum()
-    allocated = catalog.table("published_memory")
-    allocated = allocated[(allocated["model"] == _MODEL) & (allocated["quantity"] == "weights and optimizer")]
+    parts, published = memory_parts(), catalog.table("published_memory")
+    allocated = published.query("model == @_MODEL and quantity == 'weights and optimizer'")["value"]
+    ddp = parts.query("strategy == 'ddp'").iloc[0]
+    states = parts.query("strategy == 'zero2' and component in ['weights', 'optimizer']")["size_bytes"].sum()
     weight_bytes = 2 * catalog.model(_MODEL).parameters
     gathered_bytes_per_s = weight_bytes / 2 / _phases_s(steps(), 2, 300)["all_gather"]  # half comes from the other rank
     second_bucket_bytes = weight_bytes - 2 * _BUCKET_ELEMENTS
@@ -225,7 +224,7 @@ def claims(parameters: Parameters, predicted: pd.DataFrame) -> pd.DataFrame:
     rows = [
         ("step of ZeRO-2 after the fit [s]", step["rest_s"], step["simulated_s"]),
         (tail, tail_s, second_bucket_bytes / gathered_bytes_per_s),
-        ("weights and optimizer of ZeRO-2 [GB]", float(allocated["value"].iloc[0]), states_gb),
+        ("weights and optimizer of ZeRO-2 [GB]", float(allocated.iloc[0]), states / 1e9),
         ("usable memory of a T4, needed by DDP [GB]", ddp["usable_bytes"] / 1e9, ddp["peak_bytes"] / 1e9),
     ]
     cases = {"zero2": "one reduction at the end", "zero3": "layer by layer", "zeropp": "layer by layer, 8 and 4 bits"}
