@@ -67,14 +67,20 @@ class Plans:
 
     @classmethod
     def from_table(cls, table: pd.DataFrame) -> Plans:
-        """A plan per row; what has no column is at its default. Raises ValueError for a column that is no field."""
-        names = [field.name for field in fields(cls)]
-        if unknown := [name for name in table.columns if name not in names]:
-            raise ValueError(f"column {unknown[0]!r} is not a field of Plan: {', '.join(names)}")
-        columns = {name: table[name].to_numpy() for name in table.columns}
-        if "offload" in columns:
-            columns["offload"] = np.where(table["offload"].isna(), None, table["offload"])
-        columns["dp"] = np.broadcast_to(columns.get("dp", 1), len(table))
+        """A plan per row; what is missing is at its default. Raises ValueError for a column that is no field."""
+        defaults = {field.name: field.default for field in fields(cls)}
+        if unknown := [name for name in table.columns if name not in defaults]:
+            raise ValueError(f"column {unknown[0]!r} is not a field of Plan: {', '.join(defaults)}")
+        columns = {"dp": np.broadcast_to(1, len(table))}
+        defaults["sequence_parallel"] = table["tp"].to_numpy() > 1 if "tp" in table else False
+        for name in table.columns:
+            column, missing = table[name].to_numpy(), table[name].isna().to_numpy()
+            column = np.where(missing, defaults[name], column) if missing.any() else column
+            if isinstance(defaults[name], bool) or name == "sequence_parallel":
+                column = column.astype(bool)
+            elif isinstance(defaults[name], int) and column.dtype.kind == "f" and not (column % 1).any():
+                column = column.astype(int)  # a gap has made floats of whole numbers
+            columns[name] = column
         return cls(**columns)
 
     @property

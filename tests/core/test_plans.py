@@ -144,6 +144,10 @@ def test_parts_of_a_table_are_views():
     table = Plans.from_table(pd.DataFrame({"dp": [1, 2, 4], "recompute": ["none", "full", "full"]}))
     part = table[1:]
     assert np.shares_memory(part.dp, table.dp) and part.recompute.tolist() == ["full", "full"] and part.tp == 1
+    gaps = Plans.from_table(pd.DataFrame([{"tp": 2, "zero": 3, "qwz": 1.0}, {"tp": 1}, {"tp": 4, "offload": "all"}]))
+    assert gaps.zero.tolist() == [3, 0, 0] and gaps.qwz.tolist() == [True, False, False]
+    assert gaps.offload.tolist() == [None, None, "all"] and gaps.sequence_parallel.tolist() == [True, False, True]
+    assert Plans.from_table(pd.DataFrame({"dp": []})).shape == (0,)
     with pytest.raises(ValueError, match="'tensor' is not a field of Plan"):
         Plans.from_table(pd.DataFrame({"tensor": [8]}))
 
