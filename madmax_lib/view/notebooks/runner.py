@@ -14,7 +14,7 @@ from pathlib import Path
 from madmax_lib.atomic import replacing
 from madmax_lib.datasets import PROJECT
 
-__all__ = ["Result", "known_parameters", "notebooks", "parse_parameters", "run_notebook"]
+__all__ = ["Result", "declared_parameters", "notebooks", "parse_parameters", "run_notebook"]
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # fits solve small systems: more threads get in their way
 _TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict}
@@ -39,7 +39,7 @@ def notebooks() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
 
 
-def known_parameters(path: Path) -> dict[str, dict]:
+def declared_parameters(path: Path) -> dict[str, dict]:
     """Parameters of a notebook's tagged cell: {name: {inferred_type_name, default, help}}."""
     with _quiet():
         import papermill
@@ -48,21 +48,21 @@ def known_parameters(path: Path) -> dict[str, dict]:
 
 
 def parse_parameters(path: Path, pairs: list[str]) -> dict:
-    """Typed values of `name=value` texts. Raises ValueError that lists the known parameters with type and help."""
-    known, values = known_parameters(path), {}
+    """Typed values of `name=value` texts. Raises ValueError that lists the parameters with type and help."""
+    declared, values = declared_parameters(path), {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:
-            raise ValueError(f"parameter {pair!r} is not of the form name=value\n{_listing(path, known)}")
-        if name not in known:
-            raise ValueError(f"{path.stem} has no parameter {name!r}\n{_listing(path, known)}")
-        kind = known[name]["inferred_type_name"].strip("'\" ")
+            raise ValueError(f"parameter {pair!r} is not of the form name=value\n{_listing(path, declared)}")
+        if name not in declared:
+            raise ValueError(f"{path.stem} has no parameter {name!r}\n{_listing(path, declared)}")
+        kind = declared[name]["inferred_type_name"].strip("'\" ")
         if name in values:
             raise ValueError(f"parameter {name} is given twice")
         try:
             values[name] = _typed(text, kind)
         except (ValueError, SyntaxError):
-            raise ValueError(f"{name}={text!r} is not of type {kind}\n{_listing(path, known)}") from None
+            raise ValueError(f"{name}={text!r} is not of type {kind}\n{_listing(path, declared)}") from None
     return values
 
 
@@ -119,9 +119,9 @@ def _typed(text: str, kind: str):
     return value
 
 
-def _listing(path: Path, known: dict[str, dict]) -> str:
+def _listing(path: Path, declared: dict[str, dict]) -> str:
     lines = [f"parameters of {path.stem}:"]
-    for name, about in known.items():
+    for name, about in declared.items():
         kind = about["inferred_type_name"].strip("'\" ")
         lines.append(f"  {name}: {kind} = {about['default']}  {about['help']}".rstrip())
     return "\n".join(lines)

@@ -103,7 +103,8 @@ def _self_contained(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"!\[([^\]]*)\]\(https?:[^)]*\)", r"\1", cell.source)  # a badge becomes its words
-            heading = _plain(found[1]) if (found := re.search(r"^#+ (.+)", cell.source, re.M)) else heading
+            if title := re.search(r"^#+ (.+)", cell.source, re.M):
+                heading = _plain(title[1])
             text = _plain(re.sub(r"^#+ .+", "", cell.source, flags=re.M))
         for output in list(cell.get("outputs", [])):
             if output.get("data", {}).pop(_WIDGET, None) and set(output.data) <= {"text/plain"}:
