@@ -31,7 +31,7 @@ CASES = {  # layers, GPUs of each type, global batch
 def measure(name: str, memory_factor: float) -> dict:
     """Plan one case in this process: cost, CPU seconds with and without the profiles, sweeps, peak memory in MB."""
     from madmax_lib.papers.metis import generate_profiles
-    from madmax_lib.planner.hetero import Node, plan_of, problem  # loads them before the clock starts
+    from madmax_lib.planner.hetero import Node, plan, problem  # loads them before the clock starts
 
     layers, gpus, global_batch = CASES[name]
     kinds = {"V100": (16, 50), "A100": (80, 46), "H100": (80, 46)}
@@ -40,7 +40,7 @@ def measure(name: str, memory_factor: float) -> dict:
     profiles = generate_profiles(layers, 128, slowdown={device: SPEEDS[device] for device in gpus})
     given = problem(profiles=profiles, cluster=nodes, global_batch=global_batch, memory_factor=memory_factor)
     loaded = time.process_time()
-    best = plan_of(given, progress=False)
+    best = plan(given, progress=False)
     return {
         "cost_ms": best.cost_ms,
         "plan_s": time.process_time() - loaded,

@@ -87,7 +87,7 @@ def brute_force_ms(given, sizes):
     best = np.inf
     for plan in every_plan(given, sizes):
         try:
-            best = min(best, hetero.cost_of(plan, given))
+            best = min(best, hetero.cost(plan, given))
         except ValueError:  # a missing profile, more replicas than samples, tp beyond a node
             continue
     return best
@@ -102,9 +102,9 @@ def test_never_worse_than_trying_everything(seed, live):
     best_ms = brute_force_ms(given, sizes)
     if not np.isfinite(best_ms):
         with pytest.raises(ValueError, match="no feasible plan"):
-            hetero.plan_of(given, groups=sizes, progress=False)
+            hetero.plan(given, groups=sizes, progress=False)
         return
-    best = hetero.plan_of(given, groups=sizes, progress=False)
+    best = hetero.plan(given, groups=sizes, progress=False)
     assert best.cost_ms == pytest.approx(best_ms, rel=1e-9)
     assert best.bound_ms == pytest.approx(best_ms, rel=1e-8) and best.gap <= 1e-9
     assert sum(best.terms.values()) == pytest.approx(best.cost_ms)
@@ -156,7 +156,7 @@ def test_cost_by_hand():
         "optimizer_ms": max(6.0 * 2 / 3, 12.0 / 2 / 3),
     }
     assert planned.terms == pytest.approx(expected)
-    assert planned.cost_ms == hetero.cost_of(HALVES, by_hand()) == pytest.approx(sum(expected.values()))
+    assert planned.cost_ms == hetero.cost(HALVES, by_hand()) == pytest.approx(sum(expected.values()))
 
 
 def test_a_mixed_replica_waits_for_its_slowest_gpu_and_crosses_nodes():
@@ -164,15 +164,15 @@ def test_a_mixed_replica_waits_for_its_slowest_gpu_and_crosses_nodes():
     assert (table["least_samples"].item(), table["most_samples"].item()) == (1, 3)  # 3 : 1, as their speed
     assert table["stage_ms"].item() == pytest.approx(max(3 / 2, 3 / 2) * 7)
     with pytest.raises(ValueError, match=r"no profile for A tp 4 batch 4; there are tp 1, 2; batch 1, 2, 4"):
-        hetero.cost_of(HeteroPlan(("A", "B"), (4,), ((1, 4),), 1, (0, 3)), by_hand())
+        hetero.cost(HeteroPlan(("A", "B"), (4,), ((1, 4),), 1, (0, 3)), by_hand())
 
 
 def test_memory_decides_whether_a_plan_costs_anything():
     given = by_hand(memory_factor=6.0)
     table = hetero.planned_of(HALVES, given).memory
     assert table["used_mb"].tolist() == [6 * 200, 6 * 50] and table["capacity_mb"].tolist() == [1024, 1024]
-    assert not PlanCost(HALVES, given).fits() and hetero.cost_of(HALVES, given) == np.inf
-    assert hetero.cost_of(HALVES, by_hand()) < np.inf
+    assert not PlanCost(HALVES, given).fits() and hetero.cost(HALVES, given) == np.inf
+    assert hetero.cost(HALVES, by_hand()) < np.inf
 
 
 @pytest.mark.parametrize("cuts, layers, repaired", [((0, 0, 2, 3), 5, (0, 1, 2, 5)), ((0, 4, 4, 4), 4, (0, 2, 3, 4))])
@@ -212,10 +212,10 @@ ROWS = [  # row, memory factor, optimum, and the best of Metis' plans by the sam
 def test_the_optimum_of_the_papers_rows(row, memory, cost_ms, metis_ms):
     best, costs_ms = row_of_the_paper(row, memory_factor=memory), []
     assert best.cost_ms == pytest.approx(cost_ms, abs=0.005)
-    assert hetero.cost_of(best.plan, best.problem) == best.cost_ms and best.gap <= 1e-9
+    assert hetero.cost(best.plan, best.problem) == best.cost_ms and best.gap <= 1e-9
     for order, mode in product(("A100-V100", "V100-A100"), ("base", "strat") if metis_ms else ()):
         run = json.loads(local_or_skip(f"metis/row{row}_{order}_{mode}.json").read_text())
-        costs_ms += [hetero.cost_of(plan, best.problem) for plan in run["top"]]
+        costs_ms += [hetero.cost(plan, best.problem) for plan in run["top"]]
     if metis_ms:
         assert min(costs_ms) == pytest.approx(metis_ms, abs=0.005)
         assert best.cost_ms <= min(costs_ms) * (1 + 1e-9)
@@ -273,7 +273,7 @@ def test_an_interrupted_search_returns_its_best(sweeps, monkeypatch):
         return
     best = row_of_the_paper(1, memory_factor=0)
     assert best.stopped and best.gap > 0 and best.bound_ms <= 2137.37 <= best.cost_ms
-    assert hetero.cost_of(best.plan, best.problem) == best.cost_ms
+    assert hetero.cost(best.plan, best.problem) == best.cost_ms
 
 
 LACKING = r"no feasible plan: at least \d+ bytes \(\d+ MB\) are missing on a V100 of 1024 MB, in stage \d of \d with \d"

@@ -108,7 +108,7 @@ def test_a_homogeneous_plan_can_be_simulated():
     ],
 )
 def test_text_of_a_plan(groups, strategies, cuts, text):
-    written = hetero.plan_text(on_kaggle(groups, strategies, cuts, global_batch=4))
+    written = hetero.as_json(on_kaggle(groups, strategies, cuts, global_batch=4))["plan"]
     if text is None:
         assert written is None
     else:
@@ -125,7 +125,7 @@ def test_json_names_every_rank_once(mixed, tmp_path):
         assert stage["dp"] * stage["tp"] == len(stage["ranks"]) == len(stage["types"])
         assert sum(stage["samples"]) * exported["micro_batches"] == exported["global_batch"] == 16
         assert mm.Plan.parse(stage["plan"]).world_size == len(stage["ranks"])
-    assert hetero.cost_of(mixed.plan.as_dict(), mixed.problem) == exported["cost_ms"]
+    assert hetero.cost(mixed.plan.as_dict(), mixed.problem) == exported["cost_ms"]
 
 
 def test_timeline_does_the_work_of_the_plan(mixed):

@@ -157,7 +157,7 @@ def defect_choices(plans: pd.DataFrame, layers: int, gpus: int) -> pd.DataFrame:
             profiles=profiles, cluster=nodes_of(gpus), global_batch=_BATCH, memory_factor=float(name == "E6")
         )
         believed_s = [cost(plan, given, profiles.named(None)).total_s() for _, plan in plans.iterrows()]
-        correct_ms = [hetero.cost_of(plan, given) for _, plan in plans.iterrows()]
+        correct_ms = [hetero.cost(plan, given) for _, plan in plans.iterrows()]
         chosen = believed_s.index(min(believed_s))
         text = _plan_text(plans.iloc[chosen])
         rows.append((name, cost.what, text, 1e3 * believed_s[chosen], correct_ms[chosen], min(correct_ms)))

@@ -8,12 +8,6 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from madmax_lib.planner.hetero.costs import PlanCost as PlanCost
-    from madmax_lib.planner.hetero.export import (
-        as_json as as_json,
-        plan_text as plan_text,
-        save_plan as save_plan,
-        timeline as timeline,
-    )
     from madmax_lib.planner.hetero.nodes import (
         Node as Node,
         load_cluster as load_cluster,
@@ -21,9 +15,11 @@ if TYPE_CHECKING:
     )
     from madmax_lib.planner.hetero.planned import (
         Planned as Planned,
+        as_json as as_json,
         cost as cost,
-        cost_of as cost_of,
         planned_of as planned_of,
+        save_plan as save_plan,
+        timeline as timeline,
     )
     from madmax_lib.planner.hetero.problem import (
         CostRules as CostRules,
@@ -35,7 +31,7 @@ if TYPE_CHECKING:
         load_profiles as load_profiles,
         write_profiles as write_profiles,
     )
-    from madmax_lib.planner.hetero.solve import alone as alone, plan as plan, plan_of as plan_of
+    from madmax_lib.planner.hetero.solve import alone as alone, plan as plan
     from madmax_lib.planner.hetero.stage_plan import HeteroPlan as HeteroPlan
 
 __all__ = open_room(__name__)

@@ -79,12 +79,13 @@ class LayerProfile:
         if not self.layers or min(self.layer_ms) <= 0:
             raise ValueError("layer_ms must have an entry above 0 for every layer")
         if self.sync_ms < -1e-6 * self.forward_backward_ms:
-            rule = f"the sum {plain_sum(self.layer_ms):g} of its layers"
-            raise ValueError(f"forward_backward_ms={self.forward_backward_ms:g} is below {rule}")
+            layers_ms = plain_sum(self.layer_ms)
+            raise ValueError(
+                f"forward_backward_ms={self.forward_backward_ms:g} is below the sum {layers_ms:g} of layers"
+            )
         for name in TIMES:
-            if getattr(self, name) > self.total_ms * (1 + 1e-6):
-                rule = f"total_ms={self.total_ms:g}: is a value in another unit?"
-                raise ValueError(f"{name}={getattr(self, name):g} exceeds {rule}")
+            if (value := getattr(self, name)) > self.total_ms * (1 + 1e-6):
+                raise ValueError(f"{name}={value:g} exceeds total_ms={self.total_ms:g}: is a value in another unit?")
 
     @property
     def name(self) -> str:
@@ -111,22 +112,20 @@ class Profiles:
     def __post_init__(self):
         if not self.table:
             raise ValueError("there are no profiles")
-        first = next(iter(self.table.values()))
-        least: dict[tuple[str, int], float] = {}
-        for (device, tp, _), profile in self.table.items():
+        first, profiles = self.named(None), self.table.values()
+        for profile in profiles:
             if profile.layers != first.layers:
-                rule = f"{first.name} has {first.layers}"
-                raise ValueError(f"{profile.name} has {profile.layers} layers, {rule}")
-            least[device, tp] = min(least.get((device, tp), math.inf), profile.optimizer_ms)
-        for (device, tp, _), profile in self.table.items():
-            if profile.optimizer_ms > _SLIP * least[device, tp]:
-                rule = f"over {_SLIP:g} x the {least[device, tp]:g} of another batch: is it in another unit?"
+                raise ValueError(f"{profile.name} has {profile.layers} layers, {first.name} has {first.layers}")
+            alike = [other for other in profiles if (other.device, other.tp) == (profile.device, profile.tp)]
+            least_ms = min(other.optimizer_ms for other in alike)
+            if profile.optimizer_ms > _SLIP * least_ms:
+                rule = f"over {_SLIP:g} x the {least_ms:g} of another batch: is it in another unit?"
                 raise ValueError(f"{profile.name}: optimizer_ms={profile.optimizer_ms:g} is {rule}")
 
     @property
     def layers(self) -> int:
         """Number of layers of the model."""
-        return next(iter(self.table.values())).layers
+        return self.named(None).layers
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -137,14 +136,11 @@ class Profiles:
         """The profile of a key; ValueError that names what there is."""
         if profile := self.table.get((device, tp, batch)):
             return profile
-        degrees = sorted({degree for name, degree, _ in self.table if name == device})
-        batches = sorted(there for *key, there in self.table if key == [device, tp])
-        if batches:
-            there = f"batches {', '.join(map(str, batches))} on {device} at tp {tp}"
-        elif degrees:
+        there = f"types {', '.join(self.devices)}"
+        if degrees := sorted({degree for name, degree, _ in self.table if name == device}):
             there = f"tp {', '.join(map(str, degrees))} on {device}"
-        else:
-            there = f"types {', '.join(self.devices)}"
+        if batches := sorted(size for *key, size in self.table if key == [device, tp]):
+            there = f"batches {', '.join(map(str, batches))} on {device} at tp {tp}"
         raise ValueError(f"no profile for {device} tp {tp} batch {batch}; there are {there}")
 
     def named(self, name: str | tuple[str, int, int] | None) -> LayerProfile:
@@ -153,9 +149,7 @@ class Profiles:
             return next(iter(self.table.values()))
         if isinstance(name, tuple):
             return self.get(*name)
-        file = Path(name).name
-        file = file if file.endswith(".json") else f"{file}.json"
-        key = _NAME.fullmatch(file if file.startswith("DeviceType.") else f"DeviceType.{file}")
+        key = _NAME.fullmatch(f"DeviceType.{name.removeprefix('DeviceType.').removesuffix('.json')}.json")
         if not key:
             raise ValueError(f"{name!r} is not the name of a profile such as A100_tp4_bs4")
         return self.get(key["device"], int(key["tp"]), int(key["batch"]))
@@ -166,38 +160,33 @@ def load_profiles(directory: str | Path) -> Profiles:
 
     Raises FileNotFoundError without a folder or a profile in it, ValueError naming file, field and rule.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
+    if not (directory := Path(directory)).is_dir():
         raise FileNotFoundError(f"{directory} is not a folder of profiles")
-    paths = sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=lambda path: path.name)
+    paths = sorted(path for path in directory.iterdir() if _NAME.fullmatch(path.name))
     if not paths:
         raise FileNotFoundError(f"{directory} holds no DeviceType.TYPE_tpN_bsN.json")
-    loaded = [_read_profile(path) for path in paths]
-    return Profiles({(p.device, p.tp, p.batch): p for p in loaded})
+    return Profiles({(p.device, p.tp, p.batch): p for p in map(_read_profile, paths)})
 
 
 def write_profiles(profiles: Profiles, directory: str | Path) -> None:
     """One file per profile, as `load_profiles` reads it."""
     for profile in profiles.table.values():
-        parameters = list(profile.parameters_bytes)
+        sizes = profile.parameters_bytes
         content = {
             "model": {
                 "model_name": profile.model_name,
                 "num_layers": profile.layers,
-                "parameters": {
-                    "total_parameters_bytes": plain_sum(parameters),
-                    "parameters_per_layer_bytes": parameters,
-                },
+                "parameters": {"total_parameters_bytes": plain_sum(sizes), "parameters_per_layer_bytes": sizes},
                 "num_MHA_layers": profile.layers - 2,
             },
             "execution_time": {
                 **{name: getattr(profile, key) for key, name in TIMES.items()},
-                "layer_compute_total_ms": list(profile.layer_ms),
+                "layer_compute_total_ms": profile.layer_ms,
                 "between_forward_backward_time_ms": profile.between_ms,
             },
             "execution_memory": {
                 "total_memory": plain_sum(profile.memory_mb),
-                "layer_memory_total_mb": list(profile.memory_mb),
+                "layer_memory_total_mb": profile.memory_mb,
             },
         }
         with replacing(Path(directory) / f"{profile.name}.json") as temporary:
@@ -218,14 +207,12 @@ def read_json(path: Path) -> dict:
 def _read_profile(path: Path) -> LayerProfile:
     name, content = _NAME.fullmatch(path.name), read_json(path)
     try:
-        model, times, memory = (content[part] for part in ("model", "execution_time", "execution_memory"))
+        model, times, memory = content["model"], content["execution_time"], content["execution_memory"]
         layer_ms = tuple(times["layer_compute_total_ms"])
         if len(layer_ms) != model["num_layers"]:
             raise ValueError(f"layer_compute_total_ms has {len(layer_ms)} entries, num_layers is {model['num_layers']}")
         values = {key: times[name] for key, name in TIMES.items()}
-        between_ms = times.get("between_forward_backward_time_ms")
-        if between_ms is None:
-            between_ms = values["forward_backward_ms"] - plain_sum(layer_ms)
+        between_ms = times.get("between_forward_backward_time_ms", values["forward_backward_ms"] - plain_sum(layer_ms))
         return LayerProfile(
             device=name["device"],
             tp=int(name["tp"]),

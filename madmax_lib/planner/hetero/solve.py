@@ -18,34 +18,34 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.planner.hetero.costs import PlanCost
-from madmax_lib.planner.hetero.grid import Grid
 from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.planner.hetero.prices import MB_BYTES, Fleet, fleets
 from madmax_lib.planner.hetero.problem import HeteroProblem, problem
-from madmax_lib.planner.hetero.stages import StageTable
+from madmax_lib.planner.hetero.stages import Grid, StageTable
 from madmax_lib.planner.hetero.sweep import OPEN, Chain, Sweeper
-from madmax_lib.planner.hetero.thresholds import BestChain, search
+from madmax_lib.planner.hetero.thresholds import Search
 
-__all__ = ["alone", "plan", "plan_of"]
+__all__ = ["alone", "plan"]
 
 _EVERY_SIZE = 32  # GPUs up to which groups of every size are tried
 
 
-def plan(*, groups: Sequence[int] | None = None, gap: float = 1e-9, progress: bool = True, **inputs) -> Planned:
+def plan(
+    given: HeteroProblem | None = None,
+    *,
+    groups: Sequence[int] | None = None,
+    gap: float = 1e-9,
+    progress: bool = True,
+    **inputs,
+) -> Planned:
     """The cheapest plan over all orders of GPU types, stages, groups, (dp, tp), layer cuts and micro-batches.
 
-    groups: GPUs that a device group may have; if None any number up to 32 GPUs, beyond: powers of two, all of a type
-    and all. gap: share of the cost within which the answer is proven; 1e-9 is exact. inputs: those of `problem`, such
-    as profiles, hostfile, clusterfile, layers and global_batch. A KeyboardInterrupt returns the best plan so far.
-    Raises ValueError for bad input, and where no plan is feasible, with the reason.
+    given: the problem; if None, inputs are those of `problem`, such as profiles, hostfile, clusterfile, layers and
+    global_batch. groups: GPUs that a device group may have; if None any number up to 32 GPUs, beyond: powers of two,
+    all of a type and all. gap: share of the cost within which the answer is proven; 1e-9 is exact. A KeyboardInterrupt
+    returns the best plan so far. Raises ValueError for bad input, and where no plan is feasible, with the reason.
     """
-    return plan_of(problem(**inputs), groups=groups, gap=gap, progress=progress)
-
-
-def plan_of(
-    given: HeteroProblem, *, groups: Sequence[int] | None = None, gap: float = 1e-9, progress: bool = True
-) -> Planned:
-    """`plan` for a problem that was read before."""
+    given = given or problem(**inputs)
     if not 0 <= gap < 1:
         raise ValueError(f"gap={gap} is not in 0..1")
     started = time.process_time()
@@ -84,7 +84,7 @@ def alone(best: Planned) -> pd.DataFrame:
         part = replace(given, nodes=nodes, fleets=tuple(fleets(nodes)))
         gpus = part.fleets[0].size
         try:
-            own = plan_of(part, progress=False)
+            own = plan(part, progress=False)
             rows.append((name, gpus, own.cost_ms, len(own.stages), own, ""))
         except ValueError as error:
             rows.append((name, gpus, math.inf, 0, None, str(error)))
@@ -104,24 +104,23 @@ def _default_sizes(given: HeteroProblem) -> list[int]:
     return sorted({*powers, *np.diff(fleet.ends, prepend=0).tolist(), fleet.size})
 
 
-def _search(given: HeteroProblem, grid: Grid, gap: float, progress: bool, *, deep: bool) -> BestChain:
+def _search(given: HeteroProblem, grid: Grid, gap: float, progress: bool, *, deep: bool) -> Search:
     """deep: activations of all micro-batches in flight count; else of one, which bounds the cost from below."""
     most_stages = min(grid.layers, given.fleets[0].size // int(grid.sizes[0]))
-    makers, weights = [], []
+    spaces = []
     for batches, fleet in _spaces(given):
         levels = min(batches, most_stages) if deep else 1
-        makers.append(partial(_sweeper, given, grid, batches, fleet, levels))
-        weights.append(np.array([batches - 1.0, 1.0, 1.0]))
+        spaces.append((partial(_sweeper, given, grid, batches, fleet, levels), np.array([batches - 1.0, 1.0, 1.0])))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tqdm's advice on widgets
         from tqdm.auto import tqdm
     with tqdm(desc="planning", unit="sweep", disable=not progress, delay=1, leave=False) as bar:
 
-        def tick(best: BestChain) -> None:
+        def tick(search: Search) -> None:
             bar.update()
-            bar.set_postfix(best_ms=f"{1e3 * best.cost_s:.6g}", refresh=False)
+            bar.set_postfix(best_ms=f"{1e3 * search.cost_s:.6g}", refresh=False)
 
-        return search(makers, weights, gap=gap, tick=tick)
+        return Search(spaces, gap, tick).run()
 
 
 def _spaces(given: HeteroProblem) -> Iterator[tuple[int, Fleet]]:

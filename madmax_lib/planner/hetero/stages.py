@@ -8,16 +8,49 @@ type 2, ...), so samples are shared in closed form. The numbers are those of `he
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.planner.hetero.grid import Grid
 from madmax_lib.planner.hetero.prices import Fleet, Prices, between, bits
 from madmax_lib.planner.hetero.problem import CostRules
 
-__all__ = ["StageTable", "Stages"]
+__all__ = ["Grid", "StageTable", "Stages"]
+
+
+class Grid:
+    """What all orders and batches share: group sizes, positions on their common grid, layer slices.
+
+    sizes: (n,) GPUs of groups, ascending.
+    unit: GPUs between two positions; steps: (n,) sizes in units; places: units of the whole cluster.
+    alike: whether all layers but the first and last cost the same everywhere.
+    first, middle, last, whole: (2, rows) first layer and end of slices by where a stage stands. The middle slice from
+    layer x to y is row `row(x) + y - x - 1`; where middle layers are alike, row(x) is 0.
+    sums: of prices by (type, tp, recompute, samples), filled by the stage tables, which share them.
+    """
+
+    def __init__(self, gpus: int, sizes: Sequence[int], prices: Prices):
+        self.sizes = np.array(sorted(set(sizes)))
+        self.unit = int(np.gcd.reduce([gpus, *self.sizes]))
+        self.steps, self.places = self.sizes // self.unit, gpus // self.unit
+        self.layers = layers = prices.layers
+        columns = [prices.parameters_bytes]
+        for price in prices.table.values():
+            columns += [price.layer_s, price.memory_bytes, price.live_bytes]
+        self.alike = all((column[1:-1] == column[1:2]).all() for column in columns)
+        from_layers = range(1, min(2, layers - 1) if self.alike else layers - 1)
+        middle = [(x, y) for x in from_layers for y in range(x + 1, layers)]
+        self.middle = np.array(middle, int).reshape(-1, 2).T
+        self.first = np.array([(0, y) for y in range(1, layers)], int).reshape(-1, 2).T
+        self.last = np.array([(x, layers) for x in range(1, layers)], int).reshape(-1, 2).T
+        self.whole = np.array([[0], [layers]])
+        self.sums: dict[tuple, tuple] = {}
+
+    def row(self, x: int) -> int:
+        """First middle row of slices that begin at layer x."""
+        return 0 if self.alike else (x - 1) * (self.layers - 1) - x * (x - 1) // 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +113,7 @@ class StageTable:
         inside = end <= fleet.size
         start, stop = np.broadcast_to(start, end.shape)[inside], end[inside]
         low, high = fleet.type_of(start), fleet.type_of(stop - 1)
-        one_node = fleet.in_one_node(start, stop)
-        fitting = self._fitting_degrees(start, stop)
+        one_node, fitting = fleet.in_one_node(start, stop), self._fitting_degrees(start, stop)
         place = np.where(low == high, -1, start)
         key = np.stack([stop - start, place, low, high, one_node, fitting], axis=1)
         classes, first, number = np.unique(key, axis=0, return_index=True, return_inverse=True)
@@ -215,13 +247,13 @@ class StageTable:
         nothing = np.zeros(self.grid.layers + 1)
         if None in pieces:
             return _ReplicaSums(False, 0.0, nothing, nothing, nothing)
-        base_bytes, memory_bytes = pieces[0].base_bytes, _cumulative(pieces[0].memory_bytes)
+        held = pieces[0].base_bytes, _cumulative(pieces[0].memory_bytes)
         live_bytes = _cumulative(sum(piece.live_bytes for piece in pieces))
         if not samples:
-            return _ReplicaSums(True, base_bytes, memory_bytes, live_bytes, nothing)
+            return _ReplicaSums(True, *held, live_bytes, nothing)
         layer_s = _cumulative(sum(piece.layer_s for piece in pieces))
-        sync_s, generator_s = sum(piece.sync_s for piece in pieces), sum(piece.generator_s for piece in pieces)
-        return _ReplicaSums(True, base_bytes, memory_bytes, live_bytes, layer_s, sync_s, generator_s)
+        outside_s = sum(piece.sync_s for piece in pieces), sum(piece.generator_s for piece in pieces)
+        return _ReplicaSums(True, *held, live_bytes, layer_s, *outside_s)
 
     def stages(self, where: str, in_flight: int = 1, *, lacking: bool = False) -> Stages:
         """Stages over the middle, first or last slices or the whole model, with micro-batches in flight.

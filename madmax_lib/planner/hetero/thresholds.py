@@ -17,31 +17,10 @@ import numpy as np
 
 from madmax_lib.planner.hetero.sweep import OPEN, Chain, Sweeper
 
-__all__ = ["BestChain", "search"]
+__all__ = ["Search"]
 
 _NEAR = 1.02  # of the least bottleneck: a corner at which the second trial plan of a space is looked for
 _KEPT_BYTES = 256e6  # of tables; the others are built again when needed
-
-
-@dataclass
-class BestChain:
-    """The best chain so far.
-
-    cost_s: what its plan costs; bound_s: the least any plan can cost.
-    sweeps: those it took.
-    stopped: whether the search was interrupted.
-    """
-
-    chain: Chain | None = None
-    cost_s: float = np.inf
-    bound_s: float = 0.0
-    sweeps: int = 0
-    stopped: bool = False
-
-    @property
-    def gap(self) -> float:
-        """Share of the cost that a better plan could save at most."""
-        return max(self.cost_s - self.bound_s, 0.0) / self.cost_s if np.isfinite(self.cost_s) else np.inf
 
 
 @dataclass(order=True)
@@ -59,60 +38,72 @@ class _Box:
     chain: Chain = field(compare=False)
 
 
-def search(
-    spaces: list[Callable[[], Sweeper]], weights: list[np.ndarray], *, gap: float, tick: Callable[[BestChain], None]
-) -> BestChain:
-    """The best chain over all spaces.
+class Search:
+    """The best chain over all spaces; `run` searches until it is proven, or a KeyboardInterrupt.
 
-    spaces: makers of a Sweeper each. weights: (3,) of the maxima of each. tick is called after every sweep. A
-    KeyboardInterrupt ends the search with the best so far.
+    spaces: makers of a Sweeper each, with the weights (3,) of their maxima. goal_gap: share of the cost within which
+    the answer is proven. tick: called after every sweep.
+    chain: the best so far; cost_s: what its plan costs; bound_s: the least any plan can cost.
+    sweeps: those it took. stopped: whether it was interrupted.
     """
-    run = _Search(spaces, weights, gap, tick)
-    try:
-        run.all()
-    except KeyboardInterrupt:
-        run.best.stopped = True
-    return run.best
 
+    def __init__(
+        self, spaces: list[tuple[Callable[[], Sweeper], np.ndarray]], goal_gap: float, tick: Callable[[Search], None]
+    ):
+        self.makers, self.weights = zip(*spaces, strict=True)
+        self.goal_gap, self.tick = goal_gap, tick
+        self.chain: Chain | None = None
+        self.cost_s, self.bound_s, self.sweeps, self.stopped = np.inf, 0.0, 0, False
+        self._number = count()
+        self._kept: dict[int, Sweeper] = {}
+        self._queue: list[_Box] = []
 
-class _Search:
-    def __init__(self, spaces, weights, gap, tick):
-        self.make, self.weights, self.gap, self.tick = spaces, weights, gap, tick
-        self.best, self.number = BestChain(), count()
-        self.kept: dict[int, Sweeper] = {}
-        self.queue: list[_Box] = []
+    @property
+    def gap(self) -> float:
+        """Share of the cost that a better plan could save at most."""
+        return max(self.cost_s - self.bound_s, 0.0) / self.cost_s if np.isfinite(self.cost_s) else np.inf
 
-    def all(self) -> None:
-        opened = [(chain.total, space, chain) for space in range(len(self.make)) if (chain := self._chain(space, OPEN))]
+    def run(self) -> Search:
+        """Search, and the search itself."""
+        try:
+            self._run()
+        except KeyboardInterrupt:
+            self.stopped = True
+        return self
+
+    def _run(self) -> None:
+        opened = [
+            (chain.total, space, chain) for space in range(len(self.makers)) if (chain := self._chain(space, OPEN))
+        ]
         for _, space, chain in sorted(opened, key=lambda one: one[:2]):
             self._open(space, chain)
-        while self.queue:
-            box = heapq.heappop(self.queue)
-            self.best.bound_s = min(box.bound_s, self.best.cost_s)
+        while self._queue:
+            box = heapq.heappop(self._queue)
+            self.bound_s = min(box.bound_s, self.cost_s)
             if box.bound_s >= self._goal():
                 return
             for part in self._parts(box):
                 self._push(part)
-        self.best.bound_s = self.best.cost_s
+        self.bound_s = self.cost_s
 
     def _goal(self) -> float:
-        return self.best.cost_s * (1 - self.gap)
+        return self.cost_s * (1 - self.goal_gap)
 
     def _sweeper(self, space: int) -> Sweeper:
-        sweeper = self.kept.pop(space, None) or self.make[space]()
-        self.kept[space] = sweeper
-        while len(self.kept) > 1 and sum(kept.size_bytes for kept in self.kept.values()) > _KEPT_BYTES:
-            del self.kept[next(iter(self.kept))]
+        sweeper = self._kept.pop(space, None) or self.makers[space]()
+        self._kept[space] = sweeper
+        while len(self._kept) > 1 and sum(kept.size_bytes for kept in self._kept.values()) > _KEPT_BYTES:
+            del self._kept[next(iter(self._kept))]
         return sweeper
 
     def _chain(self, space: int, corner) -> Chain | None:
         chain = self._sweeper(space).chain(tuple(corner))
-        self.best.sweeps += 1
+        self.sweeps += 1
         if chain is not None:
             cost_s = chain.total + float(self.weights[space] @ chain.largest)
-            if cost_s < self.best.cost_s:
-                self.best.chain, self.best.cost_s = chain, cost_s
-        self.tick(self.best)
+            if cost_s < self.cost_s:
+                self.chain, self.cost_s = chain, cost_s
+        self.tick(self)
         return chain
 
     def _open(self, space: int, chain: Chain) -> None:
@@ -120,7 +111,7 @@ class _Search:
         low, weights = np.zeros(3), self.weights[space]
         for part in range(3):
             low[part] = self._sweeper(space).bottleneck(part)
-            self.best.sweeps += 1
+            self.sweeps += 1
             if weights @ low + chain.total >= self._goal():
                 return
             if part == 0:
@@ -129,13 +120,13 @@ class _Search:
 
     def _push(self, box: _Box) -> None:
         if box.bound_s < self._goal():
-            heapq.heappush(self.queue, box)
+            heapq.heappush(self._queue, box)
 
     def _parts(self, box: _Box) -> Iterator[_Box]:
         """Smaller boxes that hold every better plan of a box."""
         weights = self.weights[box.space]
         with np.errstate(divide="ignore"):
-            cut = np.where(weights > 0, box.low + (self.best.cost_s - box.bound_s) / weights, np.inf)
+            cut = np.where(weights > 0, box.low + (self.cost_s - box.bound_s) / weights, np.inf)
         high = np.minimum(box.high, cut)
         if (high < box.chain.largest).any():
             if (chain := self._chain(box.space, high)) is not None:
@@ -150,4 +141,4 @@ class _Search:
             yield self._box(box.space, box.low, lower_high, chain)
 
     def _box(self, space: int, low: np.ndarray, high: np.ndarray, chain: Chain) -> _Box:
-        return _Box(float(self.weights[space] @ low + chain.total), next(self.number), space, low, high, chain)
+        return _Box(float(self.weights[space] @ low + chain.total), next(self._number), space, low, high, chain)
