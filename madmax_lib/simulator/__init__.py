@@ -14,8 +14,7 @@ if TYPE_CHECKING:
         peak_bytes as peak_bytes,
         usable_bytes as usable_bytes,
     )
-    from madmax_lib.simulator.offload.fits import fits as fits, largest_model as largest_model
-    from madmax_lib.simulator.offload.over_step import moments as moments
+    from madmax_lib.simulator.offload.fits import fits as fits, largest_model as largest_model, moments as moments
     from madmax_lib.simulator.offload.placement import METHODS as METHODS, Policy as Policy
     from madmax_lib.simulator.rates.collectives import MeasuredCollectives as MeasuredCollectives
     from madmax_lib.simulator.rates.parameters import Parameters as Parameters, bounds as bounds, shipped as shipped

@@ -4,8 +4,7 @@ import madmax_lib as mm
 from madmax_lib.papers.studies import memory_wall as wall
 from madmax_lib.planner.levers import lever_table
 from madmax_lib.simulator.memory.memory import PHASES
-from madmax_lib.simulator.offload.fits import fits
-from madmax_lib.simulator.offload.over_step import moments
+from madmax_lib.simulator.offload.fits import fits, moments
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.plots.offload import plot_levers, plot_moments, plot_places, plot_streams
 from madmax_lib.view.plots.steps import COMPONENTS, OTHER

@@ -8,30 +8,15 @@ weights, fp32 weights, two moments) are cut alike; gradients take the place of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from madmax_lib.specs import Transformer
 
-__all__ = ["Chunks", "best_chunks"]
+__all__ = ["chunk_waste"]
 
 _MI = 2**20
 # elements; from 32 Mi over a range of 128 Mi, as dheerj188/HeterogeneousTraining-IISc runs Gemini
 _SIZES = range(32 * _MI, 161 * _MI, 4 * _MI)
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Chunks that hold a model.
-
-    size: elements of one chunk.
-    count: of chunks.
-    waste: share 0..1 of their elements that is empty.
-    """
-
-    size: int
-    count: int
-    waste: float
 
 
 def _tensor_sizes(model: Transformer) -> list[int]:
@@ -52,11 +37,11 @@ def _tensor_sizes(model: Transformer) -> list[int]:
     return [size for size in (table, positions, *layers, norm, model.head_parameters) if size]
 
 
-def _packed(sizes: list[int], chunk: int) -> Chunks:
-    """Chunks that hold tensors of these sizes in order.
+def _packed(sizes: list[int], chunk: int) -> float:
+    """Share 0..1 that is empty of the chunks that hold tensors of these sizes in order.
 
-    >>> _packed([3, 3, 3, 9], 8)
-    Chunks(size=8, count=3, waste=0.28)
+    >>> _packed([3, 3, 3, 9], 8)  # 7 of two chunks of 8 and one of 9
+    0.28
     """
     chunks: list[int] = []  # elements of each
     room = 0  # left in the open one
@@ -68,16 +53,16 @@ def _packed(sizes: list[int], chunk: int) -> Chunks:
             room = chunk - size
         else:
             room -= size
-    return Chunks(chunk, len(chunks), 1 - sum(sizes) / sum(chunks))
+    return 1 - sum(sizes) / sum(chunks)
 
 
 @lru_cache(maxsize=256)
-def best_chunks(model: Transformer) -> Chunks:
-    """The chunk size with the smallest tails, the smaller one of equals.
+def chunk_waste(model: Transformer) -> float:
+    """Share 0..1 of the elements of a model's chunks that is empty, at the chunk size with the smallest tails.
 
     Sizes from 32 to 160 Mi elements in steps of 4 Mi; a smaller model gets one chunk.
     """
     sizes = _tensor_sizes(model)
     if sum(sizes) <= _SIZES.start:
         return _packed(sizes, sum(sizes))
-    return min((_packed(sizes, size) for size in _SIZES), key=lambda chunks: (chunks.waste, chunks.size))
+    return min(_packed(sizes, chunk) for chunk in _SIZES)

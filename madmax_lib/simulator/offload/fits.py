@@ -1,7 +1,9 @@
-"""Does a training step fit, where does what lie, and how large may a model be?
+"""Does a training step fit, where does what lie, moment by moment of it too, and how large may a model be?
 
 With offload, a share of the states leaves the device: enough that the device holds the rest, and no more than host and
-drives take. Without, everything is on the device, as `memory` counts it. The largest model is searched among GPT-2-like
+drives take. Without, everything is on the device, as `memory` counts it. PatrickStar and Gemini record in a warm-up
+step how much the device holds beside the model at each moment, and then keep as many chunks there as the rest takes; a
+static split keeps the room of the fullest moment free all the time. The largest model is searched among GPT-2-like
 shapes, wider and deeper, until a step does not fit.
 """
 
@@ -15,12 +17,29 @@ import pandas as pd
 
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
-from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
+from madmax_lib.simulator.memory.memory import held_layers, memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.offload.hosts import host_of
-from madmax_lib.simulator.offload.placement import METHODS, Policy, as_table, bytes_by_place, normalised, peaks_by_place
+from madmax_lib.simulator.offload.placement import (
+    METHODS,
+    Policy,
+    as_table,
+    bytes_by_place,
+    device_peak,
+    normalised,
+    peaks_by_place,
+)
 from madmax_lib.specs import Cluster, Model, Transformer
 
-__all__ = ["FitsResult", "LargestModel", "fits", "gpt_shape", "largest_model", "room_bytes", "shares_that_fit"]
+__all__ = [
+    "FitsResult",
+    "LargestModel",
+    "fits",
+    "gpt_shape",
+    "largest_model",
+    "moments",
+    "room_bytes",
+    "shares_that_fit",
+]
 
 _SHARES, _ROUNDS = np.linspace(0.0, 1.0, 101), 3  # the least share to 1e-8
 _HOST_RESERVED = 0.05  # of host memory, for the system and the processes; a round number
@@ -39,6 +58,8 @@ _SIZE_METHODS = {
 _WIDTHS = (512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 10240, 12288, 16384, 20480, 25600)
 _HEAD_DIM, _SEQUENCE, _VOCAB = 128, 1024, 50257  # GPT-2's vocabulary and sequence, as in the sources compared with
 _FLATTEST, _DEEPEST = 16, 1 / 24  # layers at least, and at most per unit of width
+_MODEL = ("weights", "gradients", "optimizer", "chunk tails")
+_PASS = ("buckets", "gathered weights")
 
 
 @dataclass(frozen=True)
@@ -163,6 +184,63 @@ def room_bytes(cluster: Cluster, plan: Plan) -> dict[str, float]:
     if METHODS[plan.offload].to == "nvme" and not host.nvme_bytes:
         raise ValueError(f"offload=nvme, but {host.name} has no drives")
     return room | {"host": (1 - _HOST_RESERVED) * host.memory_bytes, "nvme": host.nvme_bytes}
+
+
+def moments(
+    model: Transformer,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    global_batch: int,
+    sequence: int | None = None,
+    dtype: str = "bf16",
+    policy: Policy | None = None,
+) -> pd.DataFrame:
+    """One micro-batch and the update of the fullest stage: a row per layer and pass, of a device and its node's host.
+
+    phase (start, forward, loss, backward, update), layer, other_bytes (all on the device but the model's states),
+    model_bytes, device_bytes (their sum), host_bytes, room_bytes (of the device), host_room_bytes. Chunks whose share
+    is not given are placed dynamically: what the device has room for at a moment lies there. plan: with offload.
+    Raises ValueError as `fits`, and for a plan without offload.
+    """
+    if plan.offload is None:
+        raise ValueError(f"moments are those of an offloaded step, but {plan} offloads nothing")
+    policy = policy or Policy()
+    case = normalised(Case(model, cluster, plan, global_batch, sequence or 0, dtype))
+    options = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
+    share = fits(model, cluster, case.plan, policy=policy, **options).share
+    sizes = bytes_by_place(case, share, policy)
+    stage = int(np.argmax(device_peak(sizes)))
+    device, host = (
+        {name: float(size[..., stage]) for (name, at), size in sizes.items() if at == place}
+        for place in ("device", "host")
+    )
+    table, room = _others(device, int(held_layers(model, case.plan)[0][stage])), room_bytes(cluster, plan)
+    on_device, off_device = (sum(size for name, size in part.items() if name in _MODEL) for part in (device, host))
+    model_bytes = on_device
+    if plan.offload == "chunks" and policy.share is None:
+        model_bytes = np.minimum(room["device"] - table["other_bytes"], on_device + off_device).clip(lower=0)
+    beside = sum(size for name, size in host.items() if name not in _MODEL)
+    return table.assign(
+        model_bytes=model_bytes,
+        host_bytes=cluster.devices_per_node * (beside + on_device + off_device - model_bytes),
+        device_bytes=table["other_bytes"] + model_bytes,
+        room_bytes=room["device"],
+        host_room_bytes=room["host"],
+    )
+
+
+def _others(here: dict[str, float], layers: int) -> pd.DataFrame:
+    """Bytes of a device beside the model's states: activations grow layer by layer and shrink again."""
+    always = here.get("context", 0.0) + here["fragmentation"]
+    passing = always + sum(here.get(name, 0.0) for name in _PASS) + here.get("checkpoints on their way", 0.0)
+    one, work = here["activations"] / layers, here["block at work"] + here.get("gradients on their way", 0.0)
+    rows = [("start", 0, always)]
+    rows += [("forward", layer, passing + one * (layer + 1)) for layer in range(layers)]
+    rows.append(("loss", layers - 1, passing + here["activations"] + here["logits"]))
+    rows += [("backward", layer, passing + one * (layer + 1) + work) for layer in reversed(range(layers))]
+    rows.append(("update", 0, always + here["optimizer temporaries"]))
+    return pd.DataFrame(rows, columns=["phase", "layer", "other_bytes"])
 
 
 def largest_model(cluster: Cluster, method: str) -> LargestModel:

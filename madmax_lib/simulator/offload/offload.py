@@ -7,7 +7,7 @@ they are made leave a tail; and the update takes as long as the slower of device
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from madmax_lib.simulator.memory.memory import held_layers
 from madmax_lib.simulator.memory.states import stage_parameters
 from madmax_lib.simulator.offload.fits import room_bytes, shares_that_fit
 from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, Offloaded, rates
-from madmax_lib.simulator.offload.placement import Policy, Split, split_of, streams_gradients
+from madmax_lib.simulator.offload.placement import Policy, split_of, streams_gradients
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.inputs import Work
 from madmax_lib.simulator.step.step_time import achieved_rates, head_passes, layer_passes, layer_seconds
@@ -67,9 +67,7 @@ def best_offload(
     times = offload_times(case, work, parameters, shares, policy)
     at = int(np.argmin(times.total_s))
     best = OffloadTimes(*(values[at : at + 1] for values in vars(times).values()))
-    offloaded = _offloaded(case, shares[at], policy)
-    split = Split(float(offloaded.split.states), float(offloaded.split.weights))
-    return replace(offloaded, split=split), best
+    return _offloaded(case, float(shares[at]), policy), best
 
 
 def offload_times(

@@ -18,7 +18,7 @@ from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory.memory import FRAGMENTATION, PHASES, by_phase, held_layers, moment_peak, stage_bytes
 from madmax_lib.simulator.memory.states import SOFTWARE, stage_parameters, state_bytes
-from madmax_lib.simulator.offload.chunks import best_chunks
+from madmax_lib.simulator.offload.chunks import chunk_waste
 from madmax_lib.specs import DLRM
 
 __all__ = [
@@ -164,7 +164,9 @@ def bytes_by_place(case: Case, share, policy: Policy) -> dict[tuple[str, str], n
     if plan.zero < 3:
         sizes["gradients on their way", "device"] = _WINDOW * method.weights * count.block
     if plan.offload == "chunks":
-        _with_tails(sizes, best_chunks(model).waste)
+        waste = chunk_waste(model)
+        for place in ("device", "host"):  # chunks of all states are a little larger than what they hold
+            sizes["chunk tails", place] = (sizes["weights", place] + sizes["optimizer", place]) * waste / (1 - waste)
     if method.checkpoints:
         _move_checkpoints(sizes, layers)
     if method.to == "nvme":  # pinned host memory: weights of a few layers, two tiles of the optimizer's states
@@ -208,12 +210,6 @@ def _states(case: Case, count, method: Method, split: Split) -> dict[tuple[str, 
         sizes["gradients", "device"] = np.maximum(sizes["gradients", "device"], states["weights"])
     sizes["optimizer temporaries", "device"] = states["optimizer temporaries"] * (1 - split.states)
     return sizes | {(name, method.to): method.buffer * states[name] * away[name] for name in names}
-
-
-def _with_tails(sizes: dict, waste: float) -> None:
-    """Chunks of all states are a little larger than what they hold."""
-    for place in ("device", "host"):
-        sizes["chunk tails", place] = (sizes["weights", place] + sizes["optimizer", place]) * waste / (1 - waste)
 
 
 def _move_checkpoints(sizes: dict, layers: np.ndarray) -> None:

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.simulator.offload.fits import fits, gpt_shape
-from madmax_lib.simulator.offload.over_step import moments
+from madmax_lib.simulator.offload.fits import fits, gpt_shape, moments
 from madmax_lib.simulator.offload.placement import Policy
 
 STATIC = Policy(share=1.0)
