@@ -194,26 +194,15 @@ def test_named_rules_and_schedules():
 @pytest.mark.parametrize("model", NAMES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fine_tuning_lies_between_inference_and_pre_training(model, strategy):
-    def time(task, frozen=RELEASED.frozen):
-        return result(model, strategy, task=task, rules=MadmaxRules(frozen=frozen))["iteration_ms"]
-
-    everything = ("embedding", "bottom", "transformer", "head")
-    assert time("finetune", ()) == time("pretrain")
-    assert time("finetune", everything) == time("inference")
-    assert time("inference") < time("finetune") < time("pretrain")
-    assert time("finetune") <= time("finetune", ("embedding", "bottom")) <= time("pretrain")
+    tasks = ("inference", "finetune", "pretrain")
+    inference_ms, finetune_ms, pretrain_ms = (result(model, strategy, task=t)["iteration_ms"] for t in tasks)
+    assert inference_ms < finetune_ms < pretrain_ms
 
 
-def test_a_frozen_layer_passes_gradients_on_only_to_what_is_trained():
-    forward = result("DLRM-A", "ddp", task="inference")["gemm_ms"]
-
-    def backward(*frozen):
-        return result("DLRM-A", "ddp", task="finetune", rules=MadmaxRules(frozen=frozen))["gemm_ms"] / forward - 1
-
-    assert backward("embedding", "bottom", "transformer") == pytest.approx(1.0)  # top 2 x half, bottom nothing
-    assert backward("embedding", "head") == pytest.approx(1.5)  # top 1 x half, bottom 2 x half
-    assert backward("bottom", "head") == pytest.approx(0.5)  # only the embedding, which is not below the bottom MLP
-    head = result("DLRM-A", "ddp", task="finetune")
+def test_fine_tuning_trains_the_head_only():
+    """DLRM-A: of equal MLPs the top one has a backward pass of twice its forward pass, the rest has none."""
+    head, forward = (result("DLRM-A", "ddp", task=task) for task in ("finetune", "inference"))
+    assert head["gemm_ms"] / forward["gemm_ms"] == pytest.approx(2.0)
     assert head["allreduce_ms"] == pytest.approx(21.27 / 2, abs=0.005)
     assert head["all2all_ms"] == pytest.approx(26.40 / 2, abs=0.005)
 
@@ -397,13 +386,9 @@ def test_missing_columns_and_doubled_names_are_named():
         evaluate(pd.DataFrame([case()]), MODELS, pd.concat([SYSTEMS, SYSTEMS]))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"schedule": "best"}, "schedule='best'"), ({"frozen": ("neck",)}, "neck"), ({"frozen": "head"}, "frozen='head'")],
-)
-def test_bad_rules_are_named(change, message):
-    with pytest.raises(ValueError, match=message):
-        replace(RELEASED, **change)
+def test_bad_rules_are_named():
+    with pytest.raises(ValueError, match="schedule='best'"):
+        replace(RELEASED, schedule="best")
     with pytest.raises(ValueError, match="rules='best' is not released, corrected or MadmaxRules"):
         result(rules="best")
 

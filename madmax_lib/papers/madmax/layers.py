@@ -16,21 +16,15 @@ from madmax_lib.papers.madmax.rules import GLOBAL, MadmaxRules, Strategy, parse_
 __all__ = ["DenseLayer", "DeviceStep", "Embedding", "workload"]
 
 TASKS = ("pretrain", "inference", "finetune")
-_MLP_FIELDS = (
-    "num_bot_mlp_layers",
-    "num_top_mlp_layers",
-    "mlp_dim",
-    "num_tables",
-    "entries_per_table",
-    "emb_dim",
-    "pooling_size",
-)
+_MLP_FIELDS = ("num_bot_mlp_layers", "num_top_mlp_layers", "mlp_dim")
+_TABLE_FIELDS = ("num_tables", "entries_per_table", "emb_dim", "pooling_size")
+_DLRM_FIELDS = (*_MLP_FIELDS, *_TABLE_FIELDS)
 _BLOCK_FIELDS = ("num_transformer_layers", "attention_dim", "transformer_fc_dim")
 _MOE_FIELDS = ("num_experts", "num_active_experts")
 TYPES = {  # the fields that a model of each type must have
-    "DLRM": _MLP_FIELDS,
-    "DLRM_Transformer": (*_MLP_FIELDS, *_BLOCK_FIELDS, "transformer_seq_len"),
-    "DLRM_MoE": (*_MLP_FIELDS, *_MOE_FIELDS),
+    "DLRM": _DLRM_FIELDS,
+    "DLRM_Transformer": (*_DLRM_FIELDS, *_BLOCK_FIELDS, "transformer_seq_len"),
+    "DLRM_MoE": (*_DLRM_FIELDS, *_MOE_FIELDS),
     "LLM": (*_BLOCK_FIELDS, "transformer_seq_len", "entries_per_table"),
     "LLM_MoE": (*_BLOCK_FIELDS, "transformer_seq_len", "entries_per_table", *_MOE_FIELDS),
     "ViT": (*_BLOCK_FIELDS, "image_size", "patch_dim"),
@@ -41,7 +35,7 @@ class DenseLayer(NamedTuple):
     """A dense layer of one GPU; backward_s is 0 when it has no backward pass."""
 
     name: str
-    part: str
+    in_head: bool  # of the top MLP or the last block, which fine-tuning trains
     weight_bytes: float  # of the whole layer, before sharding
     forward_s: float
     backward_s: float
@@ -92,9 +86,9 @@ def workload(
     embedding = embed(model, rates, global_batch / devices, devices)
     shards = {name: _degree(elements, "tp") * _degree(elements, "fsdp") for name, elements in split.items()}
     weight_bytes = embedding.weight_bytes + sum(layer.weight_bytes / shards[_class(layer)] for layer in layers)
-    if task == "finetune":
-        layers = _frozen(layers, rules.frozen)
-        embedding = embedding._replace(trained="embedding" not in rules.frozen)
+    if task == "finetune":  # ours, no published number checks it: only the head is trained
+        layers = [layer if layer.in_head else layer._replace(backward_s=0.0) for layer in layers]
+        embedding = embedding._replace(trained=False)
     gathers_ahead = rules.schedule == "optimised" or (rules.schedule == "released" and model["type"] == "ViT")
     last = _class(layers[-1])
     first = _first_gather(layers[-1], rates, split[last], shards[last], rules)
@@ -130,10 +124,9 @@ def _shapes(model: Mapping, local_batch: float) -> dict[str, _Shape]:
     experts, active = (model["num_experts"], model["num_active_experts"]) if "MoE" in model["type"] else (0, 1)
     if "DLRM" in model["type"]:
         params, activations = model["mlp_dim"] ** 2, local_batch * model["mlp_dim"] * size
-        shapes["bottom"] = _Shape(params * size, 2 * params * local_batch, activations)
-        shapes["top"] = _Shape(params * size, 2 * params * local_batch, activations)
-        if experts:
-            shapes["top"] = _Shape(experts * params * size, active * 2 * params * local_batch, activations, experts)
+        weight_bytes, flops = params * size, 2 * params * local_batch
+        shapes["bottom"] = _Shape(weight_bytes, flops, activations)
+        shapes["top"] = _Shape(max(experts, 1) * weight_bytes, active * flops, activations, experts)
     if "num_transformer_layers" in TYPES[model["type"]]:
         hidden, tokens = model["attention_dim"], local_batch * _sequence(model)
         attention, fc = 4 * hidden**2, 2 * hidden * model["transformer_fc_dim"]
@@ -163,16 +156,16 @@ def _layers(
         backward = tuple(c._replace(blocking=False) for c in blank["fc"].backward)
         blank["fc"] = blank["fc"]._replace(backward=backward)
     blocks = int(model["num_transformer_layers"]) if "fc" in shapes else 0
-    layers = _mlp(blank["bottom"], model["num_bot_mlp_layers"], "bottom", False) if is_dlrm else []
+    layers = _mlp(blank["bottom"], model["num_bot_mlp_layers"]) if is_dlrm else []
     for i in range(blocks):
-        part = "head" if i == blocks - 1 and not is_dlrm else "transformer"
-        layers += [blank[name]._replace(name=f"{name} {i}", part=part) for name in ("attention", "fc")]
-    return layers + _mlp(blank["top"], model["num_top_mlp_layers"], "head", True) if is_dlrm else layers
+        in_head = i == blocks - 1 and not is_dlrm
+        layers += [blank[name]._replace(name=f"{name} {i}", in_head=in_head) for name in ("attention", "fc")]
+    return layers + _mlp(blank["top"], model["num_top_mlp_layers"]) if is_dlrm else layers
 
 
-def _mlp(blank: DenseLayer, count: float, part: str, after_embedding: bool) -> list[DenseLayer]:
+def _mlp(blank: DenseLayer, count: float) -> list[DenseLayer]:
     """A stack of MLP layers: activations are summed after odd layers forward, after even layers backward."""
-    blank = blank._replace(part=part, after_embedding=after_embedding)
+    blank = blank._replace(in_head=blank.name == "top", after_embedding=blank.name == "top")
     inner = tuple(c for c in blank.backward if c.what != "activations")
     kinds = (blank._replace(forward=()), blank._replace(backward=inner))
     return [kinds[i % 2]._replace(name=f"{blank.name} {i}") for i in range(int(count))]
@@ -204,7 +197,9 @@ def _layer(name: str, shape: _Shape, rates: GpuRates, elements: Strategy, rules:
                 size_bytes /= _degree(elements[:k], "tp") * _degree(elements[:k], "fsdp")
             backward = (*backward, rates.collective("all_reduce", size_bytes, level, "gradients"))
     forward_s = shape.flops / _degree(elements, "tp") / rates.flops_per_s
-    return DenseLayer(name, "", shape.weight_bytes, forward_s, 2 * forward_s, gather, exchange, forward, backward, True)
+    return DenseLayer(
+        name, False, shape.weight_bytes, forward_s, 2 * forward_s, gather, exchange, forward, backward, True
+    )
 
 
 def _sharded_embedding(model: Mapping, rates: GpuRates, samples: float, devices: int) -> Embedding:
@@ -233,24 +228,6 @@ def _first_gather(last: DenseLayer, rates: GpuRates, elements: Strategy, shardin
     if last.gather or degree == 1 or not rules.stray_gather:
         return last.gather
     return rates.collective("all_gather", last.weight_bytes / sharding * degree, level, "stray")
-
-
-def _frozen(layers: list[DenseLayer], frozen: tuple[str, ...]) -> list[DenseLayer]:
-    """Fine-tuning: a frozen layer only passes gradients on (1x forward), and not even that with nothing to train below.
-
-    A trained layer costs 2x forward as in pre-training, also the lowest one.
-    """
-    result, trained_below = [], False
-    for layer in layers:
-        if layer.part not in frozen:
-            trained_below = True
-        elif trained_below or (layer.after_embedding and "embedding" not in frozen):
-            backward = tuple(c for c in layer.backward if c.what == "activations")
-            layer = layer._replace(backward_s=layer.forward_s, backward=backward)
-        else:
-            layer = layer._replace(backward_s=0.0)
-        result.append(layer)
-    return result
 
 
 def _check_inputs(model: Mapping, system: Mapping, task: str, global_batch: float) -> None:

@@ -45,6 +45,7 @@ def evaluate(
     cases: model, type, system, task (pretrain, inference, finetune), dense_strategy (such as "fsdp" or "tp,ddp"),
     global_batch and, if there, local_dense_batch, which must equal global_batch x tp degree / devices.
     models, systems: configuration tables, looked up by their column name.
+    Fine-tuning trains the head only: the top MLP of a DLRM, the last block of an LLM or ViT.
     Result: these columns, weights_gb_per_device, the time of each piece in ms, exposed_comm_ms, overlapped_comm_ms,
     iteration_ms and throughput_samples_per_s. Raises ValueError naming field, value and rule.
     """

@@ -25,7 +25,6 @@ __all__ = [
 INTRA, GLOBAL = "intra-node", "global"
 STRATEGIES = ("ddp", "tp", "fsdp", "tp,ddp", "ddp,tp", "fsdp,tp", "fsdp,ddp", "tp,fsdp")  # the last one is ours
 _TOGETHER = {"mlp": ("bottom", "top"), "transformer": ("attention", "fc")}
-_PARTS = ("embedding", "bottom", "transformer", "head")
 
 
 @dataclass(frozen=True)
@@ -37,21 +36,16 @@ class MadmaxRules:
     stray_gather: the optimised backward pass starts with an AllGather also without fsdp.
     sharded_ddp: in "tp,ddp" and "fsdp,ddp" the gradient AllReduce carries the shard W/n instead of the full W.
     blocking_fc: in DLRM-Transformer the AllReduce of an FC's input gradient blocks the attention below.
-    frozen: parts that task "finetune" does not train, of embedding, bottom (MLP), transformer, head. The head is the
-        top MLP of a DLRM and the last block of an LLM or ViT. Ours: no published number checks fine-tuning.
     """
 
     schedule: str = "released"
     stray_gather: bool = True
     sharded_ddp: bool = False
     blocking_fc: bool = False
-    frozen: tuple[str, ...] = ("embedding", "bottom", "transformer")
 
     def __post_init__(self):
         if self.schedule not in ("released", "pre-optimised", "optimised"):
             raise ValueError(f"schedule={self.schedule!r} is not released, pre-optimised or optimised")
-        if isinstance(self.frozen, str) or not set(self.frozen) <= set(_PARTS):
-            raise ValueError(f"frozen={self.frozen!r} is not a tuple of {', '.join(_PARTS)}")
 
 
 RELEASED = MadmaxRules()

@@ -57,6 +57,13 @@ _DLRMS = ["DLRM-A", "DLRM-A Transformer", "DLRM-A MoE", "DLRM-B", "DLRM-B Transf
 _LLMS = ["GPT-3", "LLaMA-65B", "LLaMA2-70B 4K", "LLM-MoE 1.8T"]
 _LLM_GPUS = 2048
 _LLM_SYSTEM = f"llm-a100-{_LLM_GPUS}"
+_SCALED = {"DLRM-A": "zionex-128", "GPT-3": _LLM_SYSTEM}
+_PARTS = {
+    "compute": ["f32_flops", "f16_flops"],
+    "memory": ["mem_bw", "mem_cap"],
+    "interconnect": ["bw_per_nvlink", "ibroce_bw"],
+}
+_PARTS["all three"] = [column for columns in _PARTS.values() for column in columns]
 _SCHEDULES = ("pre-optimised", "optimised")
 
 
@@ -66,8 +73,8 @@ def _suite_steps(models: Sequence[str], strategies: Sequence[str], task: str, ru
     groups = {"zionex-128": dlrm, _LLM_SYSTEM: [model for model in models if model not in dlrm]}
     parts = [cases(group, strategies, [name], task) for name, group in groups.items() if group]
     table = steps(pd.concat(parts, ignore_index=True), rules=rules)
-    table["published_gain"] = published_values("gain/" + table["model"] + "/" + table["dense_strategy"] + f"/{task}")
-    return table
+    keys = "gain/" + table["model"] + "/" + table["dense_strategy"] + f"/{task}"
+    return table.assign(published_gain=published_values(keys))
 
 
 def strategies_over_fsdp() -> pd.DataFrame:
@@ -128,10 +135,8 @@ def cloud_comparison(samples: float = 1e9) -> pd.DataFrame:
     table = table.assign(**about[["instance", "provider", "gpu", "num_devices"]], **cost)
     table["a100_hours"] = table["gpu_hours"] * about["f16_flops"] / 312e12
     table["mqps"] = rate / 1e6
-    sizes = table["num_devices"].astype(str)
-    table["published_mqps"] = published_values(
-        "cloud/" + table["instance"] + "/" + sizes + "/" + table["dense_strategy"]
-    )
+    keys = [f"cloud/{r.instance}/{r.num_devices}/{r.dense_strategy}" for r in table.itertuples()]
+    table["published_mqps"] = published_values(keys)
     return released(table)
 
 
@@ -171,8 +176,7 @@ def prefetch_overlap(models: Sequence[str] = ("LLaMA-65B", "LLaMA2-70B 4K")) -> 
 
 def prefetch_timelines(model: str = "LLaMA-65B") -> dict[str, Timeline]:
     """The step of figure 9 as a Timeline for each schedule."""
-    rules = {name: MadmaxRules(schedule=name) for name in _SCHEDULES}
-    return {name: one_step(model, "fsdp", _LLM_SYSTEM, rules=choice) for name, choice in rules.items()}
+    return {name: one_step(model, "fsdp", _LLM_SYSTEM, rules=MadmaxRules(schedule=name)) for name in _SCHEDULES}
 
 
 def one_step(
@@ -190,22 +194,12 @@ def scaling_study(factors: Sequence[float] = (1, 2, 4, 8)) -> pd.DataFrame:
 
     speedup: throughput over that of factor 1. Memory means its bandwidth and size.
     """
-    parts = {
-        "compute": ["f32_flops", "f16_flops"],
-        "memory": ["mem_bw", "mem_cap"],
-        "interconnect": ["bw_per_nvlink", "ibroce_bw"],
-    }
-    parts["all three"] = [column for columns in parts.values() for column in columns]
     tables = []
-    for model, name in (("DLRM-A", "zionex-128"), ("GPT-3", _LLM_SYSTEM)):
-        grid = pd.DataFrame(product(parts, factors), columns=["part", "factor"])
-        scaled = systems([name]).loc[[0] * len(grid)].reset_index(drop=True)
-        scaled["name"] = grid["part"] + " x" + grid["factor"].astype(str)
-        for part, columns in parts.items():
-            mine = grid["part"] == part
-            scaled.loc[mine, columns] = scaled.loc[mine, columns].mul(grid.loc[mine, "factor"], axis=0)
-        fastest = best(steps(cases([model], _RELEASED_STRATEGIES, list(scaled["name"])), scaled))
-        tables.append(fastest.merge(grid.assign(system=scaled["name"]), on="system"))
+    for (model, name), (part, columns), factor in product(_SCALED.items(), _PARTS.items(), factors):
+        scaled = systems([name]).assign(name=f"{part} x{factor}")
+        scaled[columns] *= factor
+        table = best(steps(cases([model], _RELEASED_STRATEGIES, list(scaled["name"])), scaled))
+        tables.append(table.assign(part=part, factor=factor))
     table = pd.concat(tables, ignore_index=True).query("limit == 'memory'").reset_index(drop=True)
     first = table[table["factor"] == factors[0]].set_index(["model", "part"])["throughput_samples_per_s"]
     base = first.loc[pd.MultiIndex.from_frame(table[["model", "part"]])].to_numpy()
@@ -219,10 +213,9 @@ def hardware_study(names: Sequence[str], *, nvlink_all: Sequence[str] = ()) -> p
     inner link, up to 256 devices (a SuperPOD with NVLink switches). per_gpu: samples/s of one device over the first
     cluster under FSDP. A model whose precision a device lacks is left out.
     """
-    parts = []
+    tables = []
     for model, devices in (("DLRM-A", 128), ("GPT-3", 2048)):
-        sized = [_sized(name, devices) for name in names]
-        sized += [_joined(_sized(name, devices)) for name in nvlink_all]
+        sized = [_sized(name, devices) for name in names] + [_joined(_sized(name, devices)) for name in nvlink_all]
         usable = catalog_systems(sized)
         if model.startswith("DLRM"):
             usable = usable[usable["f32_flops"] > 0]
@@ -231,10 +224,10 @@ def hardware_study(names: Sequence[str], *, nvlink_all: Sequence[str] = ()) -> p
         fsdp = table[table["dense_strategy"] == "fsdp"].assign(choice="fsdp", limit="memory")
         both = pd.concat([fsdp, fastest], ignore_index=True)
         both["devices"] = both["system"].map(usable.set_index("name")["num_devices"])
-        both["per_gpu"] = both["throughput_samples_per_s"] / both["devices"]
-        parts.append(both.assign(per_gpu=both["per_gpu"] / both["per_gpu"].iloc[0]))
+        per_gpu = both["throughput_samples_per_s"] / both["devices"]
+        tables.append(both.assign(per_gpu=per_gpu / per_gpu.iloc[0]))
     files = (*FILES[:2], "devices", "links", "clusters")
-    return with_origin(pd.concat(parts, ignore_index=True), *files, rules=AS_RELEASED)
+    return with_origin(pd.concat(tables, ignore_index=True), *files, rules=AS_RELEASED)
 
 
 def _sized(name: str, devices: int) -> Cluster:
@@ -263,15 +256,11 @@ def claims() -> pd.DataFrame:
     error is ours / theirs - 1; follows tells whether the number can follow from public material.
     """
     ours = {**_table_1(), **_figure_7(), **_gains()}
-    table = (
-        read_table("madmax/published")
-        .query("follows != 'measured' and key in @ours")
-        .rename(columns={"value": "theirs"})
-    )
+    table = read_table("madmax/published").rename(columns={"value": "theirs"})
+    table = table.query("follows != 'measured' and key in @ours").reset_index(drop=True)
     table["ours"] = table["key"].map(ours)
     table["error"] = table["ours"] / table["theirs"] - 1
-    columns = ["key", "figure", "claim", "unit", "theirs", "ours", "error", "follows", "note"]
-    return released(table[columns].reset_index(drop=True))
+    return released(table[["key", "figure", "claim", "unit", "theirs", "ours", "error", "follows", "note"]])
 
 
 def _table_1() -> dict[str, float]:
@@ -293,20 +282,16 @@ def _table_1() -> dict[str, float]:
 
 
 def _figure_7() -> dict[str, float]:
-    ours = {}
-    for gpus in (128, 8):
-        row = _figure_7_step(gpus)
-        names = [*PIECES[:4], "exposed_comm_ms", "overlapped_comm_ms", "iteration_ms"]
-        ours |= {f"fig7_{gpus}_{name}": row[name] for name in names}
-    return ours
+    bars = {gpus: _figure_7_step(gpus) for gpus in (128, 8)}
+    names = (*PIECES[:4], "exposed_comm_ms", "overlapped_comm_ms", "iteration_ms")
+    return {f"fig7_{gpus}_{name}": row[name] for gpus, row in bars.items() for name in names}
 
 
 def _gains() -> dict[str, float]:
     train, tasks = strategies_over_fsdp(), task_dependence()
-    context = context_scaling()
     fitting = best(train).set_index("limit")["gain"]
     inference = best(tasks[tasks["task"] == "inference"]).set_index("limit")["gain"]
-    rows = pd.concat([train, tasks, context])
+    rows = pd.concat([train, tasks, context_scaling()])
     return {
         "gain_max": fitting["memory"].max(),
         "gain_min": fitting["memory"].min(),
