@@ -68,13 +68,9 @@ def timeline(
     if missing := [field for field in _NEEDED if field not in case and field != "type"]:
         raise ValueError(f"the case lacks {', '.join(missing)}")
     step = _device_step(case, _by_name(models, "models"), _by_name(systems, "systems"), rules)
-    provenance = {
-        "source": "arXiv 2310.02784",
-        **{field: str(case[field]) for field in ("model", "system", "task", "dense_strategy")},
-        "global_batch": float(case["global_batch"]),
-        "local_dense_batch": float(step.local_batch),
-        "rules": asdict(rules),
-    }
+    provenance = {field: str(case[field]) for field in ("model", "system", "task", "dense_strategy")}
+    provenance |= {"source": "arXiv 2310.02784", "rules": asdict(rules)}
+    provenance |= {"global_batch": float(case["global_batch"]), "local_dense_batch": float(step.local_batch)}
     represents = {0: list(range(step.devices))}
     meta = Meta("simulated", step.devices, represents, provenance["system"], provenance=provenance)
     return to_timeline(_program(step, case["task"]), meta)
@@ -143,7 +139,8 @@ def _program(step: DeviceStep, task: str) -> Program:
     program = Program()
     _forward(program, step)
     if task != "inference":
-        (_backward_dlrm if step.is_dlrm else _backward_transformer)(program, step)
+        layers = [layer for layer in reversed(step.layers) if layer.backward_s > 0]
+        (_backward_dlrm if step.is_dlrm else _backward_transformer)(program, step, layers)
     return program
 
 
@@ -160,48 +157,43 @@ def _forward(program: Program, step: DeviceStep) -> None:
         gemms.append(gemm)
 
 
-def _backward_dlrm(program: Program, step: DeviceStep) -> None:
+def _backward_dlrm(program: Program, step: DeviceStep, layers: list[DenseLayer]) -> None:
     """Top and transformer, the embedding's gradient All2All, bottom beside it, at last the embedding."""
     ready, embedding = _tails(program), step.embedding
-    ready = _just_in_time(program, [layer for layer in step.layers if layer.after_embedding], ready)
+    ready = _just_in_time(program, [layer for layer in layers if layer.after_embedding], ready)
     if embedding.trained:
         embedded = _send(program, embedding.backward, "embedding backward", ready)
-    _just_in_time(program, [layer for layer in step.layers if not layer.after_embedding], ready)
+    _just_in_time(program, [layer for layer in layers if not layer.after_embedding], ready)
     if embedding.trained:
         _look_up(program, step, "backward", (embedded,))
 
 
-def _backward_transformer(program: Program, step: DeviceStep) -> None:
+def _backward_transformer(program: Program, step: DeviceStep, layers: list[DenseLayer]) -> None:
     """All layers, then the embedding and after it the AllReduce of its gradient, both after everything else."""
     if step.gathers_ahead:
-        _one_ahead(program, step.layers, step.first_gather, _tails(program))
+        _one_ahead(program, layers, step.first_gather, _tails(program))
     else:
-        _just_in_time(program, step.layers, _tails(program))
+        _just_in_time(program, layers, _tails(program))
     if step.embedding.trained:
         looked_up = _look_up(program, step, "backward", _tails(program))
         _send(program, step.embedding.backward, "embedding backward", (looked_up,))
 
 
 def _just_in_time(program: Program, layers: list[DenseLayer], ready: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers in reverse: a layer's gather queues behind the collectives of the layer before it."""
-    for layer in filter(_has_backward, reversed(layers)):
+    """Backward: a layer's gather queues behind the collectives of the layer before it."""
+    for layer in layers:
         gathered = _gather(program, layer.gather, layer, "backward", ready)
         _, ready = _compute(program, layer, "backward", ready, gathered)
     return ready
 
 
 def _one_ahead(program: Program, layers: list[DenseLayer], first: Collective | None, ready: tuple[int, ...]) -> None:
-    """Layers in reverse: the next layer's gather is issued before this layer's GEMM and collectives."""
-    layers = list(filter(_has_backward, reversed(layers)))
-    before, gathered = ready, _gather(program, first, layers[0], "backward", ready) if layers else ()
+    """Backward: the next layer's gather is issued before this layer's GEMM and collectives."""
+    before, gathered = ready, _gather(program, first, layers[0], "backward", ready)
     for layer, following in zip_longest(layers, layers[1:]):
         ahead = _gather(program, following.gather, following, "backward", before) if following else ()
         before, ready = _compute(program, layer, "backward", ready, gathered)
         gathered = ahead
-
-
-def _has_backward(layer: DenseLayer) -> bool:
-    return layer.backward_s > 0
 
 
 def _compute(

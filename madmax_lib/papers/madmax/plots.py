@@ -125,20 +125,20 @@ def plot_strategies(table: pd.DataFrame, *, title: str) -> Axes:
     """
     limit = 2.0
     strategies = list(dict.fromkeys(table["dense_strategy"]))
-    models = table.groupby("model", sort=False)["memory_gb"].first()
-    names = [f"{model}, {size_gb:.0f} GB per GPU" for model, size_gb in models.items()]
+    models = table.groupby("model", sort=False)
+    names = [f"{model}, {size_gb:.0f} GB per GPU" for model, size_gb in models["memory_gb"].first().items()]
     axes = draw.panels(names, width=max(2.55 * len(names), 4.2), height=0.9 + 0.3 * len(strategies), title=title)
-    for ax, model in zip(axes, models.index, strict=True):
-        rows = table[table["model"] == model].set_index("dense_strategy").loc[strategies]
-        base = rows.loc["fsdp", "iteration_ms"]
-        step, comm = rows["iteration_ms"] / base, rows["exposed_comm_ms"] / base
+    for ax, (_, rows) in zip(axes, models, strict=True):
+        rows = rows.set_index("dense_strategy").loc[strategies]
+        step, comm = (rows[f"{name}_ms"] / rows.at["fsdp", "iteration_ms"] for name in ("iteration", "exposed_comm"))
         parts = pd.DataFrame({"compute": step - comm, "comm": step.clip(upper=limit) - (step - comm)})
-        for place, (row, size) in enumerate(zip(rows.itertuples(), step, strict=True)):
-            fills = {kind: draw.faded(kind, "simulated", alpha=1 if row.fits else 0.3) for kind in parts}
-            (end,) = draw.bars(ax, parts.iloc[[place]], fills, places=[place])
+        pale = [1 if fits else 0.3 for fits in rows["fits"]]
+        fills = {kind: [draw.faded(kind, "simulated", alpha=alpha) for alpha in pale] for kind in parts}
+        ends = draw.bars(ax, parts, fills)
+        for place, (row, size, end) in enumerate(zip(rows.itertuples(), step, ends, strict=True)):
             text = f"{size:.2f}{' ▸' if size > limit else ''}\n{_memory(row.memory_needed_gb)}"
-            ink = {"color": "black"} if row.fits else {"color": "#8a8a8a"}
-            draw.note(ax, end, place, text + ("" if row.fits else ", too much"), fontsize=6, **ink)
+            ink, more = ("black", "") if row.fits else ("#8a8a8a", ", too much")
+            draw.note(ax, end, place, text + more, fontsize=6, color=ink)
         labels = [_label(name) for name in strategies]
         draw.finish(ax, table, None, x="step over FSDP step [1]", rows=labels, reach=1.42 * limit)
     key = [
@@ -168,12 +168,13 @@ def plot_classes(table: pd.DataFrame) -> Axes:
 def plot_context(table: pd.DataFrame) -> Axes:
     """Figure 15: throughput over FSDP against the context length, a line per strategy; hollow where it does not fit."""
     ax = draw.new_axes(height=3.2)
-    seen, unfit = table[(table["gain"] > 0.5) & (table["dense_strategy"] != "fsdp")], {"mfc": "white", "ls": ":"}
+    seen = table[(table["gain"] > 0.5) & (table["dense_strategy"] != "fsdp")]
     for strategy, part in seen.groupby("dense_strategy", sort=False):
-        last, fits = part.iloc[-1], part["fits"].all()
-        needs = "" if fits else f", needs {last['memory_needed_gb']:.0f} of {last['memory_gb']:.0f} GB"
-        style = {"color": _STRATEGY_COLORS[strategy], "marker": "o", "ms": 5, **({} if fits else unfit)}
-        draw.lines(ax, part, "context", "gain", by="dense_strategy", ends={strategy: _label(strategy) + needs}, **style)
+        text, style = _label(strategy), {"color": _STRATEGY_COLORS[strategy], "marker": "o", "ms": 5}
+        if not part["fits"].all():
+            last, style = part.iloc[-1], style | {"mfc": "white", "ls": ":"}
+            text += f", needs {last['memory_needed_gb']:.0f} of {last['memory_gb']:.0f} GB"
+        draw.lines(ax, part, "context", "gain", ends=lambda _, text=text: text, **style)
     recorded = seen.dropna(subset="published_gain")
     draw.published(ax, recorded["context"], recorded["published_gain"])
     for row in recorded.itertuples():
@@ -199,16 +200,11 @@ def plot_context(table: pd.DataFrame) -> Axes:
 def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
     """Figures 18 to 20: speedup against the factor by which compute, memory and links grow, alone and together."""
     table = table[table["limit"] == "memory"]
-    models, factors = list(dict.fromkeys(table["model"])), sorted(table["factor"].unique())
-    colors = {
-        "compute": draw.COLORS["compute"],
-        "memory": draw.COLORS["memcpy"],
-        "interconnect": draw.COLORS["comm"],
-        "all three": draw.PAPER,
-    }
-    axes = draw.panels(models, height=3.2, title=title)
-    for ax, model in zip(axes, models, strict=True):
-        rows = table[table["model"] == model]
+    models, factors = table.groupby("model", sort=False), sorted(table["factor"].unique())
+    fills = (draw.COLORS["compute"], draw.COLORS["memcpy"], draw.COLORS["comm"], draw.PAPER)
+    colors = dict(zip(dict.fromkeys(table["part"]), fills, strict=True))
+    axes = draw.panels(list(models.groups), height=3.2, title=title)
+    for ax, (_, rows) in zip(axes, models, strict=True):
         draw.lines(ax, rows, "factor", "speedup", by="part", styles=colors, marker="o", ms=4)
         ends = rows[rows["factor"] == factors[-1]].sort_values("speedup")
         top = -np.inf
@@ -230,11 +226,11 @@ def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
 def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
     """Figures 17 to 20: throughput of one device on each cluster, under FSDP and the best strategy that fits."""
     systems = list(dict.fromkeys(table["system"]))
-    devices = table.groupby("model", sort=False)["devices"].unique().map(sorted)
+    models = table.groupby("model", sort=False)
+    devices = models["devices"].unique().map(sorted)
     names = [f"{model}, {' or '.join(f'{d:,.0f}' for d in counts)} devices" for model, counts in devices.items()]
     axes = draw.panels(names, height=0.8 + 0.4 * len(systems), title=title)
-    for ax, model in zip(axes, devices.index, strict=True):
-        rows = table[table["model"] == model]
+    for ax, (_, rows) in zip(axes, models, strict=True):
         for slot, choice in enumerate(("fsdp", "best that fits")):
             part = rows[rows["choice"] == choice]
             texts = part["per_gpu"].map("{:.2f}".format)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
@@ -60,12 +59,11 @@ def plot_vit(table: pd.DataFrame) -> Axes:
         draw.bars(ax, table[who] * 100, fill, slot=(slot, 3), notes=texts)
     ax.plot(table["ours"] * 100, range(len(table)), "|", color=draw.COLORS["compute"], ms=14, mew=2)
     errors = {who: table[f"{who}_error"].abs().mean() for who in ("paper", "ours", "fitted")}
-    labels = {
-        "measured": "measured",
-        "paper": f"paper's prediction, mean relative error {errors['paper']:.1%}",
-        "fitted": f"ours, utilisation fitted to the other eight runs: {errors['fitted']:.1%}",
-    }
-    key = [draw.patch_key(labels[who], fill) for who, fill in fills.items()]
+    key = [
+        draw.patch_key("measured", fills["measured"]),
+        draw.patch_key(f"paper's prediction, mean relative error {errors['paper']:.1%}", fills["paper"]),
+        draw.patch_key(f"ours, utilisation fitted to the other eight runs: {errors['fitted']:.1%}", fills["fitted"]),
+    ]
     constant = f"ours, constant utilisation of the release: {errors['ours']:.0%}"
     key.append(draw.mark_key(constant, "|", draw.COLORS["compute"], ms=12, mew=2))
     rows = [f"{row.model}, {row.gpus} GPUs, batch {row.global_batch}" for row in table.itertuples()]
@@ -104,13 +102,12 @@ def _runs(spans: pd.DataFrame) -> pd.DataFrame:
 def plot_prefetch(timelines: Mapping[str, Timeline], table: pd.DataFrame, model: str, *, width_s: float = 0.2) -> Axes:
     """Figure 9: a window in the backward pass without and with prefetching, a panel for each schedule."""
     names = {"pre-optimised": "just in time", "optimised": "prefetched"}
-    fills = {"GEMM": draw.COLORS["compute"], "AG": draw.COLORS["comm"], "RS": _REDUCE, "": draw.COLORS["compute"]}
-    rows = table[table["model"] == model].set_index("schedule")
+    short = {"gemm": ("GEMM", "compute"), "all_gather": ("AG", "comm"), "reduce_scatter": ("RS", _REDUCE)}
+    rows = table[table["model"] == model].set_index("schedule").loc[list(timelines)]
     saved = 1 - rows["iteration_ms"].iloc[1] / rows["iteration_ms"].iloc[0]
     texts = [
-        f"{names[schedule]}: {rows.at[schedule, 'overlapped_share']:.1%} of communication hidden, "
-        f"step {rows.at[schedule, 'iteration_ms'] / 1e3:.2f} s"
-        for schedule in timelines
+        f"{names[row.Index]}: {row.overlapped_share:.1%} of communication hidden, step {row.iteration_ms / 1e3:.2f} s"
+        for row in rows.itertuples()
     ]
     title = f"{model} under FSDP: prefetching takes {saved:.0%} off the step (AG AllGather, RS ReduceScatter)"
     axes = draw.panels(texts, height=1.55 * len(texts) + 0.5, title=title, down=True)
@@ -118,16 +115,17 @@ def plot_prefetch(timelines: Mapping[str, Timeline], table: pd.DataFrame, model:
     for ax, timeline in zip(axes, timelines.values(), strict=True):
         spans = timeline.spans
         first_ns = spans.loc[spans["name"].str.contains("backward"), "start_ns"].min() + 3 * int(width_s * 1e9) // 4
-        start_ms = ((spans["start_ns"] - first_ns) / 1e6).to_numpy()
-        end_ms = np.minimum(start_ms + spans["dur_ns"].to_numpy() / 1e6, width_ms)
-        seen = (end_ms > 0) & (start_ms < width_ms)
-        for span, begin, end in zip(spans[seen].itertuples(), start_ms[seen].clip(0), end_ms[seen], strict=True):
-            short = {"gemm": "GEMM", "all_gather": "AG", "reduce_scatter": "RS"}.get(span.name.split()[0], "")
-            fill = draw.fill_of(fills[short], "simulated") | {"linewidth": 0.3}
-            ax.broken_barh([(begin, end - begin)], (span.stream - 0.4, 0.8), **fill)
-            if end - begin > 0.022 * width_ms:
-                text = span.name.split()[1].replace("attention", "att.") if short == "GEMM" else short
-                ax.text((begin + end) / 2, span.stream, text, **_TEXT | {"fontsize": 6})
+        begin_ms = (spans["start_ns"] - first_ns) / 1e6
+        end_ms = (begin_ms + spans["dur_ns"] / 1e6).clip(upper=width_ms)
+        window = spans.assign(begin=begin_ms.clip(0), end=end_ms)[(end_ms > 0) & (begin_ms < width_ms)]
+        for span in window.itertuples():
+            word, part, *_ = span.name.split()
+            text, kind = short.get(word, ("", "compute"))
+            fill = draw.fill_of(kind, "simulated") | {"linewidth": 0.3}
+            ax.broken_barh([(span.begin, span.end - span.begin)], (span.stream - 0.4, 0.8), **fill)
+            if span.end - span.begin > 0.022 * width_ms:
+                text = part.replace("attention", "att.") if word == "gemm" else text
+                ax.text((span.begin + span.end) / 2, span.stream, text, **_TEXT | {"fontsize": 6})
         ax.set_yticks([0, 1], ["compute", "communication"])
         ax.set(ylim=(1.5, -0.5), xlim=(0, width_ms))
     axes[-1].set_xlabel("time in the backward pass [ms]")

@@ -209,14 +209,14 @@ def scaling_study(factors: Sequence[float] = (1, 2, 4, 8)) -> pd.DataFrame:
 def hardware_study(names: Sequence[str], *, nvlink_all: Sequence[str] = ()) -> pd.DataFrame:
     """Figures 17 to 20: clusters of the catalog at equal size, FSDP and the best strategy that fits.
 
-    DLRM-A on 128 devices, GPT-3 on 2,048. nvlink_all: clusters that are added once more with all nodes joined by their
+    DLRM-A on 128 devices, GPT-3 on 2,048. nvlink_all: those that are added once more with all nodes joined by their
     inner link, up to 256 devices (a SuperPOD with NVLink switches). per_gpu: samples/s of one device over the first
     cluster under FSDP. A model whose precision a device lacks is left out.
     """
     tables = []
     for model, devices in (("DLRM-A", 128), ("GPT-3", 2048)):
-        sized = [_sized(name, devices) for name in names] + [_joined(_sized(name, devices)) for name in nvlink_all]
-        usable = catalog_systems(sized)
+        sized = [replace(c, nodes=max(round(devices / c.devices_per_node), 1)) for c in map(cluster, names)]
+        usable = catalog_systems(sized + [_joined(one) for one in sized if one.name in nvlink_all])
         if model.startswith("DLRM"):
             usable = usable[usable["f32_flops"] > 0]
         table = steps(cases([model], _RELEASED_STRATEGIES, list(usable["name"])), usable)
@@ -228,11 +228,6 @@ def hardware_study(names: Sequence[str], *, nvlink_all: Sequence[str] = ()) -> p
         tables.append(both.assign(per_gpu=per_gpu / per_gpu.iloc[0]))
     files = (*FILES[:2], "devices", "links", "clusters")
     return with_origin(pd.concat(tables, ignore_index=True), *files, rules=AS_RELEASED)
-
-
-def _sized(name: str, devices: int) -> Cluster:
-    one = cluster(name)
-    return replace(one, nodes=max(round(devices / one.devices_per_node), 1))
 
 
 def _joined(one: Cluster) -> Cluster:

@@ -27,11 +27,13 @@ _BATCH, _HOUR_S = 512, 3600.0
 _SLACK_S = 1e-3  # rounding of times that add up
 
 
-@dataclass
-class _Running:
-    speeds: dict[int, float]  # steps per second by number of GPUs, ascending
+@dataclass(eq=False)
+class _Job:
+    number: int
+    arrival_s: float
     left: float  # steps
     deadline_s: float
+    speeds: dict[int, float]  # steps per second by number of GPUs, ascending
     gpus: int = 0
 
     def end_s(self, now_s: float) -> float:
@@ -115,30 +117,27 @@ def _schedule(
     speeds = {name: part.set_index("gpus")[column].to_dict() for name, part in usable.groupby("model")}
     if missing := set(jobs["model"]) - set(speeds):
         raise ValueError(f"{min(missing)} has no throughput on {gpus} GPUs or fewer")
-    end_s, now_s = np.full(len(jobs), np.nan), 0.0
-    coming, running = 0, {}
-    while coming < len(jobs) or running:
-        _divide(list(running.values()), now_s, gpus)
-        ends = {i: job.end_s(now_s) for i, job in running.items()}
-        first = min(ends, key=ends.get, default=None)
-        arrival_s = jobs.at[coming, "arrival_s"] if coming < len(jobs) else inf
-        then_s = min(arrival_s, ends.get(first, inf))
-        for job in running.values():
+    end_s, now_s, running = np.full(len(jobs), np.nan), 0.0, []
+    coming = [
+        _Job(row.Index, row.arrival_s, row.steps, row.deadline_s if deadlines else inf, speeds[row.model])
+        for row in jobs.itertuples()
+    ]
+    while coming or running:
+        _divide(running, now_s, gpus)
+        first_s, first = min(((job.end_s(now_s), job.number) for job in running), default=(inf, None))
+        then_s = min(coming[0].arrival_s if coming else inf, first_s)
+        for job in running:
             job.left = max(job.left - job.speeds.get(job.gpus, 0.0) * (then_s - now_s), 0.0)
         now_s = then_s
-        if arrival_s > then_s:
+        if not coming or coming[0].arrival_s > now_s:
             end_s[first] = now_s
-            del running[first]
-            continue
-        job = jobs.loc[coming]
-        new = _Running(speeds[job["model"]], job["steps"], job["deadline_s"] if deadlines else inf)
-        if _divide([*running.values(), new], now_s, gpus):
-            running[coming] = new
-        coming += 1
+            running = [job for job in running if job.number != first]
+        elif _divide([*running, new := coming.pop(0)], now_s, gpus):
+            running.append(new)
     return end_s
 
 
-def _divide(running: Sequence[_Running], now_s: float, free: int) -> bool:
+def _divide(running: Sequence[_Job], now_s: float, free: int) -> bool:
     """Gives each job the fewest GPUs that it needs, then the rest; False if deadlines cannot all be met.
 
     Free GPUs go to the job whose speed grows most per GPU, relative to its speed, again and again.
@@ -151,7 +150,7 @@ def _divide(running: Sequence[_Running], now_s: float, free: int) -> bool:
         job.gpus = fewest if fewest <= free else 0
         free -= job.gpus
 
-    def gain(job: _Running) -> float:
+    def gain(job: _Job) -> float:
         more = job.speeds.get(2 * job.gpus, 0.0) if 0 < job.gpus <= free else 0.0
         return (more / job.speeds[job.gpus] - 1) / job.gpus if more else 0.0
 
