@@ -6,6 +6,8 @@ kernels side by side count once. Definitions as in Holistic Trace Analysis' temp
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 
@@ -14,7 +16,7 @@ from madmax_lib.kinds import collectives_of
 from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["breakdown", "exposed_by_collective", "exposed_ns", "exposed_s", "top_kernels"]
+__all__ = ["breakdown", "breakdown_between", "exposed_by_collective", "exposed_ns", "exposed_s", "top_kernels"]
 
 
 def breakdown(timeline: Timeline) -> pd.DataFrame:
@@ -40,6 +42,26 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     nothing = _rank_breakdown(dict.fromkeys(BUSY_KINDS, EMPTY))
     table = pd.DataFrame(rows, columns=["rank", *nothing])
     return with_origin(table, timeline)
+
+
+def breakdown_between(timeline: Timeline, start_s: float, end_s: float) -> pd.DataFrame:
+    """`breakdown` of a window in s after the first device work; the rest of the window is idle_s, on every rank.
+
+    An end beyond the last device work means there. Raises ValueError if start_s is not before end_s.
+    """
+    if not start_s < end_s:
+        raise ValueError(f"start_s={start_s} is not before end_s={end_s}")
+    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    start_ns, end_ns = spans["start_ns"], spans["start_ns"] + spans["dur_ns"]
+    zero_ns, last_ns = start_ns.min(), end_ns.max()
+    first = zero_ns + round(max(start_s, 0.0) * NS_PER_S)
+    last = min(last_ns, zero_ns + round(end_s * NS_PER_S)) if math.isfinite(end_s) else last_ns
+    inside = (end_ns > first) & (start_ns < last)
+    begin = start_ns[inside].clip(lower=first)
+    clipped = spans[inside].assign(start_ns=begin, dur_ns=end_ns[inside].clip(upper=last) - begin)
+    table = breakdown(Timeline(clipped.reset_index(drop=True), timeline.meta))
+    window_s = (last - first) / NS_PER_S
+    return table.assign(idle_s=table["idle_s"] + window_s - table["total_s"], total_s=window_s)
 
 
 def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:

@@ -7,9 +7,9 @@ from madmax_lib.doors import open_room
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from madmax_lib.view.explore.explorers import StepExplorer as StepExplorer
     from madmax_lib.view.explore.perfetto import view_in_perfetto as view_in_perfetto
     from madmax_lib.view.explore.space_explorer import SpaceExplorer as SpaceExplorer
+    from madmax_lib.view.explore.step_explorer import StepExplorer as StepExplorer
     from madmax_lib.view.explore.trace_explorer import TraceExplorer as TraceExplorer
     from madmax_lib.view.explore.widgets import view_timeline as view_timeline
     from madmax_lib.view.notebooks.report import write_report as write_report

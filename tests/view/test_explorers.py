@@ -6,10 +6,10 @@ import pytest
 import madmax_lib as mm
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
-from madmax_lib.view.explore.controls import Later, doublings, message_html
-from madmax_lib.view.explore.explorers import StepExplorer, transformers
+from madmax_lib.view.explore.explorer import Later, doublings, message_html
 from madmax_lib.view.explore.plan_card import plan_card
 from madmax_lib.view.explore.space_explorer import SpaceExplorer
+from madmax_lib.view.explore.step_explorer import StepExplorer, transformers
 from madmax_lib.view.explore.trace_explorer import TraceExplorer
 
 STEP = {"model": "gpt2-large", "cluster": "dgx-a100", "nodes": 2, "plan": "dp4.tp2.pp2", "global_batch": 64}
@@ -127,7 +127,7 @@ def test_a_click_shows_the_plan(space):
     other = int(space.points["memory_gb"].idxmin())
     space.front.chosen = other
     plan = space.points["plan"][other]
-    assert space.step.parameters["plan"] == plan and plan in space.name.value
+    assert space.step.parameters["plan"] == plan and plan in space.numbers.value
     assert space.step.view.timelines[0].meta.provenance["plan"] == plan
     space.controls["recompute"].value = "full"
     assert all("full" in point["plan"] for point in space.front.points)
@@ -170,10 +170,10 @@ def test_trace_controls_offer_what_the_trace_has():
 
 
 def test_work_waits_for_the_last_change_where_a_loop_runs():
-    calls, reasons = [], []
+    calls = []
 
     async def three():
-        later = Later(0.01, lambda: calls.append(1), reasons.append)
+        later = Later(0.01, lambda: calls.append(1))
         for _ in range(3):
             later()
         assert calls == []
@@ -182,10 +182,16 @@ def test_work_waits_for_the_last_change_where_a_loop_runs():
 
     asyncio.run(three())
     assert calls == [1]
-    Later(60, lambda: calls.append(2), reasons.append)()
+    Later(60, lambda: calls.append(2))()
     assert calls == [1, 2]
-    Later(60, lambda: int("x"), reasons.append)()
-    assert reasons == ["invalid literal for int() with base 10: 'x'"]
+
+
+def test_what_fails_later_is_said_where_the_numbers_are(step, monkeypatch):
+    pytest.importorskip("ipywidgets")
+    step.widget.layout.width = "100%"
+    monkeypatch.setattr(step, "draw", lambda: int("x"))
+    step.controls["tp"].value = 4
+    assert "invalid literal" in step.numbers.value and step.error
 
 
 def test_small_helpers():

@@ -10,7 +10,7 @@ from support import make_timeline
 import madmax_lib as mm
 from madmax_lib.datasets import dataset
 from madmax_lib.view.explore import perfetto
-from madmax_lib.view.explore.perfetto import HOSTED, view_in_perfetto
+from madmax_lib.view.explore.perfetto import view_in_perfetto
 
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -58,7 +58,7 @@ def test_offline_the_ui_and_the_trace_come_from_this_machine(step, browser):
 def test_a_browser_elsewhere_gets_the_hosted_ui(step, monkeypatch, place):
     monkeypatch.setenv(place, "x")
     view = view_in_perfetto(step)
-    assert view.hosted and view.url == HOSTED and {"gemm <0>", "gemm <1>"} <= names_in(view.data)
+    assert view.hosted and view.url == perfetto._HOSTED and {"gemm <0>", "gemm <1>"} <= names_in(view.data)
 
 
 def test_headless_nothing_is_served(step):
@@ -97,7 +97,7 @@ def test_the_handover_follows_the_protocol_in_a_browser(step, browser, chromium)
     });</script>"""
     view = view_in_perfetto(step, hosted=True)
     context = chromium.new_context()
-    context.route(f"{HOSTED}/**", lambda route: route.fulfill(body=stand_in, content_type="text/html"))
+    context.route(f"{perfetto._HOSTED}/**", lambda route: route.fulfill(body=stand_in, content_type="text/html"))
     notebook = {"body": view._repr_mimebundle_()["text/html"], "content_type": "text/html"}
     context.route("http://notebook.test/", lambda route: route.fulfill(**notebook))
     page = context.new_page()

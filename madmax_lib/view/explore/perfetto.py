@@ -18,6 +18,7 @@ from html import escape
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from string import Template
 
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.export import export_trace
@@ -25,28 +26,13 @@ from madmax_lib.traces.read.kineto import read_trace
 from madmax_lib.units import format_bytes
 from madmax_lib.view.explore.widgets import interactive
 
-__all__ = ["HOSTED", "PerfettoView", "view_in_perfetto"]
+__all__ = ["view_in_perfetto"]
 
-HOSTED = "https://ui.perfetto.dev"
+_HOSTED = "https://ui.perfetto.dev"
 _REMOTE = ("KAGGLE_KERNEL_RUN_TYPE", "JUPYTERHUB_SERVICE_PREFIX")
 _LARGEST_BYTES = 50e6  # that a notebook can carry inside of an output
 _DATA = "/localtrace"  # where this build of the UI looks for the trace
-_HANDOVER = """
-<button id="{id}">Open {title} in Perfetto</button>
-<script>
-document.getElementById("{id}").onclick = async () => {{
-  const bytes = Uint8Array.from(atob("{base64}"), (letter) => letter.charCodeAt(0));
-  const page = window.open("{origin}");
-  const timer = setInterval(() => page.postMessage("PING", "{origin}"), 100);
-  window.addEventListener("message", function ready(event) {{
-    if (event.origin !== "{origin}" || event.data !== "PONG") return;
-    clearInterval(timer);
-    window.removeEventListener("message", ready);
-    page.postMessage({{perfetto: {{buffer: bytes.buffer, title: {title_json}, fileName: "{name}"}}}}, "{origin}");
-  }});
-}};
-</script>
-"""
+_HANDOVER = Template(Path(__file__).with_name("perfetto.html").read_text())
 
 
 def view_in_perfetto(timeline_or_path: Timeline | str | Path, *, hosted: bool | None = None) -> PerfettoView:
@@ -85,7 +71,7 @@ class PerfettoView:
     @property
     def url(self) -> str:
         """Address of the offline UI with this trace; the server starts when it is first asked for."""
-        return HOSTED if self.hosted else f"http://127.0.0.1:{self._server.server_port}/"
+        return _HOSTED if self.hosted else f"http://127.0.0.1:{self._server.server_port}/"
 
     def close(self) -> None:
         """Stop the server, if one was started."""
@@ -105,7 +91,7 @@ class PerfettoView:
             return f'{frame}<a href="{self.url}" target="_blank">{escape(self.title)} in its own tab</a>'
         titles = {"title": escape(self.title), "title_json": json.dumps(self.title), "name": self.name}
         content = base64.b64encode(self.data).decode()
-        return _HANDOVER.format(id=f"perfetto-{id(self)}", origin=HOSTED, base64=content, **titles)
+        return _HANDOVER.substitute(id=f"perfetto-{id(self)}", origin=_HOSTED, base64=content, **titles)
 
 
 def _remote() -> bool:

@@ -27,17 +27,9 @@ _TIME = {  # parts of the step: columns of `estimate`
     "optimizer and host": ("optimizer_s", "launch_s", "overhead_s"),
 }
 _STATES = ("weights", "gradients", "optimizer")  # the other bytes that are always there are buffers
-_FILLS = {
-    "compute": COLORS["compute"],
-    "exposed communication": COLORS["comm"],
-    "pipeline bubble": COLORS["idle"],
-    "optimizer and host": COLORS["other"],
-    "weights": COLORS["compute"],
-    "gradients": COLORS["hidden"],
-    "optimizer": COLORS["other"],
-    "buffers and context": COLORS["memcpy"],
-    "activations and temporaries": COLORS["comm"],
-}
+_MEMORY = (*_STATES, "buffers and context", "activations and temporaries")
+_FILLS = dict(zip(_TIME, map(COLORS.get, ("compute", "comm", "idle", "other")), strict=True))
+_FILLS |= dict(zip(_MEMORY, map(COLORS.get, ("compute", "hidden", "other", "memcpy", "comm")), strict=True))
 
 
 @dataclass(frozen=True)
@@ -77,15 +69,14 @@ def plan_card(
     low_s, step_s, high_s = row["low_s"], row["step_s"], row["high_s"]
     fullest = fullest_stage(memory(model, plan, sequence=sequence, global_batch=global_batch))
     always = fullest[fullest["phase"] == "always"].set_index("component")["size_bytes"]
-    parts = {name: float(always.get(name, 0.0)) for name in _STATES}
-    parts["buffers and context"] = float(always.sum()) - sum(parts.values())
-    parts["activations and temporaries"] = peak_bytes(fullest) - sum(parts.values())
+    states = [float(always.get(name, 0.0)) for name in _STATES]
+    parts = [*states, float(always.sum()) - sum(states), peak_bytes(fullest) - float(always.sum())]
     return PlanCard(
         step_s=(low_s, step_s, high_s),
         mfu=(row["mfu"] * step_s / high_s, row["mfu"], row["mfu"] * step_s / low_s),
         tokens_per_s=row["tokens_per_s"],
         time_s={name: float(row[list(columns)].sum()) for name, columns in _TIME.items()},
-        memory_bytes=parts,
+        memory_bytes=dict(zip(_MEMORY, parts, strict=True)),
         room_bytes=usable_bytes(cluster.device),
     )
 

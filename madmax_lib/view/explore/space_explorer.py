@@ -14,8 +14,8 @@ from matplotlib import pyplot as plt
 
 from madmax_lib.planner.search import SearchResult, search
 from madmax_lib.planner.space import Space
-from madmax_lib.view.explore.controls import Explorer, Turning, message_html
-from madmax_lib.view.explore.explorers import StepExplorer, cluster_named, model_named
+from madmax_lib.view.explore.explorer import Explorer, message_html
+from madmax_lib.view.explore.step_explorer import StepExplorer, cluster_named, model_named
 from madmax_lib.view.explore.widgets import widget_class
 from madmax_lib.view.plots.breakdown import plot_timeline
 from madmax_lib.view.plots.search import plot_front
@@ -113,36 +113,29 @@ class SpaceExplorer(Explorer):
 
     @cached_property
     def widget(self):
-        """Filters above the dots above the chosen plan's name, numbers and timeline."""
-        import ipywidgets as w
+        """Filters above the dots above the chosen plan's numbers and timeline."""
+        self.follow()
+        return self.stacked(self.front, self.numbers, self.step.view.widget)
 
-        self._turning, self.name = Turning(self.controls, self._turned), w.HTML()
-        self._show()
-        filters = w.HBox(list(self.controls.values()), layout=w.Layout(flex_flow="row wrap"))
-        return w.VBox([filters, self.front, self.name, self.step.numbers, self.step.view.widget])
+    @property
+    def html(self) -> str:
+        """How many plans fit, and the numbers of the chosen one."""
+        count = f"{self.result.feasible:,} of {self.result.evaluated:,} plans fit, {self.result.seconds:.2f} s"
+        chosen = f"<div>{count} · chosen: <b>{self.step.parameters['plan']}</b></div>"
+        return (message_html(self.error) if self.error else chosen) + self.step.html
 
-    def _turned(self, name: str, value) -> None:
-        try:
-            self.filter(**{name: value})
-        except ValueError as error:
-            self.name.value = message_html(str(error))
-            return
-        self._show()
+    def turn(self, name: str, value) -> None:
+        """Hold a field of the plan to a value."""
+        self.filter(**{name: value})
 
-    def _show(self) -> None:
+    def follow(self) -> None:
+        """Bring the dots to the result."""
         points = self.points
         chosen = int((points["plan"] == self.step.parameters["plan"]).to_numpy().argmax())
         with self.front.hold_sync():
             self.front.points, self.front.chosen = points.to_dict("records"), chosen
-        self._describe()
 
     def _clicked(self, at: int) -> None:
         plan = self.front.points[at]["plan"]
         if plan != self.step.parameters["plan"]:
-            self.choose(plan)
-            self._describe()
-
-    def _describe(self) -> None:
-        count = f"{self.result.feasible:,} of {self.result.evaluated:,} plans fit"
-        self.name.value = f"{count}, {self.result.seconds:.2f} s · chosen: <b>{self.step.parameters['plan']}</b>"
-        self.step.numbers.value = self.step.html
+            self.attempt(lambda: self.choose(plan))

@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 from madmax_lib.datasets import dataset, names
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.read.kineto import read_trace
-from madmax_lib.view.explore.controls import Explorer, Turning, message_html
+from madmax_lib.view.explore.explorer import Explorer, message_html
 from madmax_lib.view.explore.widgets import TimelineView, breakdown_html
 from madmax_lib.view.notebooks.environment import is_here
 
@@ -52,7 +52,11 @@ class TraceExplorer(Explorer):
     @property
     def html(self) -> str:
         """Breakdown of what is chosen, as a table."""
-        return breakdown_html(self.view.breakdown)
+        return message_html(self.error) if self.error else breakdown_html(self.view.breakdown)
+
+    def figure(self) -> plt.Figure:
+        """The static picture: one step of what is chosen."""
+        return self.view.static()
 
     @cached_property
     def controls(self) -> dict:
@@ -62,38 +66,24 @@ class TraceExplorer(Explorer):
         here = self.parameters["trace"]
         local = [name for name in names() if is_here(name)]
         trace = w.Dropdown(options=list(dict.fromkeys([here, *local])), value=here)
-        controls = {"trace": trace, "ranks": w.SelectMultiple(rows=4), "step": w.Dropdown()}
-        self._offer(controls)
-        return controls
-
-    def _offer(self, controls: dict) -> None:
-        """Ranks and steps of the trace that is chosen."""
-        controls["ranks"].options = self.whole.ranks
-        controls["ranks"].value = tuple(self.parameters["ranks"])
-        steps = [("all", -1), *((str(step), step) for step in self.whole.steps)]
-        controls["step"].options, controls["step"].value = steps, self.parameters["step"]
-
-    def figure(self) -> plt.Figure:
-        """The static picture: one step of what is chosen."""
-        return self.view.static()
+        return {"trace": trace, "ranks": w.SelectMultiple(rows=4), "step": w.Dropdown()}
 
     @cached_property
     def widget(self):
         """Controls above the breakdown above the timeline."""
-        import ipywidgets as w
+        self.follow()
+        return self.stacked(self.numbers, self.view.widget)
 
-        self._turning = Turning(self.controls, self._turned)
-        return w.VBox([w.HBox(list(self.controls.values())), self.numbers, self.view.widget])
+    def turn(self, name: str, value) -> None:
+        """Change one parameter."""
+        self.set(**{name: list(value) if name == "ranks" else value})
 
-    def _turned(self, name: str, value) -> None:
-        try:
-            self.set(**{name: list(value) if name == "ranks" else value})
-        except (OSError, ValueError) as error:
-            self.numbers.value = message_html(str(error))
-            return
-        with self._turning:
-            self._offer(self.controls)
-        self.numbers.value = self.html
+    def follow(self) -> None:
+        """Offer the ranks and steps of the trace that is chosen."""
+        ranks, step = self.controls["ranks"], self.controls["step"]
+        ranks.options, ranks.value = self.whole.ranks, tuple(self.parameters["ranks"])
+        step.options = [("all", -1), *((str(step), step) for step in self.whole.steps)]
+        step.value = self.parameters["step"]
 
 
 @lru_cache(maxsize=4)

@@ -14,13 +14,15 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
+from pandas.api.types import union_categoricals
 
-from madmax_lib.accounting import breakdown
+from madmax_lib.accounting import breakdown_between
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.units import NS_PER_S, format_s
 from madmax_lib.view.drawing import COLORS, LABELS, row_label, rows_of
@@ -29,11 +31,9 @@ from madmax_lib.view.plots.breakdown import plot_timeline
 
 __all__ = [
     "TimelineView",
-    "breakdown_between",
     "breakdown_html",
     "columns",
     "interactive",
-    "picture",
     "view_bundle",
     "view_timeline",
     "widget_class",
@@ -130,26 +130,6 @@ class TimelineView:
         return view_bundle(live, self.static if small or not live else None)
 
 
-def breakdown_between(timeline: Timeline, start_s: float, end_s: float) -> pd.DataFrame:
-    """`breakdown` of a window in s after the first device work; the rest of the window is idle_s, on every rank.
-
-    An end beyond the last device work means there. Raises ValueError if start_s is not before end_s.
-    """
-    if not start_s < end_s:
-        raise ValueError(f"start_s={start_s} is not before end_s={end_s}")
-    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
-    start_ns, end_ns = spans["start_ns"], spans["start_ns"] + spans["dur_ns"]
-    zero_ns, last_ns = start_ns.min(), end_ns.max()
-    first = zero_ns + round(max(start_s, 0.0) * NS_PER_S)
-    last = min(last_ns, zero_ns + round(end_s * NS_PER_S)) if math.isfinite(end_s) else last_ns
-    inside = (end_ns > first) & (start_ns < last)
-    begin = start_ns[inside].clip(lower=first)
-    clipped = spans[inside].assign(start_ns=begin, dur_ns=end_ns[inside].clip(upper=last) - begin)
-    table = breakdown(Timeline(clipped.reset_index(drop=True), timeline.meta))
-    window_s = (last - first) / NS_PER_S
-    return table.assign(idle_s=table["idle_s"] + window_s - table["total_s"], total_s=window_s)
-
-
 def columns(timelines: Sequence[Timeline], titles: Sequence[str]) -> tuple[dict, bytes]:
     """What the canvas draws: rows, names and kinds as JSON, and the spans as binary columns.
 
@@ -163,24 +143,19 @@ def columns(timelines: Sequence[Timeline], titles: Sequence[str]) -> tuple[dict,
     busy = [timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)] for timeline in timelines]
     if not all(map(len, busy)):
         raise ValueError("nothing to show: no span of kind " + ", ".join(BUSY_KINDS))
-    reach_ns = max(int((spans["start_ns"] + spans["dur_ns"]).max() - spans["start_ns"].min()) for spans in busy)
-    tick_ns = max(1, math.ceil(reach_ns / _LARGEST))
-    kinds = [kind for kind in BUSY_KINDS if any((spans["kind"] == kind).any() for spans in busy)]
-    rows, names, parts, offset = [], [], [], 0
-    for panel, (timeline, spans) in enumerate(zip(timelines, busy, strict=True)):
-        order, places = rows_of(spans), _places(spans)
-        counts = np.bincount(places, minlength=len(order)).tolist()
-        for place, ((rank, stream), count) in enumerate(zip(order, counts, strict=True)):
-            row = {"label": row_label(rank, stream), "title": "" if place else titles[panel], "panel": panel}
-            row |= {"first": offset, "end": offset + count, "simulated": timeline.meta.source == "simulated"}
-            rows.append(row)
-            offset += count
-        parts.append(_packed(spans, places, kinds, tick_ns, len(names)))
-        names += list(spans["name"].cat.categories)
-    scale = {"count": offset, "tick_s": tick_ns / NS_PER_S, "reach": max(reach_ns // tick_ns, 1)}
-    looks = [{"label": LABELS[kind], "color": COLORS[kind]} for kind in kinds]
-    about = {**scale, "rows": rows, "names": names, "kinds": looks}
-    return about, b"".join(np.concatenate(column).tobytes() for column in zip(*parts, strict=True))
+    rows, row = _canvas_rows(timelines, titles, busy)
+    start_ns = np.concatenate([spans["start_ns"] - spans["start_ns"].min() for spans in busy])
+    end_ns = start_ns + np.concatenate([spans["dur_ns"].clip(lower=0) for spans in busy])
+    name, kind = (union_categoricals([spans[column] for spans in busy]) for column in ("name", "kind"))
+    kinds = [each for each in BUSY_KINDS if (kind == each).any()]
+    tick_ns = max(1, math.ceil(int(end_ns.max()) / _LARGEST))
+    about = {"rows": rows, "names": list(name.categories), "count": len(row)}
+    about |= {"tick_s": tick_ns / NS_PER_S, "reach": max(int(end_ns.max()) // tick_ns, 1)}
+    about["kinds"] = [{"label": LABELS[each], "color": COLORS[each]} for each in kinds]
+    order, start = np.lexsort((start_ns, row)), start_ns // tick_ns
+    numbers = [column[order].astype(np.int32).tobytes() for column in (start, end_ns // tick_ns - start, name.codes)]
+    codes = kind.set_categories(kinds).codes[order].astype(np.uint8)
+    return about, b"".join([*numbers, codes.tobytes()])
 
 
 def interactive() -> bool:
@@ -192,18 +167,10 @@ def view_bundle(widget, draw) -> tuple[dict, dict]:
     """What a notebook shows: the live widget (None: none), and the static picture of draw() (None: none) beside it."""
     bundle = {"text/plain": "a widget; run the notebook to see it"}
     if draw is not None:
-        bundle["image/png"] = picture(draw())
+        bundle["image/png"] = _png(draw())
     if widget is not None:
         bundle[_VIEW] = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
     return bundle, {}
-
-
-def picture(figure: plt.Figure) -> str:
-    """A figure as PNG in base64; it is closed."""
-    with io.BytesIO() as file:
-        figure.savefig(file, format="png", dpi=110)
-        plt.close(figure)
-        return base64.b64encode(file.getvalue()).decode()
 
 
 def widget_class(script: str, style: str = "", **values):
@@ -222,28 +189,33 @@ def widget_class(script: str, style: str = "", **values):
     return type("Widget", (anywidget.AnyWidget,), files | traits)
 
 
+def _png(figure: plt.Figure) -> str:
+    """A figure as PNG in base64; it is closed."""
+    with io.BytesIO() as file:
+        figure.savefig(file, format="png", dpi=110)
+        plt.close(figure)
+        return base64.b64encode(file.getvalue()).decode()
+
+
+def _canvas_rows(timelines, titles, busy: list[pd.DataFrame]) -> tuple[list[dict], np.ndarray]:
+    """The rows of all timelines with the range of their spans, and the row of each span."""
+    rows, places = [], []
+    for panel, (timeline, title, spans) in enumerate(zip(timelines, titles, busy, strict=True)):
+        keys = rows_of(spans)
+        of_span = pd.MultiIndex.from_frame(spans[["rank", "stream"]])
+        places.append(len(rows) + pd.MultiIndex.from_tuples(keys).get_indexer(of_span))
+        about = {"title": "", "panel": panel, "simulated": timeline.meta.source == "simulated"}
+        rows += [{"label": row_label(*key)} | about for key in keys]
+        rows[-len(keys)]["title"] = title
+    row = np.concatenate(places)
+    ends = np.bincount(row, minlength=len(rows)).cumsum().tolist()
+    ranges = [{"first": first, "end": end} for first, end in pairwise([0, *ends])]
+    return [about | place for about, place in zip(rows, ranges, strict=True)], row
+
+
 def _row_count(timeline: Timeline) -> int:
     spans = timeline.spans
     return len(spans.loc[spans["kind"].isin(BUSY_KINDS), ["rank", "stream"]].drop_duplicates())
-
-
-def _places(spans: pd.DataFrame) -> np.ndarray:
-    """Row of each span, in the order of `rows_of`."""
-    keys = pd.MultiIndex.from_arrays([spans["rank"], spans["stream"]])
-    return pd.MultiIndex.from_tuples(rows_of(spans)).get_indexer(keys)
-
-
-def _packed(
-    spans: pd.DataFrame, places: np.ndarray, kinds: list[str], tick_ns: int, first_name: int
-) -> list[np.ndarray]:
-    start_ns = spans["start_ns"].to_numpy() - spans["start_ns"].min()
-    order = np.lexsort((start_ns, places))
-    start_ns, dur_ns = start_ns[order], spans["dur_ns"].to_numpy()[order].clip(min=0)
-    start = start_ns // tick_ns
-    length = (start_ns + dur_ns) // tick_ns - start
-    kind = spans["kind"].cat.set_categories(kinds).cat.codes.to_numpy()[order]
-    name = spans["name"].cat.codes.to_numpy()[order].astype(np.int64) + first_name
-    return [*(column.astype(np.int32) for column in (start, length, name)), kind.astype(np.uint8)]
 
 
 def _title(timeline: Timeline) -> str:

@@ -15,7 +15,7 @@ from madmax_lib import catalog
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.simulate import simulate
 from madmax_lib.specs import Cluster, Transformer
-from madmax_lib.view.explore.controls import Explorer, Later, Turning, doublings, message_html, offer, slider
+from madmax_lib.view.explore.explorer import Explorer, Later, doublings, message_html, offer, slider
 from madmax_lib.view.explore.plan_card import PlanCard, plan_card, plan_card_html, plot_plan_card
 from madmax_lib.view.explore.widgets import TimelineView
 from madmax_lib.view.plots.breakdown import plot_timeline
@@ -80,15 +80,18 @@ class StepExplorer(Explorer):
         return timeline.select(ranks=timeline.ranks[:: len(timeline.ranks) // plan.pp])
 
     @property
+    def _micro_batches(self) -> int:
+        return self.plan.micro_batches(self.parameters["global_batch"])
+
+    @property
     def _drawn(self) -> int:
         """Micro-batches of the timeline: a multiple of the stages, which interleaved schedules want."""
         stages = self.plan.pp
-        return min(self.plan.micro_batches(self._batch["global_batch"]), stages * math.ceil(_DRAWN / stages))
+        return min(self._micro_batches, stages * math.ceil(_DRAWN / stages))
 
     @property
-    def _what(self) -> str:
-        whole = self.plan.micro_batches(self._batch["global_batch"])
-        return f"{self._drawn} of {whole} micro-batches, one rank per stage"
+    def _caption(self) -> str:
+        return f"{self._drawn} of {self._micro_batches} micro-batches, one rank per stage"
 
     @property
     def model(self) -> Transformer:
@@ -109,7 +112,7 @@ class StepExplorer(Explorer):
         """Numbers and bars, or the reason why there are none."""
         if self.error:
             return message_html(self.error)
-        return plan_card_html(self.card) + f"<div>below: {self._what}</div>"
+        return plan_card_html(self.card) + f"<div>below: {self._caption}</div>"
 
     def figure(self) -> plt.Figure:
         """The static picture: parts of time and memory as bars above the timeline."""
@@ -118,7 +121,7 @@ class StepExplorer(Explorer):
         figure, axes = plt.subplots(3, 1, layout="constrained", **shape)
         plot_plan_card(self.card, axes[:2])
         plot_timeline(self.view.timelines[0], axes[2])
-        axes[2].set_title(f"Simulated: {self._what}")
+        axes[2].set_title(f"Simulated: {self._caption}")
         return figure
 
     @cached_property
@@ -142,26 +145,21 @@ class StepExplorer(Explorer):
     @cached_property
     def widget(self):
         """Controls above numbers above the timeline."""
-        import ipywidgets as w
+        self._draw_later = Later(_DELAY_S, lambda: self.error or self.attempt(self.draw))
+        return self.stacked(self.numbers, self.view.widget)
 
-        self._turning = Turning(self.controls, self._turned)
-        self._later = Later(_DELAY_S, self.draw, self._failed)
-        grid = w.GridBox(list(self.controls.values()), layout=w.Layout(grid_template_columns="repeat(3, 1fr)"))
-        return w.VBox([grid, self.numbers, self.view.widget])
-
-    def _turned(self, name: str, value) -> None:
+    def turn(self, name: str, value) -> None:
+        """Change one parameter, or field of the plan. Raises ValueError for a plan that cannot be laid out."""
         self.set(**{name: value})
-        self.numbers.value = self.html
         if self.error:
-            return
-        with self._turning:
-            self.controls["plan"].value = self.parameters["plan"]
-            for field in (*_DEGREES, *_CHOICES):
-                offer(self.controls[field], list(self.controls[field].options), getattr(self.plan, field))
-        self._later()
+            raise ValueError(self.error)
 
-    def _failed(self, reason: str) -> None:
-        self.numbers.value = message_html(reason)
+    def follow(self) -> None:
+        """Bring the plan's controls to the plan, and the timeline a moment later."""
+        self.controls["plan"].value = self.parameters["plan"]
+        for field in (*_DEGREES, *_CHOICES):
+            offer(self.controls[field], getattr(self.plan, field))
+        self._draw_later()
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,129 @@
+"""What do explorers share? Controls that are turned, numbers that follow, and a picture where no widget can be shown.
+
+An explorer takes a notebook's papermill parameters by their names; its controls carry the same names, and `parameters`
+gives them back as they stand, for `python -m madmax_lib run NAME -p name=value`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import cached_property
+from html import escape
+
+from matplotlib import pyplot as plt
+
+from madmax_lib.view.explore.widgets import interactive, view_bundle
+
+__all__ = ["Explorer", "Later", "doublings", "message_html", "offer", "slider"]
+
+
+class Explorer:
+    """Controls above numbers above a view, live in a browser, else a static picture.
+
+    controls: by the parameters' names
+    html: the numbers, as a line of HTML or a table
+    error: why the last change was not possible, empty where it was
+    """
+
+    controls: dict
+    html: str
+    error: str = ""
+    _following = False  # while controls are brought to the parameters, their changes are not requests
+
+    def figure(self) -> plt.Figure:
+        """The static picture."""
+        raise NotImplementedError
+
+    def turn(self, name: str, value) -> None:
+        """Take over the value of a control that was turned by hand."""
+        raise NotImplementedError
+
+    def follow(self) -> None:
+        """Bring controls and views to the parameters as they stand."""
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Do something and show the numbers after it; a failure becomes `error`."""
+        try:
+            self.error = ""
+            action()
+        except (OSError, ValueError) as error:
+            self.error = str(error)
+        self.numbers.value = self.html
+
+    @cached_property
+    def numbers(self):
+        """`html` as a widget."""
+        import ipywidgets
+
+        return ipywidgets.HTML(self.html)
+
+    def stacked(self, *views):
+        """One widget: the controls in three columns, the numbers, and views below them."""
+        import ipywidgets as w
+
+        for name, control in self.controls.items():
+            control.description, control.style = name, {"description_width": "6.5em"}
+            control.observe(lambda change, name=name: self._turned(name, change["new"]), "value")
+        grid = w.GridBox(list(self.controls.values()), layout=w.Layout(grid_template_columns="repeat(3, 1fr)"))
+        return w.VBox([grid, *views])
+
+    def _turned(self, name: str, value) -> None:
+        if self._following:
+            return
+        self.attempt(lambda: self.turn(name, value))
+        if not self.error:
+            self._following = True
+            try:
+                self.follow()
+            finally:
+                self._following = False
+
+    def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
+        return view_bundle(self.widget if interactive() else None, self.figure)
+
+
+class Later:
+    """Calls a function some seconds after the last request, at once where no event loop runs."""
+
+    def __init__(self, delay_s: float, function: Callable[[], None]):
+        self.delay_s, self.function, self.waiting = delay_s, function, None
+
+    def __call__(self) -> None:
+        """Ask for a call; one that still waits is dropped."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return self.function()
+        if self.waiting is not None:
+            self.waiting.cancel()
+        self.waiting = loop.call_later(self.delay_s, self.function)
+
+
+def doublings(first: int, last: int, *also: int) -> list[int]:
+    """Powers of two from first to last, and other values in between, in order.
+
+    >>> doublings(1, 8, 6)
+    [1, 2, 4, 6, 8]
+    """
+    return sorted({*also, *(first << k for k in range((last // first).bit_length()))})
+
+
+def slider(values: list, value):
+    """A slider over the values of a list."""
+    import ipywidgets
+
+    return ipywidgets.SelectionSlider(options=values, value=value)
+
+
+def offer(control, value) -> None:
+    """Set a control to a value, which joins its options if it is none of them."""
+    if value not in control.options:
+        options = [value, *control.options]
+        control.options = sorted(options) if isinstance(value, int) else options
+    control.value = value
+
+
+def message_html(text: str) -> str:
+    """One line that says what is wrong."""
+    return f'<div role="alert" style="color:#c0392b">{escape(text)}</div>'
