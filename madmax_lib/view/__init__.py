@@ -7,6 +7,7 @@ from madmax_lib.doors import open_room
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from madmax_lib.calibration.run_tables import memory_table as memory_table, trace_breakdowns as trace_breakdowns
     from madmax_lib.view.explore.perfetto import view_in_perfetto as view_in_perfetto
     from madmax_lib.view.explore.space_explorer import SpaceExplorer as SpaceExplorer
     from madmax_lib.view.explore.step_explorer import StepExplorer as StepExplorer
@@ -100,6 +101,5 @@ if TYPE_CHECKING:
         plot_parts as plot_parts,
         plot_predicted_steps as plot_predicted_steps,
     )
-    from madmax_lib.view.run_tables import memory_table as memory_table, trace_breakdowns as trace_breakdowns
 
 __all__ = open_room(__name__)

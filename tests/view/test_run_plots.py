@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 import madmax_lib as mm
+from madmax_lib.calibration.run_tables import memory_table, trace_breakdowns
 from madmax_lib.datasets import PROJECT
 from madmax_lib.plan import Plan
 from madmax_lib.runs.read import PHASES, read_run
 from madmax_lib.simulator.memory.memory import peak_bytes
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.plots import runs as run_plots
-from madmax_lib.view.run_tables import memory_table, trace_breakdowns
 
 RECORDED = PROJECT / "traces" / "runs" / "llm"
 ALONE, SHARDED = "moe-tiny_dp1", "moe-tiny_dp2.z3"

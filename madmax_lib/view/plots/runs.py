@@ -1,6 +1,7 @@
-"""How do training runs look, one alone and strategies side by side? Pictures of `runs.read` and `view.run_tables`.
+"""How do training runs look, one alone and strategies side by side? Pictures of their tables.
 
-What is measured is filled; hatched is the memory that `simulator.memory` predicts. A run is named by its strategy.
+Tables are those of `runs.read` and `calibration.run_tables`. What is measured is filled; hatched is the memory that
+`simulator.memory` predicts. A run is named by its strategy.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.axes import Axes
 
+from madmax_lib.calibration.run_tables import steps_files
 from madmax_lib.runs.read import PHASES, Run, runs_table
 from madmax_lib.units import bytes_unit, format_bytes, format_s
 from madmax_lib.view.drawing import (
@@ -21,7 +23,6 @@ from madmax_lib.view.drawing import (
     patch_key,
     plural,
 )
-from madmax_lib.view.run_tables import steps_files
 
 __all__ = ["plot_losses", "plot_run", "plot_run_memory", "plot_run_phases", "plot_shares", "plot_speed"]
 

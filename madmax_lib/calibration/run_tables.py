@@ -1,6 +1,6 @@
 """What do training runs tell side by side? Breakdowns of their traces, and memory predicted beside memory measured.
 
-They stand here because they need runs, traces and the simulator together; `plots.runs` draws them.
+They need runs, traces and the simulator together; `view.plots.runs` draws them.
 """
 
 from __future__ import annotations
