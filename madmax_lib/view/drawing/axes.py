@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 from matplotlib import pyplot as plt
@@ -11,20 +11,9 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from madmax_lib.timeline import Timeline
-from madmax_lib.view.drawing.style import PAPER
+from madmax_lib.view.drawing.style import PAPER, Fill, patch_key
 
-__all__ = [
-    "empty",
-    "figure_data",
-    "finish",
-    "keep_data",
-    "legend",
-    "log_axis",
-    "new_axes",
-    "note",
-    "panels",
-    "published",
-]
+__all__ = ["empty", "figure_data", "finish", "legend", "log_axis", "new_axes", "note", "panels", "published"]
 
 _LONG = 40  # characters of a row's label, beyond which all are small
 _BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
@@ -67,11 +56,16 @@ def log_axis(ax: Axes, which: str, low: float, high: float, text: Callable[[floa
     axis.set_minor_formatter(NullFormatter())
 
 
-def legend(ax: Axes, entries: Sequence | None = None, where: str = "below", columns: int | None = None) -> None:
-    """A legend below the axes, beside them, or at a place that matplotlib knows; None: of what was drawn with a label.
+def legend(
+    ax: Axes, entries: Mapping[str, Fill] | Sequence | None = None, where: str = "below", columns: int | None = None
+) -> None:
+    """A legend below the axes, beside them, or at a place that matplotlib knows.
 
-    entries: of `kinds_key`, `patch_key`, `mark_key`, `line_key`.
+    entries: labels with their fills, or entries of `patch_key`, `mark_key`, `line_key`; None: what was drawn with a
+    label.
     """
+    if isinstance(entries, Mapping):
+        entries = [patch_key(label, fill) for label, fill in entries.items()]
     entries = ax.get_legend_handles_labels()[0] if entries is None else list(entries)
     if not entries:
         return
@@ -93,7 +87,7 @@ def finish(
     y: str = "",
     rows: Sequence[str] | None = None,
     reach: float | None = None,
-    key: Sequence | None = None,
+    key: Mapping[str, Fill] | Sequence | None = None,
     where: str = "below",
     columns: int | None = None,
     origin: Timeline | pd.DataFrame | dict | None = None,
@@ -116,7 +110,13 @@ def finish(
     ax.set(**{name: text for name, text in (("xlabel", x), ("ylabel", y)) if text}, **settings)
     if key is not None:
         legend(ax, key, where, columns)
-    return keep_data(ax, table, table if origin is None else origin)
+    told = table if origin is None else origin
+    if isinstance(told, pd.DataFrame):
+        table.attrs.update(told.attrs)
+    else:
+        table.attrs["provenance"] = told.meta.provenance if isinstance(told, Timeline) else told
+    ax._madmax_data = table
+    return ax
 
 
 def empty(
@@ -126,18 +126,6 @@ def empty(
     ax = ax or new_axes(height=0.6)
     ax.spines[:].set_visible(False)
     return finish(ax, table, title, origin=origin, xticks=[], yticks=[])
-
-
-def keep_data(ax: Axes, data: pd.DataFrame, origin: Timeline | pd.DataFrame | dict | None = None) -> Axes:
-    """Remember the table of a picture and where its numbers come from, for `save_figure`."""
-    if isinstance(origin, Timeline):
-        data.attrs["provenance"] = origin.meta.provenance
-    elif isinstance(origin, dict):
-        data.attrs["provenance"] = origin
-    elif origin is not None:
-        data.attrs.update(origin.attrs)
-    ax._madmax_data = data
-    return ax
 
 
 def figure_data(ax: Axes) -> pd.DataFrame | None:

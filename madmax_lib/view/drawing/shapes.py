@@ -5,7 +5,7 @@ Each draws on given Axes; rows count from the top.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -13,24 +13,35 @@ from matplotlib.axes import Axes
 
 from madmax_lib.intervals import pack, union
 from madmax_lib.units import NS_PER_S
-from madmax_lib.view.drawing.axes import note
+from madmax_lib.view.drawing.axes import finish, new_axes, note
 from madmax_lib.view.drawing.style import DARK, Fill, fill_of, ink_on
 
-__all__ = [
-    "areas",
-    "bars",
-    "blocks",
-    "grid",
-    "lines",
-    "ours_and_theirs",
-    "rank_labels",
-    "row_label",
-    "rows_of",
-    "visible_blocks",
-]
+__all__ = ["areas", "bar_chart", "bars", "blocks", "grid", "lanes", "lines", "ours_and_theirs"]
+__all__ += ["rank_labels", "row_label", "rows_of"]
 
 _FEW_CELLS = 12  # rows of a grid up to which there is room for lines between them
+_LETTER = 0.014  # of the width of the axes, which a letter beside a bar takes
 _SMALLEST = 1 / 3000  # of the time axis: gaps below are not drawn, so that pictures of any trace stay small
+
+
+def bar_chart(
+    ax: Axes | None,
+    table: pd.DataFrame,
+    lengths: pd.DataFrame | pd.Series,
+    title: str,
+    fill: Fill | Sequence[Fill] | Mapping[str, Fill] | None = None,
+    *,
+    source: str | None = None,
+    error: tuple[Sequence[float], Sequence[float]] | None = None,
+    notes: Sequence[str] | None = None,
+    inside: pd.DataFrame | None = None,
+    **ending,
+) -> Axes:
+    """A whole picture of a bar per row: `bars`, hatched as the table or its origin tells, and `finish`."""
+    ax = ax or new_axes(height=1.2 + 0.29 * len(lengths))
+    told = {**table.attrs, **getattr(ending.get("origin"), "attrs", {})}
+    bars(ax, lengths, fill, source=source or told.get("source"), error=error, notes=notes, inside=inside)
+    return finish(ax, table, title, **ending)
 
 
 def bars(
@@ -53,7 +64,8 @@ def bars(
     fill: kind, colour or patch options: one ("compute"), one per row, or for a table one per column by name; columns
     that are named by kinds need none.
     source: "simulated" hatches. places: rows to draw on, by default 0, 1, ... slot: (k, n) is the k-th of n bars that
-    share a row. error: low and high ends of an interval. notes: texts behind the ends, inside: texts on the bars.
+    share a row. error: low and high ends of an interval. notes: texts behind the ends, for which the axis is made long
+    enough, inside: texts on the bars.
 
     >>> from madmax_lib.view.drawing import new_axes
     >>> ax = new_axes(height=1.5)
@@ -85,6 +97,8 @@ def bars(
     for row, at, text in zip(rows, reach, notes, strict=True) if notes is not None else ():
         place, shift = ((row, at), {"dx": 0, "dy": 5, "ha": "center"}) if upright else ((at, row), {})
         note(ax, *place, text, fontsize=7 if height > 0.3 else 6, **shift)
+        if not upright:
+            ax.update_datalim([(at / max(1 - _LETTER * len(text), 0.4), row)])
     return end
 
 
@@ -233,7 +247,7 @@ def blocks(
             if not len(of_kind):
                 continue
             least = (wider or {}).get(kind, 1) * reach_ns
-            seen = visible_blocks(pack(of_kind["start_ns"], of_kind["dur_ns"]), least)
+            seen = _visible_blocks(pack(of_kind["start_ns"], of_kind["dur_ns"]), least)
             start_s, dur_s = seen[:, 0] / NS_PER_S, (seen[:, 1] - seen[:, 0]) / NS_PER_S
             where = np.stack([start_s, dur_s], axis=1) / unit_s
             ax.broken_barh(where, (place - height / 2, height), **fill_of(fill, source))
@@ -241,7 +255,7 @@ def blocks(
     return pd.concat(drawn, ignore_index=True)
 
 
-def visible_blocks(intervals: np.ndarray, reach_ns: int) -> np.ndarray:
+def _visible_blocks(intervals: np.ndarray, reach_ns: int) -> np.ndarray:
     """Union of intervals in which gaps too small to see are closed and blocks too thin to see are widened."""
     gap = max(int(reach_ns * _SMALLEST), 1)
     visible = union(intervals + np.array([0, gap])) - np.array([0, gap])
@@ -262,7 +276,13 @@ def row_label(rank: int, stream: int) -> str:
     return f"rank {rank} · " + (f"stream {stream}" if stream >= 0 else f"thread {-stream}")
 
 
-def rank_labels(ranks: pd.Series) -> list[str]:
+def lanes(spans: pd.DataFrame) -> pd.DataFrame:
+    """Rank, stream, place and label of each row to draw."""
+    rows = pd.DataFrame(rows_of(spans), columns=["rank", "stream"])
+    return rows.assign(place=rows.index, label=[row_label(*row) for row in rows.itertuples(index=False)])
+
+
+def rank_labels(ranks: Iterable[int]) -> list[str]:
     """Texts for a row per rank."""
     return [f"rank {rank}" for rank in ranks]
 

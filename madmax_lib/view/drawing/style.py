@@ -9,33 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from matplotlib.artist import Artist
 from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-__all__ = [
-    "COLORS",
-    "DARK",
-    "DASHED",
-    "GREY",
-    "HATCH",
-    "LABELS",
-    "PAPER",
-    "SERIES",
-    "THEIRS",
-    "UNFIT",
-    "faded",
-    "fill_of",
-    "ink_on",
-    "kinds_key",
-    "line_key",
-    "mark_key",
-    "patch_key",
-    "percent",
-    "plural",
-    "shorten",
-]
+__all__ = ["COLORS", "DARK", "DASHED", "GREY", "HATCH", "LABELS", "PAPER", "SERIES", "THEIRS", "UNFIT", "Fill"]
+__all__ += ["faded", "fill_of", "ink_on", "kinds_key", "line_key", "mark_key", "patch_key"]
+__all__ += ["percent", "plural", "shorten"]
 
 COLORS = {  # also told apart by lightness alone, in print without colour
     "compute": "#3b75af",
@@ -84,10 +64,9 @@ def ink_on(color) -> str:
     return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.45 else "black"
 
 
-def kinds_key(kinds: Iterable[str], labels: dict[str, str] | None = None) -> list[Artist]:
-    """Legend entries of kinds, named by LABELS or as given."""
-    labels = {**LABELS, **(labels or {})}
-    return [patch_key(labels[kind], COLORS[kind]) for kind in kinds]
+def kinds_key(kinds: Iterable[str]) -> dict[str, Fill]:
+    """Legend entries of those LABELS that are among the kinds."""
+    return {label: kind for kind, label in LABELS.items() if kind in set(kinds)}
 
 
 def patch_key(label: str, fill: Fill, source: str | None = None) -> Patch:

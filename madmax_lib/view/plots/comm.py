@@ -8,26 +8,14 @@ from matplotlib.axes import Axes
 
 from madmax_lib.kinds import COLLECTIVES
 from madmax_lib.units import format_bytes, format_s
-from madmax_lib.view.drawing import (
-    COLORS,
-    bars,
-    empty,
-    fill_of,
-    finish,
-    kinds_key,
-    legend,
-    line_key,
-    log_axis,
-    mark_key,
-    new_axes,
-    rank_labels,
-)
+from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_bandwidth", "plot_clock_offsets", "plot_groups", "plot_skew", "plot_stragglers"]
 
 _MARKERS = dict(zip((*COLLECTIVES, "send", "recv"), "osD^vPXhd<>*p12"[: len(COLLECTIVES) + 2], strict=True))
 _MOST_ROWS, _MOST_RANKS = 16, 64
 _MOST_POINTS = 1000  # points beyond are drawn as pixels, so that pictures of any trace stay small
+_CLOCK = {"offset": draw.COLORS["comm"], "spread of the ends": draw.COLORS["hidden"]}
 
 
 def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -38,21 +26,19 @@ def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     columns = ["group", "collective", "ranks", "total_s", "wait_s"]
     shown = table.head(_MOST_ROWS).reset_index(drop=True)
     if not len(shown):
-        return empty(ax, shown, "No communication in this trace", table)
-    ax = ax or new_axes(height=1.3 + 0.32 * len(shown))
+        return draw.empty(ax, shown, "No communication in this trace", table)
     wait_s = shown["wait_s"].fillna(0)
     per_rank_ms = pd.DataFrame({"comm": shown["total_s"] - wait_s, "idle": wait_s}).div(shown["ranks"] / 1e3, axis=0)
-    bars(ax, per_rank_ms, source=table.attrs.get("source"))
     total_s = max(table["total_s"].sum(), 1e-12)
     if table["wait_s"].notna().any():
         title = f"{table['wait_s'].sum() / total_s:.0%} of the communication is waiting for the last rank"
-        key = kinds_key(["comm", "idle"], {"comm": "transfer", "idle": "waiting"})
+        key = {"transfer": "comm", "waiting": "idle"}
     else:
-        top = shown.iloc[0]
-        title = f"{_name(top['collective']).capitalize()} takes {top['total_s'] / total_s:.0%} of the communication"
-        key = kinds_key(["comm"], {"comm": "transfer and waiting (one rank: not told apart)"})
-    rows = [_group_label(row.group, row.collective) for row in shown.itertuples()]
-    return finish(ax, shown[columns], title, x="time per rank [ms]", rows=rows, key=key, origin=table)
+        most, share = _name(shown["collective"][0]).capitalize(), shown["total_s"][0] / total_s
+        title = f"{most} takes {share:.0%} of the communication"
+        key = {"transfer and waiting (one rank: not told apart)": "comm"}
+    ending = {"x": "time per rank [ms]", "rows": _group_labels(shown), "key": key, "origin": table}
+    return draw.bar_chart(ax, shown[columns], per_rank_ms, title, **ending)
 
 
 def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -69,23 +55,22 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
     points = points[(points["size_bytes"] > 0) & (points["bus_bytes_per_s"] > 0)].reset_index().drop(columns="call")
     if not len(points):
-        return empty(ax, points, "No bandwidth: no call tells its size", table)
-    ax = ax or new_axes(height=3.6)
+        return draw.empty(ax, points, "No bandwidth: no call tells its size", table)
+    ax = ax or draw.new_axes(height=3.6)
     many, size_bytes = len(points) > _MOST_POINTS, points["size_bytes"]
     low, high = points["slowest_bytes_per_s"] / 1e9, points["bus_bytes_per_s"] / 1e9
-    ax.vlines(size_bytes, low, high, color=COLORS["hidden"], linewidth=0.8, zorder=1, rasterized=many)
-    style = fill_of("comm", table.attrs.get("source")) | {"linewidth": 0.4, "rasterized": many}
+    ax.vlines(size_bytes, low, high, color=draw.COLORS["hidden"], linewidth=0.8, zorder=1, rasterized=many)
+    style = draw.fill_of("comm", table.attrs.get("source")) | {"linewidth": 0.4, "rasterized": many, "s": 34}
     for name, part in points.groupby("collective", sort=False):
-        mark = {"marker": _MARKERS.get(name, "o"), "s": 34, "label": _name(name)}
+        mark = {"marker": _MARKERS.get(name, "o"), "label": _name(name)}
         ax.scatter(part["size_bytes"], part["bus_bytes_per_s"] / 1e9, zorder=2, **mark, **style)
-    log_axis(ax, "x", size_bytes.min(), size_bytes.max(), format_bytes)
-    log_axis(ax, "y", low.min(), high.max(), "{:g}".format)
+    draw.log_axis(ax, "x", size_bytes.min(), size_bytes.max(), format_bytes)
+    draw.log_axis(ax, "y", low.min(), high.max(), "{:g}".format)
     ax.grid(axis="y")
-    legend(ax, where="beside")
-    best = points.loc[points["bus_bytes_per_s"].idxmax()]
-    rate = f"{best['bus_bytes_per_s'] / 1e9:.3g} GB/s"
-    title = f"{_name(best['collective']).capitalize()} reaches {rate} with {format_bytes(best['size_bytes'])}"
-    return finish(ax, points, title, x="message size", y="bus bandwidth [GB/s]", origin=table)
+    draw.legend(ax, where="beside")
+    best, size = _name(points["collective"][high.idxmax()]), format_bytes(size_bytes[high.idxmax()])
+    title = f"{best.capitalize()} reaches {high.max():.3g} GB/s with {size}"
+    return draw.finish(ax, points, title, x="message size", y="bus bandwidth [GB/s]", origin=table)
 
 
 def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -93,41 +78,39 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     drawn = table[["step", "group", "collective", "last_rank", "skew_s", "transfer_s"]]
     late = table[table["skew_s"] > 0]
     if not len(late):
-        title = "All ranks arrive together" if len(table) else "No skew: no call has two ranks here"
-        return empty(ax, drawn, title, table)
+        return draw.empty(ax, drawn, "No skew: no two ranks arrive at different times", table)
     by_median = table.groupby("collective")["skew_s"].median().sort_values(ascending=False)
-    ax = ax or new_axes(height=1.3 + 0.55 * len(by_median))
-    style = fill_of("comm", table.attrs.get("source")) | {"linewidth": 0.3, "rasterized": len(table) > _MOST_POINTS}
+    ax = ax or draw.new_axes(height=1.3 + 0.55 * len(by_median))
+    style = draw.fill_of("comm", table.attrs.get("source")) | {
+        "linewidth": 0.3,
+        "rasterized": len(table) > _MOST_POINTS,
+    }
     for place, (name, median_s) in enumerate(by_median.items()):
         skew_s = late.loc[late["collective"] == name, "skew_s"]
         height = place + (np.arange(len(skew_s)) % 7 - 3) * 0.07  # side by side, and the same in every run
         ax.scatter(skew_s, height, s=22, **style)
         ax.vlines(median_s or np.nan, place - 0.38, place + 0.38, color="black", linewidth=1.2)
-    log_axis(ax, "x", late["skew_s"].min(), late["skew_s"].max(), format_s)
+    draw.log_axis(ax, "x", late["skew_s"].min(), late["skew_s"].max(), format_s)
     skew_s, transfer_s = table["skew_s"].median(), table["transfer_s"].median()
     title = f"Median skew {format_s(skew_s)}, {skew_s / max(transfer_s, 1e-12):.2g} times the median transfer"
-    x, rows = "last arrival - first arrival (bar: median)", [_name(name) for name in by_median.index]
-    return finish(ax, drawn, title, x=x, rows=rows, origin=table)
+    rows = [_name(name) for name in by_median.index]
+    return draw.finish(ax, drawn, title, x="last arrival - first arrival (bar: median)", rows=rows, origin=table)
 
 
 def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """What the others wait for each rank, of `stragglers`: exposed and hidden; the share of calls it is last in."""
     shown = table.sort_values("rank").nlargest(_MOST_ROWS, "cost_s", keep="all").head(_MOST_ROWS).sort_values("rank")
     if not (shown["cost_s"] > 0).any():
-        title = "No rank waits for another" if len(shown) else "No stragglers: no call has two ranks here"
-        return empty(ax, shown, title, table)
-    ax = ax or new_axes(height=1.3 + 0.28 * len(shown))
+        return draw.empty(ax, shown, "No rank waits for another", table)
     exposed_s = shown["exposed_cost_s"]
     cost_ms = pd.DataFrame({"comm": exposed_s, "hidden": shown["cost_s"] - exposed_s}) * 1e3
     notes = [f"last in {share:.0%}" if share else "never last" for share in shown["share"]]
-    bars(ax, cost_ms, source=table.attrs.get("source"), notes=notes)
     top = shown.loc[shown["cost_s"].idxmax()]
     cost = f"costs the others {format_s(top['cost_s'])}"
     title = f"Rank {top['rank']:.0f} is last in {top['share']:.0%} of its calls and {cost}"
-    rows, reach_ms = rank_labels(shown["rank"]), shown["cost_s"].max() * 1.15e3
-    key = kinds_key(["comm", "hidden"], {"comm": "exposed", "hidden": "hidden under compute"})
+    ending = {"rows": draw.rank_labels(shown["rank"]), "key": {"exposed": "comm", "hidden under compute": "hidden"}}
     x = "waiting of the other ranks [ms]"
-    return finish(ax, shown, title, x=x, rows=rows, reach=reach_ms, key=key, origin=table)
+    return draw.bar_chart(ax, shown, cost_ms, title, notes=notes, x=x, origin=table, **ending)
 
 
 def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -135,33 +118,24 @@ def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     farthest = table["offset_s"].abs().argsort(kind="stable").iloc[::-1][:_MOST_RANKS]
     drawn = table.iloc[farthest].sort_values("rank")
     if not table["calls"].sum():
-        return empty(ax, drawn, "Clocks cannot be compared: no call has two ranks here", table)
-    ax = ax or new_axes(height=1.1 + 0.24 * len(drawn))
-    offset_us, spread_us = drawn["offset_s"] * 1e6, drawn["spread_s"].fillna(0) * 1e6
-    style = {"color": COLORS["comm"], "ecolor": COLORS["hidden"], "markersize": 5, "elinewidth": 3}
-    ax.errorbar(offset_us, range(len(drawn)), xerr=spread_us, fmt="o", **style)
+        return draw.empty(ax, drawn, "Clocks cannot be compared: no call has two ranks here", table)
+    ax = ax or draw.new_axes(height=1.1 + 0.24 * len(drawn))
+    offset_us, spread_us, (dot, bar) = drawn["offset_s"] * 1e6, drawn["spread_s"].fillna(0) * 1e6, _CLOCK.values()
+    ax.errorbar(offset_us, range(len(drawn)), xerr=spread_us, fmt="o", color=dot, ecolor=bar, ms=5, elinewidth=3)
     ax.axvline(0, color="black", linewidth=0.8, zorder=0)
     largest_s, spread_s = table["offset_s"].abs().max(), table["spread_s"].median()
-    agree = largest_s <= table["spread_s"].max()
-    apart = f"agree: {format_s(largest_s)} apart at most" if agree else f"lie up to {format_s(largest_s)} apart"
-    title = f"Clocks {apart}, ends scatter by {format_s(spread_s)}"
-    key = [
-        mark_key("offset", "o", COLORS["comm"], hollow=False),
-        line_key("spread of the ends", COLORS["hidden"], lw=3),
-    ]
-    rows = rank_labels(drawn["rank"])
-    return finish(ax, drawn, title, x="clock ahead of the reference [µs]", rows=rows, key=key, origin=table)
+    title = f"Clocks are up to {format_s(largest_s)} apart, ends scatter by {format_s(spread_s)}"
+    ending = {"rows": draw.rank_labels(drawn["rank"]), "key": _CLOCK}
+    return draw.finish(ax, drawn, title, x="clock ahead of the reference [µs]", origin=table, **ending)
 
 
 def _name(collective: str) -> str:
     return collective.replace("_", "-")
 
 
-def _group_label(group: str, collective: str) -> str:
+def _group_labels(table: pd.DataFrame) -> list[str]:
     """Collective and group, whose list of ranks is shortened."""
-    head, _, ranks = group.partition(" [")
-    ranks = ranks.rstrip("]")
-    if len(ranks) > 12:
-        ranks = f"{ranks.split(',')[0]} … {ranks.split(',')[-1].strip()}"
-    about = f"{head} [{ranks}]" if ranks else group
-    return f"{_name(collective)} · {about}" if about else _name(collective)
+    groups = table["group"].astype(str).str.replace(r" \[(\d+),[^]]{9,}[ ,](\d+)\]", r" [\1 … \2]", regex=True)
+    return [
+        f"{_name(name)} · {group}".removesuffix(" · ") for name, group in zip(table["collective"], groups, strict=True)
+    ]

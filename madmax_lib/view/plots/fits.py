@@ -7,42 +7,19 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.calibration.identifiability import STATES, scaled
-from madmax_lib.view.drawing import (
-    COLORS,
-    DARK,
-    SERIES,
-    THEIRS,
-    bars,
-    fill_of,
-    finish,
-    grid,
-    legend,
-    line_key,
-    mark_key,
-    new_axes,
-    ours_and_theirs,
-    patch_key,
-    plural,
-    shorten,
-)
+from madmax_lib.view import drawing as draw
 
-__all__ = [
-    "plot_constants",
-    "plot_correlations",
-    "plot_errors",
-    "plot_predicted",
-    "plot_residuals",
-    "plot_spread",
-    "plot_vision",
-]
+__all__ = ["plot_constants", "plot_correlations", "plot_errors", "plot_predicted", "plot_residuals"]
+__all__ += ["plot_spread", "plot_vision"]
 
 _STATE_COLORS = ("#3b75af", "#8d6bb8", "#e1812c", "#9a9a9a", "#c44e52")
 _STATE_STYLES = {state: style for state, *style in zip(STATES, _STATE_COLORS, "osDx^", strict=True)}
-_FAMILIES = {"ampere": (SERIES[0], "o"), "hopper": (SERIES[1], "s"), "blackwell": (SERIES[2], "^")}
+_FAMILIES = {"ampere": (draw.SERIES[0], "o"), "hopper": (draw.SERIES[1], "s"), "blackwell": (draw.SERIES[2], "^")}
 _INSIDE = 1.645  # standard deviations of a 90 % interval
 _WITHIN = 10  # per cent, shaded
 _RED, _PALE = "#c44e52", "#efefef"
 _PRIOR = {"color": "#dedede", "lw": 6}
+_SLOWER = "measured over predicted [%]"
 
 
 def plot_constants(table: pd.DataFrame, sigma: pd.Series, ax: Axes | None = None) -> Axes:
@@ -50,31 +27,28 @@ def plot_constants(table: pd.DataFrame, sigma: pd.Series, ax: Axes | None = None
 
     table: `identify.constants_of`; sigma: prior widths by name. Colours are the states; the value is written beside.
     """
-    shown = table.assign(sigma=sigma.reindex(table.index).astype(float))
-    low, span = scaled(shown, "low"), scaled(shown, "high") - scaled(shown, "low")
-    at = {name: (scaled(shown, name) - low) / span for name in ("start", "fitted", "interval_low", "interval_high")}
-    prior = _INSIDE * shown["sigma"].to_numpy() / span
-    ax = ax or new_axes(height=1.2 + 0.165 * len(shown))
-    places, colors = np.arange(len(shown)), [_STATE_STYLES[state][0] for state in shown["state"]]
+    low, span = scaled(table, "low"), scaled(table, "high") - scaled(table, "low")
+    at = {name: (scaled(table, name) - low) / span for name in ("start", "fitted", "interval_low", "interval_high")}
+    prior = _INSIDE * sigma.reindex(table.index).to_numpy(float) / span
+    ax = ax or draw.new_axes(height=1.2 + 0.165 * len(table))
+    places, colors = np.arange(len(table)), [_STATE_STYLES[state][0] for state in table["state"]]
     ax.hlines(places, np.clip(at["start"] - prior, 0, 1), np.clip(at["start"] + prior, 0, 1), **_PRIOR)
     ax.plot(at["start"], places, "|", color="#7a7a7a", ms=7)
     ax.hlines(places, at["interval_low"], at["interval_high"], color=colors, lw=1.6)
-    counts, key = shown["state"].value_counts(), []
+    counts = table["state"].value_counts().reindex(list(_STATE_STYLES), fill_value=0)
     for state, (color, mark) in _STATE_STYLES.items():
-        rows = np.flatnonzero(shown["state"] == state)
-        ax.plot(np.asarray(at["fitted"])[rows], rows, mark, color=color, ms=4.5, zorder=3)
-        key.append(mark_key(f"{state} ({counts.get(state, 0)})", mark, color, hollow=False, ms=4))
-    key.append(line_key("prior, 90 %", **_PRIOR))
-    for place, value in zip(places, shown["fitted"], strict=True):
-        ax.text(1.02, place, f"{value:.3g}", va="center", fontsize=6.5)
-    fixed, bound = (counts.get(state, 0) for state in ("fixed by rows", "at a bound"))
-    title = f"The rows fix {fixed} of {len(shown)} constants, {bound} end at a bound"
+        rows = np.flatnonzero(table["state"] == state)
+        label = f"{state} ({counts[state]})"
+        ax.plot(np.asarray(at["fitted"])[rows], rows, mark, color=color, ms=4.5, zorder=3, label=label)
+    for place, value in zip(places, table["fitted"], strict=True):
+        draw.note(ax, 1.02, place, f"{value:.3g}", dx=0, fontsize=6.5)
+    key = [*ax.get_legend_handles_labels()[0], draw.line_key("prior, 90 %", **_PRIOR)]
+    title = f"The rows fix {counts['fixed by rows']} of {len(table)} constants, {counts['at a bound']} end at a bound"
     columns = ["start", "low", "high", "fitted", "interval_low", "interval_high", "moved", "learned", "state"]
-    data = shown[columns].rename_axis("constant").reset_index()
-    finish(ax, data, title, rows=shown.index, key=key, columns=3, xlim=(-0.02, 1.1), origin=table)
+    data = table[columns].rename_axis("constant").reset_index()
     ax.set_xticks([0, 0.5, 1], ["lower bound", "scale of the fit", "upper bound"])
     ax.tick_params(axis="y", labelsize=6.5)
-    return ax
+    return draw.finish(ax, data, title, rows=table.index, key=key, columns=3, xlim=(-0.02, 1.1), origin=table)
 
 
 def plot_residuals(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -82,23 +56,22 @@ def plot_residuals(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
     table: predicted_s, log_error (measured over predicted), family, and source, model, gpu for the data.
     """
-    ax = ax or new_axes(height=3.6)
+    ax = ax or draw.new_axes(height=3.6)
     percent = np.expm1(table["log_error"].astype(float)) * 100
     for family, rows in table.groupby("family"):
-        color, mark = _FAMILIES.get(family, (COLORS["other"], "D"))
+        color, mark = _FAMILIES.get(family, (draw.COLORS["other"], "D"))
         part = percent[rows.index]
         label = f"{family}: {len(rows)} rows, median {part.median():+.1f} %, half within {part.abs().median():.1f} %"
         ax.plot(rows["predicted_s"], part, mark, ms=3, mfc="none", mew=0.8, color=color, label=label)
     ax.axhspan(-_WITHIN, _WITHIN, color=_PALE, zorder=0)
-    ax.axhline(0, color=DARK, lw=0.8)
+    ax.axhline(0, color=draw.DARK, lw=0.8)
     ax.grid(axis="y")
-    legend(ax, columns=1)
+    draw.legend(ax, columns=1)
     far = percent[percent.abs() > _WITHIN]
     share, slower = 1 - len(far) / len(percent), (far > 0).sum()
     title = f"{share:.0%} of the residuals are within {_WITHIN} %; of the {len(far)} others {slower} are slower"
     data = table[["source", "model", "gpu", "predicted_s", "log_error"]].reset_index(drop=True)
-    x, y = "predicted [s per step]", "measured over predicted [%]"
-    return finish(ax, data, title, x=x, y=y, xscale="log", origin=table)
+    return draw.finish(ax, data, title, x="predicted [s per step]", y=_SLOWER, xscale="log", origin=table)
 
 
 def plot_spread(table: pd.DataFrame, by: str, ax: Axes | None = None) -> Axes:
@@ -106,20 +79,17 @@ def plot_spread(table: pd.DataFrame, by: str, ax: Axes | None = None) -> Axes:
     percent = np.expm1(table["log_error"].astype(float)) * 100
     medians = percent.groupby(table[by]).median()
     order = medians.abs().sort_values(ascending=False).index
-    ax = ax or new_axes(height=1.0 + 0.24 * len(order))
-    rows = []
+    ax = ax or draw.new_axes(height=1.0 + 0.24 * len(order))
     for place, name in enumerate(order):
         part = percent[table[by] == name]
         shift = np.linspace(-0.25, 0.25, len(part)) if len(part) > 1 else np.zeros(1)
-        ax.plot(part, place + shift, "o", ms=2.5, mfc="none", mew=0.7, color=COLORS["compute"])
+        ax.plot(part, place + shift, "o", ms=2.5, mfc="none", mew=0.7, color=draw.COLORS["compute"])
         ax.vlines(medians[name], place - 0.38, place + 0.38, color=_RED, lw=1.8)
-        rows.append(f"{shorten(name, 62, keep_end=True)} ({len(part)})")
     ax.axvspan(-_WITHIN, _WITHIN, color=_PALE, zorder=0)
-    off, noun = int((medians.abs() > _WITHIN).sum()), "GPUs" if by == "gpu" else f"{by}s"
-    which = f"The median of {off} of {len(order)}" if off else f"No median of the {len(order)}"
-    title, data = f"{which} {noun} is off by more than {_WITHIN} %", table[[by, "model", "log_error"]]
-    x = "measured over predicted [%]"
-    return finish(ax, data.reset_index(drop=True), title, x=x, rows=rows, origin=table)
+    rows = [f"{draw.shorten(name, 62, keep_end=True)} ({(table[by] == name).sum()})" for name in order]
+    off, data = int((medians.abs() > _WITHIN).sum()), table[[by, "model", "log_error"]].reset_index(drop=True)
+    title = f"{off} of {len(order)} medians are off by more than {_WITHIN} %"
+    return draw.finish(ax, data, title, x=_SLOWER, rows=rows, origin=table)
 
 
 def plot_correlations(matrix: pd.DataFrame, ax: Axes | None = None, *, least: float = 0.4) -> Axes:
@@ -127,14 +97,14 @@ def plot_correlations(matrix: pd.DataFrame, ax: Axes | None = None, *, least: fl
     strong = matrix.abs().where(~np.eye(len(matrix), dtype=bool), 0.0)
     names = matrix.index[(strong >= least).any(axis=1)]
     part = matrix.loc[names, names]
-    ax = ax or new_axes(height=1.8 + 0.21 * len(names), width=2.6 + 0.21 * len(names))
-    grid(ax, part, colors="RdBu_r", limits=(-1, 1), label="correlation")
+    ax = ax or draw.new_axes(height=1.8 + 0.21 * len(names), width=2.6 + 0.21 * len(names))
+    draw.grid(ax, part, colors="RdBu_r", limits=(-1, 1), label="correlation")
     ax.set_aspect("equal")
     ax.tick_params(labelsize=6.5)
     ax.tick_params(axis="x", rotation=90)
     pairs = int((np.triu(strong.to_numpy()) >= least).sum())
     title = f"{pairs} pairs of constants share what the rows say (|r| of {least} and more)"
-    return finish(ax, part.rename_axis("constant").reset_index(), title, origin=matrix)
+    return draw.finish(ax, part.rename_axis("constant").reset_index(), title, origin=matrix)
 
 
 def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -144,67 +114,59 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     shown = table.dropna(subset=["measured_s", "predicted_s"]).reset_index(drop=True)
     shown = shown.assign(kind=np.where(shown["experts"] > 0, "mixtures of experts", "dense models"))
-    ax = ax or new_axes(height=5.0, width=5.6)
-    styles = {"dense models": (COLORS["compute"], "o"), "mixtures of experts": (COLORS["comm"], "s")}
+    ax = ax or draw.new_axes(height=5.0, width=5.6)
+    styles = {"dense models": (draw.COLORS["compute"], "o"), "mixtures of experts": (draw.COLORS["comm"], "s")}
     if "low_s" in shown:
         colors = [styles[kind][0] for kind in shown["kind"]]
         ax.vlines(shown["measured_s"].astype(float), shown["low_s"], shown["high_s"], color=colors, lw=0.6, alpha=0.5)
     within = (_WITHIN / 100, f"within {_WITHIN} %")
-    ours_and_theirs(ax, shown, "measured_s", "predicted_s", by="kind", styles=styles, within=within, room=1.5)
-    legend(ax, where="upper left")
+    draw.ours_and_theirs(ax, shown, "measured_s", "predicted_s", by="kind", styles=styles, within=within, room=1.5)
+    draw.legend(ax, where="upper left")
     error = (shown["predicted_s"] / shown["measured_s"] - 1).abs()
-    close = (error <= _WITHIN / 100).mean() if len(shown) else 0.0
+    close = (error <= _WITHIN / 100).sum() / max(len(shown), 1)
     title = f"{close:.0%} of {len(shown)} published runs are predicted within {_WITHIN} %"
     columns = ["source", "model", "gpu", "n_gpus", "measured_s", "predicted_s", "low_s", "high_s"]
     data = shown[[column for column in columns if column in shown]]
-    x, y = "measured [s per step]", "simulated, not seen by the fit [s per step]"
-    return finish(ax, data, title, x=x, y=y, origin=table)
+    labels = {"x": "measured [s per step]", "y": "simulated, not seen by the fit [s per step]"}
+    return draw.finish(ax, data, title, origin=table, **labels)
 
 
 def plot_errors(table: pd.DataFrame, ax: Axes | None = None, *, baseline: pd.Series | None = None) -> Axes:
     """Mean absolute error of each row of `errors`, largest first; baseline: the error of a simpler model as marks."""
     shown = table.sort_values("mape", ascending=False)
-    ax = ax or new_axes(height=1.0 + 0.26 * len(shown))
-    bars(ax, shown["mape"] * 100, source="simulated")
-    for place, error in enumerate(shown["mape"]):
-        ax.text(1.01, place, f"{error:.1%}", transform=ax.get_yaxis_transform(), va="center", fontsize=7)
-    data, key = shown.reset_index(), None
+    data, key, title = shown.reset_index(), None, "No rows"
+    if len(shown):
+        title = f"Predictions are off by {shown['mape'].min():.0%} to {shown['mape'].max():.0%}"
     if baseline is not None:
         simple = baseline.reindex(shown.index)
-        ax.plot(simple * 100, range(len(shown)), "|", color=_RED, ms=9, mew=1.5)
-        key = [mark_key("one rate per GPU and precision", "|", _RED, ms=9, mew=1.5)]
         data = data.assign(baseline=simple.to_numpy())
+        key = [draw.mark_key("one rate per GPU and precision", "|", _RED, ms=9, mew=1.5)]
+        title += f"; nearer than one rate in {(shown['mape'] < simple).sum()} of {len(shown)}"
     names = [" · ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in shown.index]
-    runs = [plural(count, "run") for count in shown["rows"]]
-    rows = [f"{shorten(name, 58, keep_end=True)} ({count})" for name, count in zip(names, runs, strict=True)]
-    title, x = _verdict(shown, names, baseline), "mean absolute error of the predicted time [%]"
-    return finish(ax, data, title, x=x, rows=rows, key=key, origin=table)
+    counts = [draw.plural(count, "run") for count in shown["rows"]]
+    rows = [f"{draw.shorten(name, 58, keep_end=True)} ({count})" for name, count in zip(names, counts, strict=True)]
+    ending = {"x": "mean absolute error of the predicted time [%]", "rows": rows, "key": key, "origin": table}
+    ax = draw.bar_chart(ax, data, shown["mape"] * 100, title, source="simulated", **ending)
+    if baseline is not None:
+        ax.plot(simple * 100, range(len(shown)), "|", color=_RED, ms=9, mew=1.5)
+    for place, error in enumerate(shown["mape"]):
+        ax.text(1.01, place, f"{error:.1%}", transform=ax.get_yaxis_transform(), va="center", fontsize=7)
+    return ax
 
 
 def plot_vision(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """MFU of the vision transformers of MAD-Max: measured, the paper's prediction and ours (`vision_errors`)."""
-    ax = ax or new_axes(height=0.9 + 0.42 * len(table))
-    error = {who: table[f"{who}_error"].abs().mean() for who in ("paper", "ours")}
-    labels = {
-        "measured": ("measured", DARK),
-        "paper": (f"the paper's model, mean relative error {error['paper']:.1%}", THEIRS),
-        "ours": (f"ours, fitted to the other runs: {error['ours']:.1%}", fill_of("compute", "simulated")),
+    ax = ax or draw.new_axes(height=0.9 + 0.42 * len(table))
+    paper, ours = (table[f"{who}_error"].abs().mean() for who in ("paper", "ours"))
+    key = {
+        "measured": draw.DARK,
+        f"the paper's model, mean relative error {paper:.1%}": draw.THEIRS,
+        f"ours, fitted to the other runs: {ours:.1%}": draw.fill_of("compute", "simulated"),
     }
-    for number, (who, (_, fill)) in enumerate(labels.items()):
+    for number, (who, fill) in enumerate(zip(("measured", "paper", "ours"), key.values(), strict=True)):
         notes = None if who == "measured" else table[f"{who}_error"].map("{:+.0%}".format)
-        bars(ax, table[who] * 100, fill, slot=(number, 3), notes=notes)
-    key = [patch_key(label, fill) for label, fill in labels.values()]
+        draw.bars(ax, table[who] * 100, fill, slot=(number, 3), notes=notes)
     rows = [f"{row.model}, {row.gpus} GPUs, batch {row.global_batch}" for row in table.itertuples()]
-    title = f"Vision transformers: off by {error['ours']:.0%}, the paper's own model by {error['paper']:.0%}"
+    title = f"Vision transformers: off by {ours:.0%}, the paper's own model by {paper:.0%}"
     x, data = "MFU [% of 312 TFLOP/s]", table.reset_index(drop=True)
-    return finish(ax, data, title, x=x, rows=rows, key=key, origin=table)
-
-
-def _verdict(shown: pd.DataFrame, names: list[str], baseline: pd.Series | None) -> str:
-    if not names:
-        return "No rows"
-    if baseline is None:
-        return f"Predicted worst: {names[0]}, {shown['mape'].iloc[0]:.0%} off"
-    better = int((shown["mape"] < baseline.reindex(shown.index)).sum())
-    reach = f"{shown['mape'].min():.0%} to {shown['mape'].max():.0%}"
-    return f"Off by {reach}; nearer than one rate in {better} of {len(shown)}"
+    return draw.finish(ax, data, title, x=x, rows=rows, key=key, origin=table)

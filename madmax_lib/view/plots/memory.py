@@ -12,13 +12,14 @@ from matplotlib.axes import Axes
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.operators.memory import BEFORE, CATEGORIES, held_at_peak, memory_timeline, peak
 from madmax_lib.units import bytes_unit, format_bytes, format_s
-from madmax_lib.view.drawing import COLORS, areas, bars, empty, finish, legend, new_axes, note, plural, shorten
+from madmax_lib.view import drawing as draw
+from madmax_lib.view.plots.operators import short_name
 
 __all__ = ["plot_held", "plot_memory", "plot_memory_categories"]
 
 _STRETCHES = 300  # of the time axis: each keeps its first, lowest, highest and last value, so that pictures stay small
 _NO_EVENTS = "No allocator events: record with profile_memory=True"
-_SHADES = ("#4c5b7a", "#8a7bb5", "#b9c6dd", "#d9cf8f", "#c2566e", "#5fa3a3", "#e3a7b3", COLORS["idle"])
+_SHADES = ("#4c5b7a", "#8a7bb5", "#b9c6dd", "#d9cf8f", "#c2566e", "#5fa3a3", "#e3a7b3", draw.COLORS["idle"])
 _CATEGORY_COLORS = dict(zip(CATEGORIES, _SHADES, strict=True))
 _MOST_STEPS = 12  # up to which steps are numbered
 
@@ -32,54 +33,48 @@ def plot_memory(
     """
     peaks = _chosen(peak(timeline), rank, device)
     if not len(peaks):
-        return empty(ax, memory_timeline(timeline), _NO_EVENTS, timeline)
+        return draw.empty(ax, memory_timeline(timeline), _NO_EVENTS, timeline)
     top = peaks.loc[peaks["peak_bytes"].idxmax()]
     table = _chosen(memory_timeline(timeline, top["device"]), top["rank"], None)
     drawn = _thinned(table, "allocated_bytes")
     unit, factor = bytes_unit(np.nanmax([top["peak_bytes"], top["reserved_bytes"]]))
     time_ms, older, reserved = drawn["time_s"] * 1e3, drawn["before_bytes"] / factor, drawn["reserved_bytes"] / factor
     parts = pd.DataFrame({"idle": older, "other": drawn["allocated_bytes"] / factor - older})
-    ax = ax or new_axes(height=3.2)
-    areas(ax, time_ms, parts, {"idle": "idle", "other": "other"}, source=timeline.meta.source, step="post")
+    ax = ax or draw.new_axes(height=3.2)
+    draw.areas(ax, time_ms, parts, {"idle": "idle", "other": "other"}, source=timeline.meta.source, step="post")
     ax.step(time_ms, reserved, where="post", color="#444444", linewidth=1)
-    at_end = {"va": "baseline", "ha": "right", "fontsize": 8}
+    at_end = {"dx": -3, "dy": 3, "va": "baseline", "ha": "right", "fontsize": 8}
     if reserved.notna().any():
-        note(ax, time_ms.iloc[-1], reserved.iloc[-1], "reserved", dx=0, dy=3, **at_end)
+        draw.note(ax, time_ms.iloc[-1], reserved.iloc[-1], "reserved", **at_end)
     if older.iloc[-1] > 0.1 * drawn["allocated_bytes"].max() / factor:
-        note(ax, time_ms.iloc[-1], 0, BEFORE, dx=-3, dy=3, **at_end)
+        draw.note(ax, time_ms.iloc[-1], 0, BEFORE, **at_end)
     high = np.nanmax([1.6 * top["peak_bytes"] / factor, 1.15 * reserved.max(), 1e-9])
-    limits = {"xlim": (time_ms.iloc[0], max(time_ms.iloc[-1], time_ms.iloc[0] + 1e-3)), "ylim": (0, high)}
-    ax.set(**limits)
+    ax.set(xlim=(time_ms.iloc[0], max(time_ms.iloc[-1], time_ms.iloc[0] + 1e-3)), ylim=(0, high))
     _mark_steps(ax, table)
     _label_peak(ax, top, held_at_peak(timeline, 3), factor)
-    where = f"rank {top['rank']}, {top['device']}" if len(timeline.ranks) > 1 else top["device"]
-    in_step = f", in step {top['step']}" if top["step"] > 0 else ""
-    title = f"Peak {format_bytes(top['peak_bytes'])} on {where} after {format_s(top['time_s'])}{in_step}"
-    return finish(ax, drawn, title, x="time [ms]", y=f"memory [{unit}]", origin=timeline)
+    where = f"{top['device']} of rank {top['rank']}"
+    title = f"Peak {format_bytes(top['peak_bytes'])} on {where} after {format_s(top['time_s'])}"
+    return draw.finish(ax, drawn, title, x="time [ms]", y=f"memory [{unit}]", origin=timeline)
 
 
 def plot_memory_categories(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Stacked area of `read_memory_timeline`: what kind of data fills the memory, over time."""
     wide = pd.DataFrame(table["size_bytes"].to_numpy().reshape(-1, len(CATEGORIES)), columns=CATEGORIES)
     if not len(wide):
-        return empty(ax, table, "An empty memory timeline")
-    ax = ax or new_axes(height=3.2)
+        return draw.empty(ax, table, "An empty memory timeline")
+    ax = ax or draw.new_axes(height=3.2)
     wide = wide.assign(total=wide.sum(axis=1), time_s=table["time_s"].to_numpy()[:: len(CATEGORIES)])
-    drawn = _thinned(wide, "total")
-    high = wide.loc[wide["total"].idxmax()]
+    drawn, high = _thinned(wide, "total"), wide.loc[wide["total"].idxmax()]
     unit, factor = bytes_unit(high["total"])
     fills = {name: color for name, color in _CATEGORY_COLORS.items() if drawn[name].max() > 0.003 * high["total"]}
-    labels = {name: name.replace("_", " ") for name in fills}
-    areas(
-        ax, drawn["time_s"] * 1e3, drawn / factor, fills, step="post", labels=labels, source=table.attrs.get("source")
-    )
+    style = {"labels": {name: name.replace("_", " ") for name in fills}, "source": table.attrs.get("source")}
+    draw.areas(ax, drawn["time_s"] * 1e3, drawn / factor, fills, step="post", **style)
+    draw.legend(ax, ax.get_legend_handles_labels()[0][::-1], "beside")
     most = high[list(CATEGORIES)].astype(float).idxmax()
-    share = high[most] / max(high["total"], 1)
-    title = f"Peak {format_bytes(high['total'])}: {share:.0%} {most.replace('_', ' ')}"
-    legend(ax, ax.get_legend_handles_labels()[0][::-1], "beside")
-    reach_ms, limits = max(drawn["time_s"].max() * 1e3, 1e-3), (0, 1.1 * high["total"] / factor)
-    data, y = drawn[["time_s", *CATEGORIES]], f"memory [{unit}]"
-    return finish(ax, data, title, x="time [ms]", y=y, reach=reach_ms, ylim=limits, origin=table)
+    title = f"Peak {format_bytes(high['total'])}: {high[most] / max(high['total'], 1):.0%} {most.replace('_', ' ')}"
+    limits = {"reach": drawn["time_s"].max() * 1e3, "ylim": (0, 1.1 * high["total"] / factor)}
+    data = drawn[["time_s", *CATEGORIES]]
+    return draw.finish(ax, data, title, x="time [ms]", y=f"memory [{unit}]", origin=table, **limits)
 
 
 def plot_held(
@@ -91,25 +86,17 @@ def plot_held(
     """
     part = _chosen(table, rank, device)
     if not len(part):
-        return empty(ax, table, _NO_EVENTS)
-    peaks = part.groupby(["rank", "device"], sort=False)["size_bytes"].sum()
-    of_rank, of_device = peaks.idxmax()
-    part = part[(part["rank"] == of_rank) & (part["device"] == of_device)]
-    ax = ax or new_axes(height=1.1 + 0.28 * len(part))
+        return draw.empty(ax, table, _NO_EVENTS)
+    rank, device = part.groupby(["rank", "device"], sort=False)["size_bytes"].sum().idxmax()
+    part = part[(part["rank"] == rank) & (part["device"] == device)]
     unit, factor = bytes_unit(part["size_bytes"].max())
-    older = part["operator"] == BEFORE
-    counts = ["" if np.isnan(count) else f", {plural(count, 'allocation')}" for count in part["count"]]
-    notes = [f"{share:.1%}{count}" for share, count in zip(part["share"], counts, strict=True)]
+    counts = ["" if np.isnan(count) else f", {draw.plural(count, 'allocation')}" for count in part["count"]]
+    rows, older = [short_name(name) for name in part["operator"]], part["operator"] == BEFORE
+    title = f"{rows[part['share'].argmax()]} holds {part['share'].max():.0%} of the peak"
+    ending = {"notes": part["share"].map("{:.1%}".format) + counts, "rows": rows, "origin": table}
+    ending["x"] = f"held at the peak of {device} of rank {rank} [{unit}]"
     kinds = list(older.map({True: "idle", False: "other"}))
-    bars(ax, part["size_bytes"].clip(lower=0) / factor, kinds, source=table.attrs.get("source"), notes=notes)
-    title, by_share = "No operator of the peak", part[~older].sort_values("share", ascending=False)
-    if len(by_share):
-        title = f"{_short(by_share['operator'].iloc[0])} holds {by_share['share'].iloc[0]:.0%} of the peak"
-    before = part.loc[older, "share"].sum()
-    title += f", {before:.0%} is from {BEFORE}" if before else ""
-    where = of_device if table["rank"].nunique() == 1 else f"{of_device} of rank {of_rank}"
-    x, rows = f"held at the peak of {where} [{unit}]", [_short(name) for name in part["operator"]]
-    return finish(ax, part, title, x=x, rows=rows, reach=1.32 * part["size_bytes"].max() / factor, origin=table)
+    return draw.bar_chart(ax, part, part["size_bytes"].clip(lower=0) / factor, title, kinds, **ending)
 
 
 def _chosen(table: pd.DataFrame, rank: int | None, device: str | None) -> pd.DataFrame:
@@ -146,18 +133,8 @@ def _mark_steps(ax: Axes, table: pd.DataFrame) -> None:
 def _label_peak(ax: Axes, top: pd.Series, held: pd.DataFrame, factor: float) -> None:
     """A dot at the peak and a text on its wider side: who holds it."""
     held = held[(held["rank"] == top["rank"]) & (held["device"] == top["device"])]
-    holders = [f"{row.share:.0%} {_short(row.operator)}" for row in held.itertuples()]
+    holders = [f"{row.share:.0%} {short_name(row.operator)}" for row in held.itertuples()]
     time_ms, peak_size = top["time_s"] * 1e3, top["peak_bytes"] / factor
     ax.plot(time_ms, peak_size, "o", color="black", markersize=4)
     side = {"dx": -8, "ha": "right"} if time_ms > np.mean(ax.get_xlim()) else {"dx": 8, "ha": "left"}
-    note(ax, time_ms, peak_size, "\n".join(["held by", *holders]), dy=5, va="bottom", box=True, **side)
-
-
-def _short(name: str) -> str:
-    """An operator's name that fits beside a bar.
-
-    >>> _short("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"), _short("aten::mm")
-    ('AccumulateGrad', 'aten::mm')
-    """
-    name = name.removeprefix("autograd::engine::evaluate_function: ").removeprefix("torch::autograd::")
-    return shorten(name, 36)
+    draw.note(ax, time_ms, peak_size, "\n".join(["held by", *holders]), dy=5, va="bottom", box=True, **side)

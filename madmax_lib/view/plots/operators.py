@@ -11,37 +11,32 @@ from matplotlib.colors import to_hex, to_rgb
 
 from madmax_lib.traces.diff import op_names
 from madmax_lib.traces.operators.ops import OUTSIDE
-from madmax_lib.view.drawing import (
-    COLORS,
-    LABELS,
-    bars,
-    empty,
-    finish,
-    kinds_key,
-    new_axes,
-    note,
-    patch_key,
-    percent,
-    plural,
-    rank_labels,
-    shorten,
-)
+from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_kernel_types", "plot_kernels", "plot_mfu", "plot_modules", "plot_operators", "plot_roofline"]
+__all__ += ["short_name"]
 
-_DTYPE_COLORS = {
-    "fp64": "#8c564b", "fp32": "#529d3f", "tf32": "#8d6bb8", "fp16": "#e1812c", "bf16": "#3b75af", "fp8": "#c44e52",
-    "int8": "#7f7f7f",
-}  # fmt: skip
+_DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64", "int8")
+_DTYPE_COLORS = dict(zip(_DTYPES, draw.SERIES, strict=False))
 _TALKS = re.compile(r"^(c10d|nccl|gloo|hccl):|^record_param_comms|^(all_|reduce_scatter|broadcast|send_recv)")
+
+
+def short_name(name: str) -> str:
+    """An operator's name that fits beside a bar.
+
+    >>> short_name("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"), short_name("aten::mm")
+    ('AccumulateGrad', 'mm')
+    """
+    name = name.rpartition(": ")[2].removeprefix("torch::autograd::").removeprefix("aten::")
+    return draw.shorten(name.replace("_scaled_dot_product_", "sdpa_"))
 
 
 def plot_kernels(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
     """The kernels that take most device time over all ranks, coloured by kind, of `kernels` or `top_kernels`."""
     names = pd.Series(op_names(table["name"].astype(str)), index=table.index, dtype=object)
     rows = table.assign(name=names.replace("generic", "collective"), kind=table["kind"].astype(str))
-    rows = rows.groupby(["name", "kind"])[["total_s", "count"]].sum().reset_index()
-    return _longest(ax, rows, "total_s", table, count, x="time, all ranks [ms]", whole="the work")
+    columns = ["name", "kind", "total_s", "count"]
+    return _longest(ax, rows, columns, table, count, x="time, all ranks [ms]")
 
 
 def plot_operators(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
@@ -49,19 +44,40 @@ def plot_operators(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 
     names = table["name"].astype(object)
     if table.attrs.get("source") == "simulated":
         names = pd.Series(op_names(names), index=table.index, dtype=object)
-    rows = table.assign(name=names).groupby("name")[["self_device_s", "count"]].sum().reset_index()
-    talks = rows["name"].map(lambda name: bool(_TALKS.search(name))).to_numpy(dtype=bool)
-    rows["kind"] = np.where(rows["name"] == OUTSIDE, "other", np.where(talks, "comm", "compute"))
-    x = "time without operators inside, all ranks [ms]"
-    return _longest(ax, rows, "self_device_s", table, count, x=x, whole="the time")
+    kinds = np.where(names.map(lambda name: bool(_TALKS.search(name))).astype(bool), "comm", "compute")
+    rows = table.assign(name=names, kind=np.where(names == OUTSIDE, "other", kinds))
+    columns = ["name", "self_device_s", "count", "kind"]
+    return _longest(ax, rows, columns, table, count, x="time without operators inside, all ranks [ms]")
 
 
 def plot_modules(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
     """The types of modules that take most device time of their own (without modules inside), of `modules`."""
-    rows = table.assign(modules=1).groupby("type")[["self_device_s", "count", "modules"]].sum().reset_index()
-    rows = rows.rename(columns={"type": "name"}).assign(kind="compute")
-    x = "device time without modules inside, with backward [ms]"
-    return _longest(ax, rows, "self_device_s", table, count, x=x, whole="the modules' time")
+    rows = table.assign(name=table["type"], modules=1, kind="compute")
+    columns = ["name", "self_device_s", "count", "modules", "kind"]
+    return _longest(ax, rows, columns, table, count, x="device time without modules inside, with backward [ms]")
+
+
+def _longest(
+    ax: Axes | None, rows: pd.DataFrame, columns: list[str], table: pd.DataFrame, count: int, *, x: str
+) -> Axes:
+    """Bars of the names with the largest sums of a time, each with its share of all and how many calls or modules.
+
+    columns: of the data of the picture: name and kind, and among them the time first and what is counted last.
+    """
+    seconds, *_, number = sums = [column for column in columns if column not in ("name", "kind")]
+    rows = rows.groupby(["name", "kind"])[sums].sum().reset_index()[columns]
+    rows["share"] = rows[seconds] / max(rows[seconds].sum(), 1e-12)
+    most = rows.sort_values([seconds, "name"], ascending=[False, True]).head(count)
+    most = most[most["share"] >= 0.0005].reset_index(drop=True)
+    if not len(most):
+        return draw.empty(ax, most, "No device time is recorded", table)
+    counts = [draw.plural(n, {"count": "call", "modules": "module"}[number]) for n in most[number]]
+    notes = most["share"].map("{:.1%}, ".format) + counts
+    rows, kinds = [short_name(name) for name in most["name"]], list(most["kind"])
+    key = draw.kinds_key(kinds) if len(set(kinds)) > 1 else None
+    title = f"{rows[0]} takes {draw.percent(most['share'][0])} of the time"
+    ending = {"notes": notes, "rows": rows, "key": key, "origin": table}
+    return draw.bar_chart(ax, most, most[seconds] * 1e3, title, kinds, x=x, **ending)
 
 
 def plot_roofline(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 8) -> Axes:
@@ -71,8 +87,8 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 8
     """
     rows = _products(table)
     if not len(rows):
-        return empty(ax, rows, "No operator has FLOPs: shapes were not recorded", table)
-    ax = ax or new_axes(height=3.6, width=7.4)
+        return draw.empty(ax, rows, "No operator has FLOPs: shapes were not recorded", table)
+    ax = ax or draw.new_axes(height=3.6, width=7.4)
     peaks = rows.dropna(subset="peak_flops").drop_duplicates("dtype").set_index("dtype")["peak_flops"]
     bandwidth, intensity = rows["peak_bytes_per_s"].iloc[0], rows["flops_per_byte"]
     low, high = intensity.min() / 2, max([intensity.max() * 2, *(peaks / bandwidth * 4)])
@@ -82,7 +98,7 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 8
         ax.plot(roof, np.minimum(roof * bandwidth, peak) / 1e12, color=color, linewidth=1, zorder=1)
         side = "right" if ridge > 3 * low else "left"
         text = f"{dtype}: {peak / 1e12:,.4g} TFLOP/s"
-        note(ax, ridge, peak / 1e12, text, dx=0, dy=3, va="baseline", ha=side, color=color)
+        draw.note(ax, ridge, peak / 1e12, text, dx=0, dy=3, va="baseline", ha=side, color=color)
     area = 12 + 400 * rows["device_s"] / rows["device_s"].sum()
     colors, rate = rows["dtype"].map(_DTYPE_COLORS).fillna("black"), rows["flops_per_s"] / 1e12
     ax.scatter(intensity, rate, s=area, c=colors, alpha=0.6, edgecolor="white", linewidth=0.4, zorder=2)
@@ -91,75 +107,51 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 8
     ax.grid(True, axis="both")
     _number(ax, intensity.head(count), rate)
     key = [
-        f"{number}  {_short(row.name)}  {percent(row.roof)} of its roof\n    {_shapes(row.shapes)}"
+        f"{number}  {short_name(row.name)}  {draw.percent(row.roof)} of its roof\n    {_shapes(row.shapes)}"
         for number, row in enumerate(rows.head(count).itertuples(), start=1)
     ]
     ax.text(1.02, 1.0, "\n".join(key), transform=ax.transAxes, va="top", fontsize=6.5, linespacing=1.25)
     top, device = rows.iloc[0], table.attrs.get("device") or "its device"
-    title = f"{_short(top['name'])} runs at {percent(top['roof'])} of its {top['bound']} roof on {device}"
-    return finish(ax, rows, title, x="FLOPs per byte", y="TFLOP/s", origin=table)
+    title = f"{short_name(top['name'])} runs at {draw.percent(top['roof'])} of its {top['bound']} roof on {device}"
+    return draw.finish(ax, rows, title, x="FLOPs per byte", y="TFLOP/s", origin=table)
 
 
 def plot_kernel_types(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Busy time of each rank by the kinds that run side by side, of `kernel_types`."""
     if not len(table):
-        return empty(ax, table, "Nothing ran")
+        return draw.empty(ax, table, "Nothing ran")
     busy_s = table.pivot_table(index="rank", columns="kinds", values="total_s", aggfunc="sum", observed=False)
     busy_s = busy_s[busy_s.sum().sort_values(ascending=False).index].fillna(0.0)
-    ax = ax or new_axes(height=1.2 + 0.28 * len(busy_s))
-    fills = {kinds: _blend(kinds.split(" + ")) for kinds in busy_s}
-    bars(ax, busy_s * 1e3, fills, source=table.attrs.get("source"))
-    names = {kinds: " + ".join(LABELS[kind] for kind in kinds.split(" + ")) for kinds in busy_s}
-    first = busy_s.sum().idxmax()
-    share = busy_s[first].sum() / busy_s.to_numpy().sum()
-    title = f"{share:.0%} of the busy time is {names[first]} {'side by side' if '+' in first else 'alone'}"
-    key = [patch_key(names[kinds], fill) for kinds, fill in fills.items()]
-    rows = rank_labels(busy_s.index)
-    return finish(ax, table, title, x="busy time [ms]", rows=rows, key=key, columns=3)
+    sets = [kinds.split(" + ") for kinds in busy_s]
+    labels = [" + ".join(draw.LABELS[kind] for kind in kinds) for kinds in sets]
+    key = {label: _blend(kinds) for label, kinds in zip(labels, sets, strict=True)}
+    share = busy_s.iloc[:, 0].sum() / busy_s.to_numpy().sum()
+    title = f"{share:.0%} of the busy time is {labels[0]} {'alone' if len(sets[0]) == 1 else 'side by side'}"
+    ending = {"x": "busy time [ms]", "rows": draw.rank_labels(busy_s.index), "key": key, "columns": 3}
+    return draw.bar_chart(ax, table, busy_s.set_axis(labels, axis=1) * 1e3, title, key, **ending)
 
 
 def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Model FLOPs utilisation of each rank, of `mfu`: the median of its steps as a bar, each step as a point."""
     steps = table.dropna(subset="mfu")
     if not len(steps):
-        return empty(ax, table, "No utilisation: no FLOPs are known")
+        return draw.empty(ax, table, "No utilisation: no FLOPs are known")
     by_rank = steps.groupby("rank")["mfu"]
-    median, most = by_rank.median(), by_rank.max()
-    ax = ax or new_axes(height=1.1 + 0.28 * len(median))
-    bars(ax, median * 100, source=table.attrs.get("source"))
+    median, reach = by_rank.median(), steps["mfu"].max() * 112
+    title = f"{draw.percent(steps['mfu'].median())} of the peak in the median step"
+    ending = {"x": "model FLOPs utilisation [%]", "rows": draw.rank_labels(median.index), "reach": reach}
+    ax = draw.bar_chart(ax, table, median * 100, title, **ending)
     ax.plot(steps["mfu"] * 100, steps["rank"].map(list(median.index).index), "o", color="black", markersize=2.5)
-    for place, (value, right) in enumerate(zip(median, most, strict=True)):
-        note(ax, right * 100, place, percent(value), dx=5)
-    title = f"{percent(steps['mfu'].median())} of the peak in the median step"
-    rows, x = rank_labels(median.index), "model FLOPs utilisation [%]"
-    return finish(ax, table, title, x=x, rows=rows, reach=most.max() * 112)
-
-
-def _longest(
-    ax: Axes | None, rows: pd.DataFrame, column: str, table: pd.DataFrame, count: int, *, x: str, whole: str
-) -> Axes:
-    """Bars of the largest values in ms, coloured by kind, each with its share of all and its number of calls."""
-    rows = rows.assign(share=rows[column] / max(rows[column].sum(), 1e-12))
-    most = rows.sort_values([column, "name"], ascending=[False, True]).head(count)
-    most = most[most["share"] >= 0.0005].reset_index(drop=True)
-    if not len(most):
-        return empty(ax, most, f"Nothing is recorded of {whole}", table)
-    ax = ax or new_axes(height=1.1 + 0.25 * len(most))
-    number, noun = ("modules", "module") if "modules" in most else ("count", "call")
-    notes = [f"{share:.1%}, {plural(n, noun)}" for share, n in zip(most["share"], most[number], strict=True)]
-    value_ms, kinds = most[column] * 1e3, list(most["kind"])
-    bars(ax, value_ms, kinds, source=table.attrs.get("source"), notes=notes)
-    title = f"{_short(most['name'][0])} takes {percent(most['share'][0])} of {whole}"
-    key = kinds_key(kind for kind in LABELS if kind in kinds) if len(set(kinds)) > 1 else None
-    labels = [_short(name) for name in most["name"]]
-    return finish(ax, most, title, x=x, rows=labels, reach=value_ms.max() * 1.25, key=key, origin=table)
+    for place, (value, most) in enumerate(zip(median, by_rank.max(), strict=True)):
+        draw.note(ax, most * 100, place, draw.percent(value), dx=5)
+    return ax
 
 
 def _blend(kinds: list[str]) -> str:
     """Colour of kinds side by side: of hidden communication as elsewhere, else between the colours of all."""
     if kinds == ["compute", "comm"]:
-        return COLORS["hidden"]
-    return to_hex(np.mean([to_rgb(COLORS[kind]) for kind in kinds], axis=0))
+        return draw.COLORS["hidden"]
+    return to_hex(np.mean([to_rgb(draw.COLORS[kind]) for kind in kinds], axis=0))
 
 
 def _number(ax: Axes, x: pd.Series, y: pd.Series) -> None:
@@ -172,7 +164,7 @@ def _number(ax: Axes, x: pd.Series, y: pd.Series) -> None:
         free = [place for place in places if all(np.abs(center + place - other).max() > 8 for other in taken)]
         dx, dy = (free or places)[0]
         taken.append(np.add(center, (dx, dy)))
-        note(ax, *point, str(number), dx=dx, dy=dy, weight="bold", ha="center")
+        draw.note(ax, *point, str(number), dx=dx, dy=dy, weight="bold", ha="center")
 
 
 def _products(table: pd.DataFrame) -> pd.DataFrame:
@@ -191,14 +183,4 @@ def _shapes(text: str) -> str:
     >>> _shapes("[[16,5185,64],[16,64,5185],[]]")
     '16x5185x64, 16x64x5185'
     """
-    return shorten(", ".join(part.replace(",", "x") for part in re.findall(r"\[(\d[\d,]*)\]", text)))
-
-
-def _short(name: str) -> str:
-    """A name that fits beside a bar.
-
-    >>> _short("autograd::engine::evaluate_function: MmBackward0"), _short("aten::mm")
-    ('MmBackward0', 'mm')
-    """
-    name = name.rpartition(": ")[2].removeprefix("torch::autograd::").removeprefix("aten::")
-    return shorten(name.replace("_scaled_dot_product_", "sdpa_"))
+    return draw.shorten(", ".join(part.replace(",", "x") for part in re.findall(r"\[(\d[\d,]*)\]", text)))

@@ -12,28 +12,12 @@ from matplotlib.axes import Axes
 from madmax_lib.calibration.run_tables import steps_files
 from madmax_lib.runs.read import PHASES, Run, runs_table
 from madmax_lib.units import bytes_unit, format_bytes, format_s
-from madmax_lib.view.drawing import (
-    COLORS,
-    bars,
-    finish,
-    kinds_key,
-    legend,
-    lines,
-    new_axes,
-    patch_key,
-    plural,
-)
+from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_losses", "plot_run", "plot_run_memory", "plot_run_phases", "plot_shares", "plot_speed"]
 
-_PHASES = {
-    "data": "#303030",
-    "forward": "#9dbada",
-    "backward": COLORS["compute"],
-    "optimizer": COLORS["other"],
-    "other": COLORS["idle"],
-}
-_SHARES = {"compute": "compute", "exposed_comm": "comm", "idle": "idle"}  # column: kind
+_PHASES = dict(zip((*PHASES, "other"), ("#303030", "#9dbada", "compute", "other", "idle"), strict=True))
+_SHARES = {"compute": "compute", "exposed communication": "comm", "idle": "idle"}
 _FEW_STEPS = 20  # up to which there is room for the loss of each
 _FEW_PERCENT = 9  # parts below are drawn without a number
 
@@ -46,33 +30,29 @@ def plot_run(run: Run, ax: Axes | None = None) -> Axes:
     if not len(run.steps):
         status, error = run.summary.get("status", "unfinished"), run.summary.get("error", "")
         raise ValueError(f"{run.spec.name} made no step: {status} {error}")
-    ax = ax or new_axes(height=2.8)
+    ax = ax or draw.new_axes(height=2.8)
     parts, loss = _phases(run.steps), run.steps["loss"]
-    notes = [f"{value:.2f}" for value in loss] if len(parts) <= _FEW_STEPS else None
-    ends = bars(ax, parts * 1e3, _PHASES, notes=notes, upright=True, height=0.8)
+    notes = loss.map("{:.2f}".format) if len(parts) <= _FEW_STEPS else None
+    ends = draw.bars(ax, parts * 1e3, _PHASES, notes=notes, upright=True, height=0.8)
     ax.set_xticks(range(0, len(parts), max(len(parts) // 10, 1)))
     ax.grid(axis="y")
     title = f"{run.spec.model}, {run.spec.strategy}: {format_s(run.summary['step_s']['median'])} per step"
     limits = {"ylim": (0, ends.max() * 1.12), "xlim": (-0.6, len(parts) - 0.4)}
     data = parts.assign(step=run.steps["step"], loss=loss)
-    x, y = "step (above: loss)", "time [ms]"
-    return finish(ax, data, title, x=x, y=y, key=_phases_key(), where="beside", **limits)
+    ending = {"x": "step (above: loss)", "y": "time [ms]", "key": _PHASES, "where": "beside"}
+    return draw.finish(ax, data, title, **ending, **limits)
 
 
 def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     """Median time of a step by strategy, with its quartiles, by number of split dimensions; MFU as text."""
     table = runs_table(runs)
-    ax = ax or new_axes(height=1.2 + 0.26 * len(table))
-    shades = [COLORS["compute"] if odd else "#9dbada" for odd in table["dimensions"] % 2]
-    quartiles = (table["step_p25_s"] * 1e3, table["step_p75_s"] * 1e3)
+    shades = [_PHASES["backward"] if odd else _PHASES["forward"] for odd in table["dimensions"] % 2]
     notes = [f"{row.samples_per_s:.3g} samples/s, MFU {row.mfu:.1%}" for row in table.itertuples()]
-    bars(ax, table["step_s"] * 1e3, shades, error=quartiles, notes=notes)
-    env = next(iter(runs.values())).env
-    machine = f"{env['cores']} CPU cores" if env.get("backend") != "nccl" else env["device"]
+    ending = {"error": (table["step_p25_s"] * 1e3, table["step_p75_s"] * 1e3), "notes": notes}
+    ending |= {"x": "median step [ms], quartiles as line", "rows": _strategies(table), "origin": _origin(runs)}
     fastest, slowest = format_s(table["step_s"].min()), format_s(table["step_s"].max())
-    title = f"{table['model'].iloc[0]} on {machine}: {fastest} to {slowest} per step"
-    x, reach = "median step [ms], quartiles as line", 1.45 * quartiles[1].max()
-    return finish(ax, table, title, origin=_origin(runs), x=x, rows=_strategies(table), reach=reach)
+    title = f"{table['model'].iloc[0]}: {fastest} to {slowest} per step"
+    return draw.bar_chart(ax, table, table["step_s"] * 1e3, title, shades, **ending)
 
 
 def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
@@ -84,73 +64,64 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     reference = next((name for name, run in runs.items() if run.spec.plan.world_size == 1), None)
     if reference is None:
         raise ValueError(f"none of the runs {', '.join(runs)} is on one process")
-    ax = ax or new_axes(height=3.0, width=5.6)
+    ax = ax or draw.new_axes(height=3.0, width=5.6)
     rows = [run.steps[["step", "loss"]].assign(run=name) for name, run in runs.items()]
     table = pd.concat(rows, ignore_index=True)
     alone = table[table["run"] == reference]
     table["difference"] = (table["loss"] - table["step"].map(alone.set_index("step")["loss"])).abs()
-    ax.plot(alone["step"], alone["loss"], color=COLORS["compute"], linewidth=3, alpha=0.6, label="one process")
+    ax.plot(alone["step"], alone["loss"], color=draw.COLORS["compute"], linewidth=3, alpha=0.6, label="one process")
     others = table[table["run"] != reference].sort_values("run", kind="stable")
     labels = dict.fromkeys(others["run"].head(1), "each of the others")
-    ring = {"marker": "o", "markersize": 3, "markerfacecolor": "none", "linewidth": 0.8, "color": COLORS["comm"]}
-    lines(ax, others, "step", "loss", by="run", labels=labels, **ring)
-    legend(ax, where="best")
+    ring = {"marker": "o", "markersize": 3, "markerfacecolor": "none", "linewidth": 0.8, "color": draw.COLORS["comm"]}
+    draw.lines(ax, others, "step", "loss", by="run", labels=labels, **ring)
+    draw.legend(ax, where="best")
     ax.grid(axis="y")
-    ways, model = plural(len(runs) - 1, "way"), runs[reference].spec.model
+    ways, model = draw.plural(len(runs) - 1, "way"), runs[reference].spec.model
     title = f"{ways} to split {model}: losses differ by {table['difference'].max():.0e} at most"
-    return finish(ax, table, title, origin=_origin(runs), x="step", y="loss")
+    return draw.finish(ax, table, title, origin=_origin(runs), x="step", y="loss")
 
 
 def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     """Median time of each phase of a step by strategy, on rank 0; other: waiting and what has no label."""
     table = runs_table(runs)
-    ax = ax or new_axes(height=1.4 + 0.26 * len(table))
-    counted = {name: run.steps[run.steps["step"] >= run.spec.warmup] for name, run in runs.items()}
-    parts = pd.DataFrame([_phases(counted[name]).median() for name in table["run"]])
-    bars(ax, parts * 1e3, _PHASES)
+    counted = [runs[name].steps[runs[name].steps["step"] >= runs[name].spec.warmup] for name in table["run"]]
+    parts = pd.DataFrame([_phases(steps).median() for steps in counted])
     share = (parts["backward"] / parts.sum(axis=1)).median()
     title = f"Backward takes {share:.0%} of a step (median of the strategies)"
     data = table[["run", "strategy", "dimensions", "ranks"]].join(parts)
-    style = {"rows": _strategies(table), "key": _phases_key(), "where": "beside"}
-    return finish(ax, data, title, origin=_origin(runs), x="median time on rank 0 [ms]", **style)
+    ending = {"x": "median time on rank 0 [ms]", "rows": _strategies(table), "key": _PHASES, "where": "beside"}
+    return draw.bar_chart(ax, data, parts * 1e3, title, _PHASES, origin=_origin(runs), **ending)
 
 
 def plot_shares(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Shares of a traced step by strategy, of `trace_breakdowns`: compute, exposed communication, idle and other."""
-    ax = ax or new_axes(height=1.4 + 0.26 * len(table))
-    percent = table[list(_SHARES)] * 100
-    bars(ax, percent, _SHARES, inside=percent.map(lambda size: f"{size:.0f}%" if size > _FEW_PERCENT else ""))
-    title, split = "One process does not communicate", table[table["ranks"] > 1]
-    if len(split):
-        most = split.loc[split["exposed_comm"].idxmax()]
-        title = f"{most['strategy']} exposes most communication: {most['exposed_comm']:.0%} of a step"
-    key = kinds_key(_SHARES.values(), {"comm": "exposed communication"})
-    return finish(ax, table, title, x="share of the traced steps [%]", rows=_strategies(table), reach=100, key=key)
+    percent = table[["compute", "exposed_comm", "idle"]].set_axis(list(_SHARES), axis=1) * 100
+    inside = percent.map(lambda size: f"{size:.0f}%" if size > _FEW_PERCENT else "")
+    most = table.loc[table["exposed_comm"].idxmax()]
+    title = f"{most['strategy']} exposes most communication: {most['exposed_comm']:.0%} of a step"
+    ending = {"x": "share of the traced steps [%]", "rows": _strategies(table), "reach": 100, "key": _SHARES}
+    return draw.bar_chart(ax, table, percent, title, _SHARES, inside=inside, **ending)
 
 
 def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Memory of `memory_table` by strategy: predicted hatched, measured filled below it where the runs had GPUs."""
-    ax = ax or new_axes(height=1.2 + 0.26 * len(table))
+    ax = ax or draw.new_axes(height=1.2 + 0.26 * len(table))
     unit, factor = bytes_unit(table[["predicted_bytes", "measured_bytes"]].max(axis=None))
-    measured = bool(table["measured_bytes"].notna().any())
-    bars(ax, table["predicted_bytes"] / factor, "other", source="simulated", slot=(0, 1 + measured))
-    if measured:
-        bars(ax, table["measured_bytes"] / factor, "other", slot=(1, 2))
-    key = [patch_key("predicted", "other", "simulated"), patch_key("measured", "other")] if measured else None
+    key = {"predicted": draw.fill_of("other", "simulated")}
+    if table["measured_bytes"].notna().any():
+        key["measured"] = draw.fill_of("other")
+    for number, (name, fill) in enumerate(key.items()):
+        draw.bars(ax, table[f"{name}_bytes"] / factor, fill, slot=(number, len(key)))
     least, most = (format_bytes(size) for size in table["predicted_bytes"].agg(["min", "max"]))
-    x = f"memory of a rank at its peak [{unit}]" + ("" if measured else "; a CPU measures none")
     title = f"{table.attrs['model']} needs {least} to {most} per rank, as predicted"
-    return finish(ax, table, title, x=x, rows=_strategies(table), key=key)
+    x = f"memory of a rank at its peak [{unit}]"
+    return draw.finish(ax, table, title, x=x, rows=_strategies(table), key=key)
 
 
 def _phases(steps: pd.DataFrame) -> pd.DataFrame:
     """Seconds of each phase and of what is left of the step, one row per step."""
     parts = pd.DataFrame({name: steps[f"{name}_s"] for name in PHASES})
     return parts.assign(other=(steps["total_s"] - parts.sum(axis=1)).clip(lower=0)).reset_index(drop=True)
-
-
-def _phases_key() -> list:
-    return [patch_key(name, color) for name, color in _PHASES.items()]
 
 
 def _strategies(table: pd.DataFrame) -> list[str]:

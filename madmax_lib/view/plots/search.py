@@ -6,15 +6,15 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.view.drawing import COLORS, DASHED, bars, finish, line_key, lines, new_axes, note
+from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_front", "plot_parallel", "plot_shortlist", "plot_value"]
 
 _CHOICES = ("tp", "pp", "dp", "cp", "zero", "micro_batch", "interleave")
 _RECOMPUTE = {
-    "none": {"color": COLORS["compute"], "ls": "-"},
-    "selective": {"color": COLORS["memcpy"], "ls": "--"},
-    "full": {"color": COLORS["comm"], "ls": ":"},
+    "none": {"color": draw.COLORS["compute"], "ls": "-"},
+    "selective": {"color": draw.COLORS["memcpy"], "ls": "--"},
+    "full": {"color": draw.COLORS["comm"], "ls": ":"},
 }
 _RESOURCES = {
     "compute": "FLOP/s",
@@ -27,29 +27,29 @@ _RESOURCES = {
 
 def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) -> Axes:
     """The plans that no other one beats in time and memory. room_bytes: memory of a device."""
-    ax = ax or new_axes(height=4.0)
+    ax = ax or draw.new_axes(height=4.0)
     table, room_gb = pareto[["plan", "step_s", "memory_bytes"]].reset_index(drop=True), room_bytes / 1e9
     style = {"marker": "o", "ms": 4, "mfc": "white", "lw": 0.8, "drawstyle": "steps-post"}
-    lines(ax, table, "memory_bytes", "step_s", units=(1e9, 1), color=COLORS["compute"], **style)
-    ax.axvline(room_gb, **DASHED)
+    draw.lines(ax, table, "memory_bytes", "step_s", units=(1e9, 1), color=draw.COLORS["compute"], **style)
+    ax.axvline(room_gb, **draw.DASHED)
     style = {"ha": "right", "va": "top", "rotation": 90, "fontsize": 7}
     ax.text(room_gb, 0.98, "memory of a device ", transform=ax.get_xaxis_transform(), **style)
     for row in table.loc[sorted({0, len(table) // 2, len(table) - 1} & set(table.index))].itertuples():
         right = row.memory_bytes > 0.6 * room_bytes
         place = {"dx": 0, "dy": -10, "ha": "right"} if right else {"dx": 6, "dy": 8}
-        note(ax, row.memory_bytes / 1e9, row.step_s, row.plan, **place)
+        draw.note(ax, row.memory_bytes / 1e9, row.step_s, row.plan, **place)
     title, step_s, memory_gb = "No plan fits", table["step_s"], table["memory_bytes"] / 1e9
     if len(table):
         ax.set_ylim(0.85 * step_s.min(), 1.08 * step_s.max())
         gain = step_s.max() / step_s.min()
         title = f"{memory_gb.max() - memory_gb.min():.0f} GB of memory buy {gain:.1f}x the speed"
     x, y = "memory of the fullest device [GB]", "simulated step [s]"
-    return finish(ax, table, title, x=x, y=y, reach=room_gb * 1.05, origin=pareto)
+    return draw.finish(ax, table, title, x=x, y=y, reach=room_gb * 1.05, origin=pareto)
 
 
 def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """The choices of the best plans as lines from axis to axis, the best thick; colour and dashes: recompute."""
-    ax = ax or new_axes(height=4.0, width=8.0)
+    ax = ax or draw.new_axes(height=4.0, width=8.0)
     shown = table[[*_CHOICES, "recompute", "step_s"]].reset_index(drop=True)
     ranks = shown[list(_CHOICES)].rank(method="dense") - 1
     heights = ranks / ranks.max().clip(lower=1)
@@ -59,14 +59,14 @@ def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax.plot(heights.loc[place].to_numpy() + shift[place], **_RECOMPUTE[shown["recompute"][place]], **weight)
     for number, name in enumerate(_CHOICES):
         for value, height in dict(zip(shown[name], heights[name], strict=True)).items():
-            note(ax, number, height, str(value), dx=5, box=True, fontsize=8)
+            draw.note(ax, number, height, str(value), dx=5, box=True, fontsize=8)
     ax.set_xticks(range(len(_CHOICES)), [name.replace("_", "-") for name in _CHOICES])
     kinds = [kind for kind in _RECOMPUTE if kind in set(shown["recompute"])]
-    key = [line_key(f"recompute {kind}", **_RECOMPUTE[kind]) for kind in kinds]
+    key = [draw.line_key(f"recompute {kind}", **_RECOMPUTE[kind]) for kind in kinds]
     within = shown["step_s"].max() / shown["step_s"].min() - 1
     title = f"The best {len(shown)} plans are within {within:.1%} of each other"
     limits = {"yticks": [], "xlim": (-0.2, len(_CHOICES) - 0.5), "ylim": (-0.15, 1.15)}
-    return finish(ax, shown, title, key=key, origin=table, **limits)
+    return draw.finish(ax, shown, title, key=key, origin=table, **limits)
 
 
 def plot_shortlist(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -74,26 +74,22 @@ def plot_shortlist(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
     table: the output of `shortlist.shortlist`.
     """
-    ax = ax or new_axes(height=1.2 + 0.28 * len(table))
-    places, colors = (
-        np.arange(len(table)),
-        table["worth_measuring"].map({True: COLORS["compute"], False: COLORS["idle"]}),
-    )
+    ax = ax or draw.new_axes(height=1.2 + 0.28 * len(table))
+    places, worth = np.arange(len(table)), table["worth_measuring"]
+    colors = worth.map({True: draw.COLORS["compute"], False: draw.COLORS["idle"]})
     ax.hlines(places, table["ratio_low"], table["ratio_high"], color=colors, lw=2)
     ax.scatter(table["ratio"], places, s=18, facecolor="white", edgecolor=colors, zorder=3)
-    ax.axvline(1.0, **DASHED | {"ls": "-"})
-    title = f"{int(table['worth_measuring'].sum())} of {len(table)} layouts cannot be told from the best"
+    ax.axvline(1.0, **draw.DASHED | {"ls": "-"})
+    title = f"{int(worth.sum())} of {len(table)} layouts cannot be told from the best"
     x = "step over that of the first plan, 90 % interval"
-    return finish(ax, table.reset_index(drop=True), title, x=x, rows=table["plan"], origin=table)
+    return draw.finish(ax, table.reset_index(drop=True), title, x=x, rows=table["plan"], origin=table)
 
 
 def plot_value(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """How much faster a step is with twice of each resource. table: the output of `codesign`."""
     shown = table[table["factor"] == 2.0].sort_values("speedup", ascending=False).reset_index(drop=True)
-    ax = ax or new_axes(height=1.0 + 0.4 * len(shown))
-    gain = 100 * (shown["speedup"] - 1)
-    bars(ax, gain, source="simulated", notes=shown["plan"])
-    names = shown["resource"].map(_RESOURCES)
-    title = f"Worth most: {names[0]}" if len(shown) else "No resource was varied"
-    x, reach = "faster step, with the plan that is then best [%]", 1.8 * max(gain.max(), 1)
-    return finish(ax, shown, title, x=x, rows=[f"2x {name}" for name in names], reach=reach, origin=table)
+    rows = [f"2x {_RESOURCES[name]}" for name in shown["resource"]]
+    title = f"Worth most: {rows[0]}" if rows else "No resource was varied"
+    ending = {"x": "faster step, with the plan that is then best [%]", "rows": rows, "origin": table}
+    ending |= {"notes": shown["plan"], "source": "simulated"}
+    return draw.bar_chart(ax, shown, 100 * (shown["speedup"] - 1), title, **ending)

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.simulator.memory.memory import PHASES
-from madmax_lib.view.drawing import DASHED, bars, finish, line_key, new_axes, patch_key
+from madmax_lib.view import drawing as draw
 
 __all__ = ["COMPONENTS", "OTHER", "plot_components", "plot_parts", "plot_predicted_steps"]
 
@@ -36,54 +36,45 @@ _MOST_STAGES = 12
 
 def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
     """Seconds of a step by cause; communication counts where nothing hides it. row: of `estimate`."""
-    ax = ax or new_axes(height=3.6)
-    table = pd.DataFrame(
-        [(part, kind, row[columns].sum()) for part, (columns, kind) in _PARTS.items()],
-        columns=["part", "kind", "seconds"],
-    )
+    parts = [(part, kind, row[columns].sum()) for part, (columns, kind) in _PARTS.items()]
+    table = pd.DataFrame(parts, columns=["part", "kind", "seconds"])
     share = table["seconds"] / row["step_s"]
     shown = table[share > 5e-4]
-    bars(ax, shown["seconds"], shown["kind"], source="simulated", notes=share[shown.index].map("{:.1%}".format))
     of_kind = share.groupby(table["kind"]).sum()
     computes = 1 - of_kind["comm"] - of_kind["idle"]
     title = f"{computes:.0%} of the step computes, {of_kind['comm']:.0%} is communication, {of_kind['idle']:.0%} waits"
-    x = "simulated time that nothing hides [s]; beside it the share of the step"
-    return finish(ax, table, title, x=x, rows=shown["part"])
+    ending = {"x": "simulated time that nothing hides [s]; beside it the share of the step", "rows": shown["part"]}
+    ending |= {"notes": share[shown.index].map("{:.1%}".format), "source": "simulated"}
+    return draw.bar_chart(ax, table, shown["seconds"], title, shown["kind"], **ending)
 
 
 def plot_predicted_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Plans side by side, the first as reference, with 90 % intervals; what does not fit is grey. table: `variants`."""
-    ax = ax or new_axes(height=1.3 + 0.36 * len(table))
     kinds = table["fits"].map({True: "compute", False: "idle"})
-    notes = [
-        f"{row.step_s:.2f} s, MFU {row.mfu:.0%}" + ("" if row.fits else f", needs {row.memory_gb:.0f} GB")
-        for row in table.itertuples()
-    ]
-    bars(ax, table["step_s"], kinds, source="simulated", error=(table["low_s"], table["high_s"]), notes=notes)
-    title, fitting = "No plan fits", table[table["fits"]]
-    if len(fitting):
-        gain = table["step_s"].iloc[0] / fitting["step_s"].min() - 1
-        best = fitting["step_s"].idxmin()
-        title = f"{best} is {gain:.0%} faster than the first" if gain > 0.005 else "No plan that fits is faster"
-    x, reach_s = "simulated step, 90 % interval [s]", 1.45 * table["high_s"].max()
-    data = table.rename_axis("plan").reset_index()
-    return finish(ax, data, title, x=x, rows=table.index, reach=reach_s, origin=table)
+    notes = table["step_s"].map("{:.2f} s, ".format) + table["mfu"].map("MFU {:.0%}".format)
+    notes += table["memory_gb"].map(", needs {:.0f} GB".format).where(~table["fits"], "")
+    title, fitting_s = "No plan fits", table.loc[table["fits"], "step_s"]
+    if len(fitting_s):
+        gain = table["step_s"].iloc[0] / fitting_s.min() - 1
+        title = f"Fastest that fits: {fitting_s.idxmin()}, {gain:.0%} faster than the first"
+    ending = {"x": "simulated step, 90 % interval [s]", "rows": table.index, "origin": table, "source": "simulated"}
+    ending |= {"notes": notes, "error": (table["low_s"], table["high_s"])}
+    return draw.bar_chart(ax, table.rename_axis("plan").reset_index(), table["step_s"], title, kinds, **ending)
 
 
 def plot_components(table: pd.DataFrame, room_bytes: float, ax: Axes | None = None) -> Axes:
     """Bytes of each pipeline stage by component, and the memory of a device. table: of `mm.memory`."""
     stages = table["stage"].unique()
     shown = stages[:: -(-len(stages) // _MOST_STAGES)]
-    ax = ax or new_axes(height=max(1.6 + 0.3 * min(len(stages), _MOST_STAGES), 2.4))  # the legend needs some room
     size_gb = table.pivot_table(index="stage", columns="component", values="size_bytes", sort=False) / 1e9
     fills = {name: COMPONENTS.get(name, OTHER) for name in PHASES if name in size_gb and size_gb[name].max() > 0}
-    bars(ax, size_gb.loc[shown], fills, source="simulated")
-    ax.axvline(room_bytes / 1e9, **DASHED)
-    key = [patch_key(name, color) for name, color in fills.items()]
-    key.append(line_key(f"room: {room_bytes / 1e9:.0f} GB", **DASHED))
     largest = size_gb[list(fills)].max()
     title = f"Largest component: {largest.idxmax()}, {largest.max():.1f} GB on a device"
-    rows = [f"stage {stage}" for stage in shown]
-    return finish(
-        ax, table, title, x="simulated memory [GB], all moments of a step", rows=rows, key=key, where="beside"
-    )
+    key = [draw.patch_key(name, color) for name, color in fills.items()]
+    key.append(draw.line_key(f"room: {room_bytes / 1e9:.0f} GB", **draw.DASHED))
+    ending = {"x": "simulated memory [GB], all moments of a step", "key": key, "where": "beside"}
+    ending |= {"rows": [f"stage {stage}" for stage in shown], "source": "simulated"}
+    ax = ax or draw.new_axes(height=max(1.6 + 0.3 * len(shown), 2.4))  # the legend needs some room
+    ax = draw.bar_chart(ax, table, size_gb.loc[shown], title, fills, **ending)
+    ax.axvline(room_bytes / 1e9, **draw.DASHED)
+    return ax
