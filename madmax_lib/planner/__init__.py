@@ -9,8 +9,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from madmax_lib.planner import hetero as hetero
     from madmax_lib.planner.codesign import codesign as codesign, training as training
-    from madmax_lib.planner.compare import EXPOSED as EXPOSED, shortlist as shortlist, variants as variants
-    from madmax_lib.planner.levers import lever_table as lever_table
+    from madmax_lib.planner.compare import (
+        EXPOSED as EXPOSED,
+        lever_table as lever_table,
+        shortlist as shortlist,
+        variants as variants,
+    )
     from madmax_lib.planner.search import SearchResult as SearchResult, search as search
     from madmax_lib.planner.space import Space as Space, plan_of as plan_of
 

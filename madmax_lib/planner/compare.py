@@ -1,4 +1,4 @@
-"""How do a few plans compare? Their costs side by side, and which of a search's best ones are worth measuring.
+"""How do a few plans compare? Their costs side by side, single changes of one, and which of a search's best to measure.
 
 A predicted step is as sure as its 90 % interval, but plans of one model on one machine err together: two of them are
 compared with the spread of runs of the same source and model (`calibration.intervals.comparison_quantiles`).
@@ -7,19 +7,21 @@ compared with the spread of runs of the same source and model (`calibration.inte
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import estimate
-from madmax_lib.simulator.offload.fits import fits
+from madmax_lib.simulator.offload.fits import FitsResult, fits
+from madmax_lib.simulator.offload.placement import PLACES, Policy
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.step.step_time import COMMUNICATION
 from madmax_lib.simulator.step.uncertainty import comparison_width
 from madmax_lib.specs import Cluster, Model, Transformer
 
-__all__ = ["EXPOSED", "shortlist", "variants"]
+__all__ = ["EXPOSED", "lever_table", "shortlist", "variants"]
 
 EXPOSED = list(COMMUNICATION)  # as an index of columns
 _WAY = ["tp", "cp", "pp", "ep", "zero", "recompute"]
@@ -44,8 +46,7 @@ def variants(
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         row = estimate(model, cluster, plan, **shape, parameters=parameters).iloc[0]
         result = fits(model, cluster, plan, **shape)
-        device = result.table[result.table["place"] == "device"].iloc[0]
-        memory_gb = (device["usable_bytes"] - device["margin_bytes"]) / 1e9
+        memory_gb = _used_gb(result)["device"]
         costs = {"exposed": row[EXPOSED].sum() / row["step_s"], "memory_gb": memory_gb, "fits": result.fits}
         rows[str(plan)] = row.to_dict() | costs
     return pd.DataFrame.from_dict(rows, orient="index")
@@ -65,3 +66,41 @@ def shortlist(table: pd.DataFrame, model: Transformer, parameters: Parameters | 
     ratio = table["step_s"] / table["step_s"].iloc[0]
     low, high = ratio * np.exp(-width), ratio * np.exp(width)
     return table.assign(ratio=ratio, ratio_low=low, ratio_high=high, worth_measuring=low <= 1.0)
+
+
+def lever_table(model: Transformer, cluster: Cluster, plan: Plan, *, global_batch: int) -> pd.DataFrame:
+    """A plan and single changes of it: lever, plan, device_gb, host_gb and nvme_gb (of a node), fits, step_s.
+
+    Levers: recompute, ZeRO stages, micro-batch 1, and with full recompute all that may leave the device on the host or
+    on drives, where the cluster has them. step_s is NaN for what does not fit. Levers that change nothing, or that the
+    plan's degrees exclude, are left out. Raises ValueError for a plan that already offloads.
+    """
+    if plan.offload is not None:
+        raise ValueError(f"{plan} offloads already: the levers begin with a plan that does not")
+    changes = {"as given": {}} | {f"recompute {kind}": {"recompute": kind} for kind in ("none", "selective", "full")}
+    changes |= {f"ZeRO-{stage}": {"zero": stage} for stage in range(4)} | {"micro-batch 1": {"micro_batch": 1}}
+    if cluster.host is not None:
+        away = {"recompute": "full", "zero": 3}
+        changes["optimizer to the host"] = away | {"offload": "optimizer", "zero": max(plan.zero, 2)}
+        changes |= {f"{what} to the host": away | {"offload": what} for what in ("all", "chunks")}
+        changes |= {"all to drives": away | {"offload": "nvme"}} if cluster.host.nvme_bytes else {}
+    plans = {lever: replace(plan, **change) for lever, change in changes.items()}
+    levers = [lever for lever in plans if lever == "as given" or plans[lever] != plan]
+    return pd.DataFrame([{"lever": lever, **_outcome(model, cluster, plans[lever], global_batch)} for lever in levers])
+
+
+def _outcome(model: Transformer, cluster: Cluster, plan: Plan, global_batch: int) -> dict:
+    """What a device, the host of a node and its drives hold, and the step if that fits."""
+    policy = Policy(share=1.0 if plan.offload else None)
+    placement = fits(model, cluster, plan, global_batch=global_batch, policy=policy)
+    used_gb = _used_gb(placement).reindex(list(PLACES), fill_value=0.0)
+    step_s = float("nan")
+    if placement.fits:
+        step_s = estimate(model, cluster, plan, global_batch=global_batch, policy=policy)["step_s"].item()
+    return {"plan": str(plan), **used_gb.add_suffix("_gb"), "fits": placement.fits, "step_s": step_s}
+
+
+def _used_gb(result: FitsResult) -> pd.Series:
+    """GB that a step takes of each place."""
+    places = result.table.drop_duplicates("place").set_index("place")
+    return (places["usable_bytes"] - places["margin_bytes"]) / 1e9

@@ -2,7 +2,7 @@
 
 import madmax_lib as mm
 from madmax_lib.papers.studies import memory_wall as wall
-from madmax_lib.planner.levers import lever_table
+from madmax_lib.planner.compare import lever_table
 from madmax_lib.simulator.memory.memory import PHASES
 from madmax_lib.simulator.offload.fits import fits, moments
 from madmax_lib.view.drawing import figure_data

@@ -131,13 +131,12 @@ class PlanCost:
         rows = []
         for number, stage in enumerate(self.stages):
             in_flight = min(self.plan.batches, len(self.stages) - number)
-            used_bytes: dict[int, float] = {}
-            for types, samples in stage.replicas():
-                for kind in set(types):
-                    held_bytes = self._held_bytes(stage, kind, samples, in_flight)
-                    used_bytes[kind] = max(used_bytes.get(kind, 0.0), self.rules.memory_factor * held_bytes)
-            for kind in sorted(used_bytes):
-                rows.append((number, self.fleet.types[kind], used_bytes[kind], self.fleet.capacity_bytes[kind]))
+            for kind in stage.distinct_types:
+                sizes = {samples for types, samples in stage.replicas() if kind in types}
+                used_bytes = self.rules.memory_factor * max(
+                    self._held_bytes(stage, kind, samples, in_flight) for samples in sizes
+                )
+                rows.append((number, self.fleet.types[kind], used_bytes, self.fleet.capacity_bytes[kind]))
         return pd.DataFrame(rows, columns=["stage", "device", "used_bytes", "capacity_bytes"])
 
     def check(self) -> None:
@@ -216,12 +215,9 @@ class PlanCost:
         types = self.replica_types(self.fleet.type_of(np.arange(start, end)).reshape(dp, tp))
         weights = [1.0] * dp
         if dp > 1 and types.min() < types.max():
-            rows = types.tolist()
-            whole_s = {
-                kind: self.prices.get(self.fleet.types[kind], tp, recompute, 1).layer_s.sum()
-                for kind in np.unique(types).tolist()
-            }
-            weights = [1 / max(whole_s[kind] for kind in row) for row in rows]
+            one_sample = {kind: self.prices.get(self.fleet.types[kind], tp, recompute, 1) for kind in np.unique(types)}
+            whole_s = {kind: price.layer_s.sum() for kind, price in one_sample.items()}
+            weights = [1 / max(whole_s[kind] for kind in row) for row in types.tolist()]
         samples = shares(self.rules.global_batch // plan.batches, weights)
         return PlacedStage(start, end, dp, tp, recompute, slice(*cuts[number : number + 2]), types, samples)
 

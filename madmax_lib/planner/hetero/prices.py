@@ -148,12 +148,12 @@ def fleets(nodes: Iterable[Node]) -> list[Fleet]:
     """
     by_type: dict[str, list[Node]] = {}
     for node in nodes:
-        same = by_type.setdefault(node.device, [])
+        alike = by_type.setdefault(node.device, [])
+        alike.append(node)
         for name in ("memory_gb", "intra_gb_per_s", "inter_gb_per_s"):
-            if same and getattr(same[0], name) != getattr(node, name):
-                one, other = getattr(same[0], name), getattr(node, name)
+            one, other = getattr(alike[0], name), getattr(node, name)
+            if one != other:
                 raise ValueError(f"nodes of type {node.device} have {name}={one:g} and {other:g}: that makes two types")
-        same.append(node)
     return [_fleet([by_type[name] for name in order]) for order in permutations(sorted(by_type))]
 
 

@@ -48,20 +48,16 @@ class HeteroPlan:
         """A plan as it is, or from a mapping or table row with these fields, such as Metis' own. Raises ValueError."""
         if isinstance(plan, cls):
             return plan
-        values = {}
-        for name in cls.__dataclass_fields__:
-            if name in plan:
-                values[name] = plan[name]
-            elif name != "recompute":
-                raise ValueError(f"the plan has no {name}")
+        if missing := [name for name in cls.__dataclass_fields__ if name not in plan and name != "recompute"]:
+            raise ValueError(f"the plan has no {missing[0]}")
         try:
             return cls(
-                node_sequence=tuple(map(str, values["node_sequence"])),
-                device_groups=tuple(map(int, values["device_groups"])),
-                strategies=tuple((int(dp), int(tp)) for dp, tp in values["strategies"]),
-                batches=int(values["batches"]),
-                layer_partition=tuple(map(int, values["layer_partition"])),
-                recompute=tuple(map(str, values.get("recompute", ()))),
+                node_sequence=tuple(map(str, plan["node_sequence"])),
+                device_groups=tuple(map(int, plan["device_groups"])),
+                strategies=tuple((int(dp), int(tp)) for dp, tp in plan["strategies"]),
+                batches=int(plan["batches"]),
+                layer_partition=tuple(map(int, plan["layer_partition"])),
+                recompute=tuple(map(str, plan.get("recompute", ()))),
             )
         except TypeError as error:
             raise ValueError(f"not a plan: {error}") from None

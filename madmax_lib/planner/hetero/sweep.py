@@ -41,8 +41,9 @@ class Chain:
 class _Option:
     """One stage of the best chain.
 
-    where: first, middle, last or whole. level: stages after it, as far as told apart; next_level: of the next stage.
-    next_kind: kind of the next stage. end: layer after its last. size: number of its group size.
+    where: first, middle, last or whole. level: stages after it, as far as told apart.
+    next_kind, end, size: kind of the next stage, layer after its last, number of its group size.
+    next_level: of the next stage.
     """
 
     where: str
