@@ -3,7 +3,7 @@ import pytest
 
 from madmax_lib.__main__ import main
 from madmax_lib.view.notebooks import doctor
-from madmax_lib.view.notebooks.doctor import Needs, devices, missing, needs
+from madmax_lib.view.notebooks.doctor import _devices, _missing, _Needs, _needs
 from madmax_lib.view.notebooks.runner import notebooks
 
 
@@ -17,28 +17,28 @@ def notebook(path, *cells):
 @pytest.mark.parametrize(
     ("cells", "expected"),
     [
-        (["import madmax_lib as mm"], Needs()),
-        (["from madmax_lib.runs.launch import sweep"], Needs(["torch"])),
-        (["from madmax_lib.traces import hta"], Needs(["holistictraceanalysis"])),
-        (["from madmax_lib import traces as t", "t.hta.overlap(x)"], Needs(["holistictraceanalysis"])),
-        (["from madmax_lib import traces", "traces.idle(x)"], Needs()),
-        (["import madmax_lib as mm", "mm.launch(spec, folder)"], Needs(["torch"])),
-        (["from madmax_lib import calibration, runs"], Needs(["scipy", "torch"])),
-        (['t = mm.dataset("vit-ddp")', 'd = optional_dataset("x", "optional/y")'], Needs([], ["vit-ddp", "x"])),
-        (["%matplotlib inline\n!ls\nx = mm.dataset(name)"], Needs()),
-        (["md On GPUs run this notebook with `quick=False`."], Needs(gpu=True)),
+        (["import madmax_lib as mm"], _Needs()),
+        (["from madmax_lib.runs.launch import sweep"], _Needs(["torch"])),
+        (["from madmax_lib.traces import hta"], _Needs(["holistictraceanalysis"])),
+        (["from madmax_lib import traces as t", "t.hta.overlap(x)"], _Needs(["holistictraceanalysis"])),
+        (["from madmax_lib import traces", "traces.idle(x)"], _Needs()),
+        (["import madmax_lib as mm", "mm.launch(spec, folder)"], _Needs(["torch"])),
+        (["from madmax_lib import calibration, runs"], _Needs(["scipy", "torch"])),
+        (['t = mm.dataset("vit-ddp")', 'd = optional_dataset("x", "optional/y")'], _Needs([], ["vit-ddp", "x"])),
+        (["%matplotlib inline\n!ls\nx = mm.dataset(name)"], _Needs()),
+        (["md On GPUs run this notebook with `quick=False`."], _Needs(gpu=True)),
     ],
 )
 def test_needs_are_read_from_the_cells(tmp_path, cells, expected):
-    assert needs(notebook(tmp_path / "a.ipynb", *cells)) == expected
+    assert _needs(notebook(tmp_path / "a.ipynb", *cells)) == expected
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    wanted = Needs(["torch", "no-such-package"], ["vit-ddp", "no/such/file"], gpu=True)
+    wanted = _Needs(["torch", "no-such-package"], ["vit-ddp", "no/such/file"], gpu=True)
     monkeypatch.setattr(doctor, "version", lambda name: None if name.startswith("no") else "1")
-    assert missing(wanted, gpu=False) == ["package no-such-package", "input no/such/file", "a GPU"]
-    assert missing(wanted, gpu=True) == ["package no-such-package", "input no/such/file"]
-    assert missing(Needs(["torch"], ["vit-ddp"]), gpu=False) == []
+    assert _missing(wanted, gpu=False) == ["package no-such-package", "input no/such/file", "a GPU"]
+    assert _missing(wanted, gpu=True) == ["package no-such-package", "input no/such/file"]
+    assert _missing(_Needs(["torch"], ["vit-ddp"]), gpu=False) == []
 
 
 def test_gpus_are_those_of_nvidia_smi(monkeypatch, tmp_path):
@@ -46,22 +46,22 @@ def test_gpus_are_those_of_nvidia_smi(monkeypatch, tmp_path):
     smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert devices()[1:] == ["GPU 0: NVIDIA H200, 143771 MiB, 570.1"]
+    assert _devices()[1:] == ["GPU 0: NVIDIA H200, 143771 MiB, 570.1"]
     smi.write_text("#!/bin/sh\nexit 9\n")
-    assert devices()[1].startswith("nvidia-smi does not answer")
+    assert _devices()[1].startswith("nvidia-smi does not answer")
     smi.unlink()
-    assert "no NVIDIA driver" in devices()[1] or devices()[1].startswith("GPU 0")
+    assert "no NVIDIA driver" in _devices()[1] or _devices()[1].startswith("GPU 0")
 
 
 def test_every_notebook_and_package_has_a_line(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "devices", lambda: ["2 CPU cores, 4 GB of memory"])
+    monkeypatch.setattr(doctor, "_devices", lambda: ["2 CPU cores, 4 GB of memory"])
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     verdicts = dict(line.strip().split(": ", 1) for line in text.split("\nnotebooks\n")[1].splitlines())
     assert list(verdicts) == list(notebooks())
     assert all(verdict.startswith(("full size", "quick only", "does not run")) for verdict in verdicts.values())
     assert verdicts["10_profile_vit"].endswith("a GPU")
-    assert all(f"\n  {name} " in text for name in doctor.PACKAGES)
+    assert all(f"\n  {name} " in text for name in doctor._PACKAGES)
 
 
 def test_the_place_is_named(monkeypatch, tmp_path):

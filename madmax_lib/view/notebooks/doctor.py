@@ -21,9 +21,9 @@ from madmax_lib.datasets import cache_folder, dataset, names, places
 from madmax_lib.view.notebooks.environment import environment, is_here, version
 from madmax_lib.view.notebooks.runner import notebooks
 
-__all__ = ["PACKAGES", "Needs", "devices", "missing", "needs", "report"]
+__all__ = ["report"]
 
-PACKAGES = {  # what each is for; the name of the extra that brings it is in brackets
+_PACKAGES = {  # what each is for; the name of the extra that brings it is in brackets
     "numpy": "everything", "pandas": "everything", "matplotlib": "pictures",
     "torch": "training runs [run]", "holistictraceanalysis": "comparison with HTA [hta]",
     "scipy": "calibration [calibrate]", "papermill": "headless notebooks [notebook]",
@@ -42,13 +42,8 @@ _GPU = re.compile(r"on GPUs run this notebook", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a notebook wants.
-
-    packages: those it cannot do without
-    inputs: datasets and local files by name
-    gpu: whether its full size needs one, no by default
-    """
+class _Needs:
+    """What a notebook wants at full size: packages and inputs by name, and whether it wants a GPU."""
 
     packages: list[str] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
@@ -57,25 +52,23 @@ class Needs:
 
 def report() -> str:
     """All of it as text, one fact per line."""
-    here = environment()
+    here, devices = environment(), _devices()
     lines = [f"madmax-workbench {__version__}, Python {platform.python_version()}, {platform.machine()}"]
     lines += [f"place: {here.name}, figures go to {here.figures}", "packages"]
-    lines += [f"  {name} {version(name) or 'is not installed: ' + use}" for name, use in PACKAGES.items()]
-    lines += ["devices", *(f"  {line}" for line in devices())]
-    lines += ["datasets are looked for in"]
+    lines += [f"  {name} {version(name) or 'is not installed: ' + use}" for name, use in _PACKAGES.items()]
+    lines += ["devices", *(f"  {line}" for line in devices), "datasets are looked for in"]
     lines += [f"  {folder}{'' if folder.is_dir() else ' (not there)'}" for folder in places()]
     lines += [_kept(), "datasets", *(f"  {name}: {_place_of(name)}" for name in names())]
     try:
         paths = notebooks()
     except FileNotFoundError as reason:
         return "\n".join([*lines, f"notebooks: {reason}"])
-    gpu = any("GPU" in line for line in devices())
-    lines += ["notebooks"]
-    lines += [f"  {name}: {_verdict(missing(needs(path), gpu))}" for name, path in paths.items()]
-    return "\n".join(lines)
+    gpu = any("GPU" in line for line in devices)
+    verdicts = [f"  {name}: {_verdict(_missing(_needs(path), gpu))}" for name, path in paths.items()]
+    return "\n".join([*lines, "notebooks", *verdicts])
 
 
-def devices() -> list[str]:
+def _devices() -> list[str]:
     """CPU cores and memory, and every GPU that nvidia-smi lists."""
     lines = [f"{os.cpu_count()} CPU cores, {_memory_bytes() / 1e9:.0f} GB of memory"]
     if not shutil.which("nvidia-smi"):
@@ -88,30 +81,32 @@ def devices() -> list[str]:
     return lines + [f"GPU {number}: {line}" for number, line in enumerate(listed)]
 
 
-def needs(path: Path) -> Needs:
+def _needs(path: Path) -> _Needs:
     """What a notebook needs, read from its cells."""
     cells = nbformat.read(path, as_version=4).cells
     code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
     tree = ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", code, flags=re.MULTILINE))
-    names = {f"{name}." for name in _names_of_ours(tree)}
-    packages = {package for ours, package in _PACKAGE_OF.items() if any(name.startswith(f"{ours}.") for name in names)}
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) in _INPUT_CALLS]
-    inputs = {text for call in calls for text in _text(call.args[:1])}
-    gpu = any(_GPU.search(cell.source) for cell in cells)
-    return Needs(sorted(packages), sorted(inputs), gpu)
+    ours = _names_of_ours(tree)
+    packages = {need for room, need in _PACKAGE_OF.items() if any(f"{name}.".startswith(f"{room}.") for name in ours)}
+    inputs = set()
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
+        name = getattr(call.args[0], "value", None)
+        if isinstance(name, str) and ast.unparse(call.func).rpartition(".")[2] in _INPUT_CALLS:
+            inputs.add(name)
+    return _Needs(sorted(packages), sorted(inputs), any(_GPU.search(cell.source) for cell in cells))
 
 
-def missing(wanted: Needs, gpu: bool) -> list[str]:
+def _missing(needs: _Needs, gpu: bool) -> list[str]:
     """What of it is not here, in words; empty where the notebook runs at full size."""
-    lacks = [f"package {name}" for name in wanted.packages if not version(name)]
-    lacks += [f"input {name}" for name in wanted.inputs if not is_here(name)]
-    return lacks + (["a GPU"] if wanted.gpu and not gpu else [])
+    absent = [f"package {name}" for name in needs.packages if not version(name)]
+    absent += [f"input {name}" for name in needs.inputs if not is_here(name)]
+    return absent + (["a GPU"] if needs.gpu and not gpu else [])
 
 
-def _verdict(lacks: list[str]) -> str:
-    if any(text.startswith("package") for text in lacks):
-        return f"does not run: {', '.join(lacks)} missing"
-    return f"quick only, for the full size: {', '.join(lacks)}" if lacks else "full size"
+def _verdict(absent: list[str]) -> str:
+    if any(text.startswith("package") for text in absent):
+        return f"does not run: {', '.join(absent)} missing"
+    return f"quick only, for the full size: {', '.join(absent)}" if absent else "full size"
 
 
 def _names_of_ours(tree: ast.AST) -> set[str]:
@@ -129,14 +124,6 @@ def _names_of_ours(tree: ast.AST) -> set[str]:
             if first in full:
                 reached.add(f"{full[first]}.{rest}")
     return {*full.values(), *reached}
-
-
-def _called(node: ast.Call) -> str:
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-
-
-def _text(arguments: list[ast.expr]) -> list[str]:
-    return [a.value for a in arguments if isinstance(a, ast.Constant) and isinstance(a.value, str)]
 
 
 def _place_of(name: str) -> str:

@@ -6,7 +6,9 @@ import html
 from pathlib import Path
 from string import Template
 
-__all__ = ["page"]
+from madmax_lib.atomic import replacing
+
+__all__ = ["page", "write_page"]
 
 _HERE = Path(__file__).parent
 
@@ -15,3 +17,9 @@ def page(title: str, body: str, style: str = "") -> str:
     """A whole HTML document. title is text, body HTML; style: CSS beside that of all pages."""
     style = (_HERE / "page.css").read_text() + style
     return Template((_HERE / "page.html").read_text()).substitute(title=html.escape(title), style=style, body=body)
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page; the file appears whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

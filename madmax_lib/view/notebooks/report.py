@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import io
 import re
+from html import escape
 from pathlib import Path
-from string import Template
 
 import pandas as pd
 from matplotlib import pyplot as plt
@@ -14,13 +13,12 @@ from matplotlib.axes import Axes
 
 from madmax_lib import __version__
 from madmax_lib.accounting import breakdown, exposed_by_collective, top_kernels
-from madmax_lib.atomic import replacing
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.advise import advise
 from madmax_lib.traces.comm.collectives import waiting
 from madmax_lib.units import format_s
 from madmax_lib.view.drawing import plural, shorten
-from madmax_lib.view.notebooks.page import page
+from madmax_lib.view.notebooks.page import page, write_page
 from madmax_lib.view.plots.breakdown import (
     plot_advice,
     plot_breakdown,
@@ -33,33 +31,21 @@ from madmax_lib.view.plots.breakdown import (
 __all__ = ["write_report"]
 
 _MOST_RANKS_DRAWN = 16
-_BODY = Template("""
-<h1>$title</h1>
-<p class="about">$about</p>
-<p class="message">$message</p>
-$sections
-<p class="about">MAD-Max Workbench $version. Compute, communication and idle time are unions over all streams of a rank;
-communication is exposed while no compute runs on the same rank.</p>
-""")
+_DEFINITIONS = (
+    f"MAD-Max Workbench {__version__}. Compute, communication and idle time are unions over all streams of a rank; "
+    "communication is exposed while no compute runs on the same rank."
+)
 
 
 def write_report(timeline: Timeline, path: str | Path, title: str) -> Path:
     """Write the report of a timeline; the file appears whole or not at all."""
-    path = Path(path)
-    style = Path(__file__).parents[1] / "paper.mplstyle"
-    with plt.style.context(style):
-        table = breakdown(timeline)
+    table = breakdown(timeline)
+    with plt.style.context(Path(__file__).parents[1] / "paper.mplstyle"):
         sections = _sections(timeline, table)
-    body = _BODY.substitute(
-        title=html.escape(title),
-        about=html.escape(_about(timeline)),
-        message=html.escape(_message(table)),
-        sections="\n".join(sections),
-        version=__version__,
-    )
-    with replacing(path) as temporary:
-        temporary.write_text(page(f"Trace report: {title}", body), encoding="utf-8")
-    return path
+    head = f"<h1>{escape(title)}</h1>\n{_text(_about(timeline), 'about')}\n{_text(_message(table), 'message')}"
+    body = "\n".join([head, *sections, _text(_DEFINITIONS, "about")])
+    write_page(Path(path), page(f"Trace report: {title}", body))
+    return Path(path)
 
 
 def _sections(timeline: Timeline, table: pd.DataFrame) -> list[str]:
@@ -68,18 +54,18 @@ def _sections(timeline: Timeline, table: pd.DataFrame) -> list[str]:
     drawn = timeline.select(ranks=list(part["rank"]))
     note = ""
     if len(part) < len(table):
-        note = f"<p>Drawn: the {len(part)} of {len(table)} ranks with the most exposed communication.</p>"
+        note = _text(f"Drawn: the {len(part)} of {len(table)} ranks with the most exposed communication.")
     sections = [_section("Where the time goes", note, _svg(plot_breakdown(part)), _table(table))]
     advice = advise(timeline)
     if len(advice):
-        about = "<p>What each fix would gain at most, per step and mean over the ranks; causes overlap.</p>"
+        about = _text("What each fix would gain at most, per step and mean over the ranks; causes overlap.")
         sections.append(_section("What to fix first", about, _svg(plot_advice(advice)), _table(advice.head(12))))
     if table["comm_s"].sum() > 0:
         sections.append(_section("Overlap of communication and compute", note, _svg(plot_overlap(part))))
         per_rank = _table(by_collective) if len(table) <= _MOST_RANKS_DRAWN else ""
         sections.append(_section("Exposed communication", _svg(plot_exposed(by_collective)), per_rank))
     if len(waits) or waits.attrs["unmatched"]:
-        text = "".join(f"<p>{html.escape(line)}</p>" for line in _about_waiting(waits))
+        text = "".join(map(_text, _about_waiting(waits)))
         few = len(waits) and len(timeline.ranks) <= _MOST_RANKS_DRAWN
         picture = _svg(plot_waiting(waits, ranks=timeline.ranks)) if few else ""
         sections.append(_section("Who waits for whom", text, picture, _table(waits.nlargest(10, "wait_s"))))
@@ -122,22 +108,25 @@ def _about_waiting(waits: pd.DataFrame) -> list[str]:
     return lines
 
 
+def _text(text: str, kind: str = "") -> str:
+    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+
+
 def _section(title: str, *parts: str) -> str:
-    return f"<h2>{html.escape(title)}</h2>\n" + "\n".join(f'<div class="scroll">{part}</div>' for part in parts if part)
+    return f"<h2>{escape(title)}</h2>\n" + "\n".join(f'<div class="scroll">{part}</div>' for part in parts if part)
 
 
 def _table(table: pd.DataFrame) -> str:
     """HTML of a table with times as text and text cells aligned left."""
-    text = table.dropna(axis="columns", how="all")
-    formats = {"overlap": "{:.1%}".format, "share": "{:.1%}".format, "size_bytes": "{:,.0f}".format}
-    formats |= {column: format_s for column in text.columns if column.endswith("_s")}
-    for column in formats.keys() & set(text.columns):
-        text = text.assign(**{column: text[column].map(formats[column], na_action="ignore").fillna("")})
-    if "name" in text:
-        text = text.assign(name=[shorten(name, 90) for name in text["name"]])
-    text.columns = [column.removesuffix("_s").replace("_", " ") for column in text.columns]
-    page = text.to_html(index=False, border=0, justify="right")
-    return re.sub(r"<td>(?=[A-Za-z_(])", '<td class="text">', page)
+    table = table.dropna(axis="columns", how="all")
+    formats = {name: format_s for name in table if name.endswith("_s")}
+    formats |= {"overlap": "{:.1%}".format, "share": "{:.1%}".format, "size_bytes": "{:,.0f}".format}
+    formats |= {"name": lambda name: shorten(name, 90)}
+    heads = {name: name.removesuffix("_s").replace("_", " ") for name in table}
+    formatters = {heads[name]: formats[name] for name in heads.keys() & formats.keys()}
+    layout = {"index": False, "border": 0, "justify": "right", "na_rep": ""}
+    text = table.rename(columns=heads).to_html(formatters=formatters, **layout)
+    return re.sub(r"<td>(?=[A-Za-z_(])", '<td class="text">', text)
 
 
 def _svg(ax: Axes) -> str:

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from madmax_lib.atomic import replacing
 from madmax_lib.datasets import PROJECT
+from madmax_lib.view.notebooks.page import write_page
 
 __all__ = ["Result", "declared_parameters", "notebooks", "parse_parameters", "run_notebook"]
 
@@ -44,25 +44,28 @@ def declared_parameters(path: Path) -> dict[str, dict]:
     with _quiet():
         import papermill
 
-        return papermill.inspect_notebook(str(path))
+        declared = papermill.inspect_notebook(str(path))
+    types = {name: about["inferred_type_name"].strip("'\" ") for name, about in declared.items()}
+    return {name: about | {"inferred_type_name": types[name]} for name, about in declared.items()}
 
 
 def parse_parameters(path: Path, pairs: list[str]) -> dict:
     """Typed values of `name=value` texts. Raises ValueError that lists the parameters with type and help."""
     declared, values = declared_parameters(path), {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals:
-            raise ValueError(f"parameter {pair!r} is not of the form name=value\n{_listing(path, declared)}")
-        if name not in declared:
-            raise ValueError(f"{path.stem} has no parameter {name!r}\n{_listing(path, declared)}")
-        kind = declared[name]["inferred_type_name"].strip("'\" ")
-        if name in values:
-            raise ValueError(f"parameter {name} is given twice")
-        try:
-            values[name] = _typed(text, kind)
-        except (ValueError, SyntaxError):
-            raise ValueError(f"{name}={text!r} is not of type {kind}\n{_listing(path, declared)}") from None
+    try:
+        for pair in pairs:
+            name, equals, text = pair.partition("=")
+            if not equals:
+                raise ValueError(f"parameter {pair!r} is not of the form name=value")
+            if name not in declared:
+                raise ValueError(f"{path.stem} has no parameter {name!r}")
+            if name in values:
+                raise ValueError(f"parameter {name} is given twice")
+            values[name] = _typed(name, text, declared[name]["inferred_type_name"])
+    except ValueError as error:
+        lines = [f"{error}\nparameters of {path.stem}:"]
+        lines += [f"  {name}: {p['inferred_type_name']} = {p['default']}  {p['help']}" for name, p in declared.items()]
+        raise ValueError("\n".join(map(str.rstrip, lines))) from None
     return values
 
 
@@ -78,79 +81,53 @@ def run_notebook(path: Path, parameters: dict, *, build: Path, figures: Path | N
         import papermill
         from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
+        from madmax_lib.view.notebooks.site import notebook_page
+
         log = Path(folder) / "figures.txt"
         env = {"MADMAX_FIGURE_LOG": str(log), **({"MADMAX_FIGURES": str(figures)} if figures else {})}
         env |= {name: os.environ.get(name, "1") for name in _THREADS}
         error = ""
+        kernel = {"kernel_name": "python3", "cwd": str(Path.cwd())}
+        kernel["extra_arguments"] = ["--log-level=ERROR"]  # the kernel's own start-up remarks
         try:
             with _environment(env):
-                papermill.execute_notebook(
-                    str(path),
-                    str(output),
-                    parameters,
-                    kernel_name="python3",
-                    progress_bar=progress,
-                    cwd=str(Path.cwd()),
-                    extra_arguments=["--log-level=ERROR"],  # the kernel's own start-up remarks
-                )
+                papermill.execute_notebook(str(path), str(output), parameters, progress_bar=progress, **kernel)
         except papermill.exceptions.PapermillExecutionError as failure:
-            error = f"{failure.ename}: {failure.evalue}".strip().splitlines()[0]
+            error = f"{failure.ename}: {failure.evalue}"
         except (DeadKernelError, CellTimeoutError) as failure:  # the kernel was killed, for want of memory perhaps
-            error = f"{type(failure).__name__}: {failure}".strip().splitlines()[0]
+            error = f"{type(failure).__name__}: {failure}"
         seconds = time.perf_counter() - started
         written = log.read_text().splitlines() if log.exists() else []
-        _write_html(output)
-    return Result(path.stem, output, seconds, written, error)
+        write_page(output.with_suffix(".html"), notebook_page(output))
+    return Result(path.stem, output, seconds, written, "".join(error.strip().splitlines()[:1]))
 
 
-def _typed(text: str, kind: str):
+def _typed(name: str, text: str, kind: str):
     if kind in ("str", "None", ""):
         return text
-    if kind == "bool":
-        if text.lower() not in ("true", "false"):
-            raise ValueError
-        return text.lower() == "true"
-    value = ast.literal_eval(text)
     wanted = _TYPES.get(kind.split("[")[0])
-    if wanted is float and type(value) is int:
-        value = float(value)
-    if wanted is not None and type(value) is not wanted:
-        raise ValueError
-    return value
-
-
-def _listing(path: Path, declared: dict[str, dict]) -> str:
-    lines = [f"parameters of {path.stem}:"]
-    for name, about in declared.items():
-        kind = about["inferred_type_name"].strip("'\" ")
-        lines.append(f"  {name}: {kind} = {about['default']}  {about['help']}".rstrip())
-    return "\n".join(lines)
-
-
-def _write_html(output: Path) -> None:
-    from madmax_lib.view.notebooks.site import notebook_page
-
-    with replacing(output.with_suffix(".html")) as temporary:
-        temporary.write_text(notebook_page(output), encoding="utf-8")
+    try:
+        value = ast.literal_eval(text.capitalize() if wanted is bool else text)
+        if wanted is float and type(value) is int:
+            return float(value)
+        if wanted in (None, type(value)):
+            return value
+    except (ValueError, SyntaxError):
+        pass
+    raise ValueError(f"{name}={text!r} is not of type {kind}")
 
 
 @contextmanager
 def _environment(values: dict[str, str]):
-    before = {name: os.environ.get(name) for name in values}
+    before = dict(os.environ)
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
-@contextmanager
-def _quiet():
+def _quiet() -> warnings.catch_warnings:
     """papermill and nbconvert warn about their own dependencies; none of it is the reader's business."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    return warnings.catch_warnings(action="ignore")

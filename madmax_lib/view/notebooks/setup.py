@@ -10,7 +10,6 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from madmax_lib.atomic import replacing
 from madmax_lib.datasets import PROJECT, dataset
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.notebooks.environment import Environment, environment, shell, version
@@ -53,18 +53,14 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     if data is None:
         raise ValueError(f"figure {name}: pass the table it shows as data=")
     svg = environment().figures / f"{name}.svg"
-    svg.parent.mkdir(parents=True, exist_ok=True)
     text = data.to_csv(index=False, float_format="%.6g")
-    files = [svg, svg.with_suffix(".csv"), svg.with_suffix(".json")]
-    if os.environ.get("MADMAX_REDRAW") or not all(path.exists() for path in files) or not _same(text, files[1]):
-        with tempfile.TemporaryDirectory(dir=svg.parent) as folder:
-            new = Path(folder) / svg.name
-            with plt.rc_context({"svg.hashsalt": name}):
-                ax.figure.savefig(new, metadata={"Date": None, "Creator": None})
-            new.with_suffix(".csv").write_text(text)
-            new.with_suffix(".json").write_text(json.dumps(_origin(data), indent=1, sort_keys=True) + "\n")
-            for path in files:
-                (new.parent / path.name).replace(path)
+    if os.environ.get("MADMAX_REDRAW") or not _same(text, svg):
+        origin = json.dumps(_origin(data), indent=1, sort_keys=True)
+        with plt.rc_context({"svg.hashsalt": name}), replacing(svg) as new:
+            ax.figure.savefig(new, format="svg", metadata={"Date": None, "Creator": None})
+        for suffix, content in ((".csv", text), (".json", f"{origin}\n")):
+            with replacing(svg.with_suffix(suffix)) as new:
+                new.write_text(content)
     if log := os.environ.get("MADMAX_FIGURE_LOG"):
         with open(log, "a") as file:
             file.write(f"{name}\n")
@@ -74,10 +70,13 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     return svg
 
 
-def _same(text: str, path: Path) -> bool:
-    """Whether a table of text has the numbers of a file, to one unit of the sixth digit."""
+def _same(text: str, svg: Path) -> bool:
+    """Whether a figure is there whole and its table has these numbers, to one unit of the sixth digit."""
+    table = svg.with_suffix(".csv")
+    if not all(path.exists() for path in (svg, table, svg.with_suffix(".json"))):
+        return False
     try:
-        new, old = pd.read_csv(io.StringIO(text)), pd.read_csv(path)
+        new, old = pd.read_csv(io.StringIO(text)), pd.read_csv(table)
         pd.testing.assert_frame_equal(new, old, rtol=1e-5, atol=0, check_dtype=False)
     except (AssertionError, ValueError):
         return False

@@ -15,9 +15,8 @@ from nbconvert import HTMLExporter
 from pygments.formatters import HtmlFormatter
 
 from madmax_lib import __version__
-from madmax_lib.atomic import replacing
 from madmax_lib.datasets import PROJECT
-from madmax_lib.view.notebooks.page import page
+from madmax_lib.view.notebooks.page import page, write_page
 
 if TYPE_CHECKING:
     from madmax_lib.view.notebooks.runner import Result
@@ -49,11 +48,11 @@ def notebook_page(path: Path, links: str = "") -> str:
 
 def write_site(results: Sequence[Result], folder: Path) -> Path:
     """Write a page per executed notebook and, last, the index; returns the index. Nothing is written if one fails."""
-    pages = {f"{result.name}.html": notebook_page(result.output, _links(results, result)) for result in results}
-    pages["index.html"] = _index(results)
+    names = [result.name for result in results]
+    pages = {r.name: notebook_page(r.output, _links(names, place)) for place, r in enumerate(results)}
+    pages["index"] = _index(results)
     for name, text in pages.items():
-        with replacing(folder / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_page(folder / f"{name}.html", text)
     return folder / "index.html"
 
 
@@ -79,22 +78,18 @@ def _entry(result: Result) -> str:
     if result.error:
         about += f' <strong class="failed">failed</strong> {html.escape(result.error)}'
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    figure = next(filter(None, (_source(output) for output in outputs)), "")
-    picture = f'<img src="{figure}" alt="First figure of {title}">' if figure else ""
+    sources = [source for source in map(_source, outputs) if source]
+    figure = f'<img src="{sources[0]}" alt="First figure of {title}">' if sources else ""
     text = f'<h3><a href="{result.name}.html">{title}</a></h3>{question}<p class="about">{about}</p>'
-    return f'<div class="entry"><div>{picture}</div><div>{text}</div></div>'
+    return f'<div class="entry"><div>{figure}</div><div>{text}</div></div>'
 
 
-def _links(results: Sequence[Result], result: Result) -> str:
+def _links(names: list[str], place: int) -> str:
     """The index, the notebook before and the one after."""
-    names = [other.name for other in results]
-    place = names.index(result.name)
-    links = '<a href="index.html">All notebooks</a>'
-    if place > 0:
-        links += f'<a href="{names[place - 1]}.html">← {names[place - 1]}</a>'
-    if place + 1 < len(names):
-        links += f'<a href="{names[place + 1]}.html">{names[place + 1]} →</a>'
-    return links
+    texts = {"index": "All notebooks"}
+    texts |= {name: f"← {name}" for name in names[max(place - 1, 0) : place]}
+    texts |= {name: f"{name} →" for name in names[place + 1 : place + 2]}
+    return "".join(f'<a href="{name}.html">{text}</a>' for name, text in texts.items())
 
 
 def _self_contained(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
