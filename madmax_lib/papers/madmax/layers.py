@@ -35,7 +35,6 @@ class DenseLayer(NamedTuple):
     """A dense layer of one GPU; backward_s is 0 when it has no backward pass."""
 
     name: str
-    in_head: bool  # of the top MLP or the last block, which fine-tuning trains
     weight_bytes: float  # of the whole layer, before sharding
     forward_s: float
     backward_s: float
@@ -87,7 +86,8 @@ def workload(
     shards = {name: _degree(elements, "tp") * _degree(elements, "fsdp") for name, elements in split.items()}
     weight_bytes = embedding.weight_bytes + sum(layer.weight_bytes / shards[_class(layer)] for layer in layers)
     if task == "finetune":  # ours, no published number checks it: only the head is trained
-        layers = [layer if layer.in_head else layer._replace(backward_s=0.0) for layer in layers]
+        head = int(model["num_top_mlp_layers"]) if is_dlrm else 2  # the top MLP, or attention and FC of the last block
+        layers = [layer._replace(backward_s=0.0) for layer in layers[:-head]] + layers[-head:]
         embedding = embedding._replace(trained=False)
     gathers_ahead = rules.schedule == "optimised" or (rules.schedule == "released" and model["type"] == "ViT")
     last = _class(layers[-1])
@@ -155,17 +155,14 @@ def _layers(
     if is_dlrm and "fc" in shapes and not rules.blocking_fc:
         backward = tuple(c._replace(blocking=False) for c in blank["fc"].backward)
         blank["fc"] = blank["fc"]._replace(backward=backward)
-    blocks = int(model["num_transformer_layers"]) if "fc" in shapes else 0
     layers = _mlp(blank["bottom"], model["num_bot_mlp_layers"]) if is_dlrm else []
-    for i in range(blocks):
-        in_head = i == blocks - 1 and not is_dlrm
-        layers += [blank[name]._replace(name=f"{name} {i}", in_head=in_head) for name in ("attention", "fc")]
+    for i in range(int(model["num_transformer_layers"]) if "fc" in shapes else 0):
+        layers += [blank[name]._replace(name=f"{name} {i}") for name in ("attention", "fc")]
     return layers + _mlp(blank["top"], model["num_top_mlp_layers"]) if is_dlrm else layers
 
 
 def _mlp(blank: DenseLayer, count: float) -> list[DenseLayer]:
     """A stack of MLP layers: activations are summed after odd layers forward, after even layers backward."""
-    blank = blank._replace(in_head=blank.name == "top", after_embedding=blank.name == "top")
     inner = tuple(c for c in blank.backward if c.what != "activations")
     kinds = (blank._replace(forward=()), blank._replace(backward=inner))
     return [kinds[i % 2]._replace(name=f"{blank.name} {i}") for i in range(int(count))]
@@ -197,9 +194,8 @@ def _layer(name: str, shape: _Shape, rates: GpuRates, elements: Strategy, rules:
                 size_bytes /= _degree(elements[:k], "tp") * _degree(elements[:k], "fsdp")
             backward = (*backward, rates.collective("all_reduce", size_bytes, level, "gradients"))
     forward_s = shape.flops / _degree(elements, "tp") / rates.flops_per_s
-    return DenseLayer(
-        name, False, shape.weight_bytes, forward_s, 2 * forward_s, gather, exchange, forward, backward, True
-    )
+    passes = forward_s, 2 * forward_s, gather, exchange, forward, backward
+    return DenseLayer(name, shape.weight_bytes, *passes, after_embedding=name != "bottom")
 
 
 def _sharded_embedding(model: Mapping, rates: GpuRates, samples: float, devices: int) -> Embedding:

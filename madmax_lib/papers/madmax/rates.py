@@ -16,7 +16,6 @@ from madmax_lib.papers.madmax.rules import GLOBAL, INTRA
 __all__ = ["Collective", "GpuRates", "check_fields", "rates_of"]
 
 _PEAKS = {8: "f64_flops", 4: "f32_flops", 2: "f16_flops", 1: "i8_ops"}  # by bytes of a parameter
-_SHARES = ("flops_util", "mem_bw_util", "nvlink_util")
 
 
 class GpuRates(NamedTuple):
@@ -52,7 +51,8 @@ def rates_of(system: Mapping, param_bytes: float) -> GpuRates:
     if param_bytes not in _PEAKS:
         raise ValueError(f"bytes_per_nonemb_param={param_bytes} is not one of 8, 4, 2, 1")
     peak, nodes = _PEAKS[param_bytes], system["num_nodes"]
-    check_fields("system", system, (peak, "mem_bw", *_SHARES, "num_nvlinks", "bw_per_nvlink"))
+    used = (peak, "flops_util", "mem_bw", "mem_bw_util", "num_nvlinks", "bw_per_nvlink", "nvlink_util")
+    check_fields("system", system, used)
     intra = system["num_nvlinks"] * system["bw_per_nvlink"] / 2 * system["nvlink_util"]
     inter = mixed = intra
     if nodes > 1:

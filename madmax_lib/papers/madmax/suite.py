@@ -95,11 +95,7 @@ def catalog_systems(clusters: Iterable[Cluster]) -> pd.DataFrame:
     rows = []
     for cluster in clusters:
         device = cluster.device
-        row = shares | {
-            "name": cluster.name,
-            "gpu": device.name,
-            "num_devices": cluster.world_size,
-            "num_nodes": cluster.nodes,
+        rates = {
             "f32_flops": device.peak_flops.get("tf32", device.peak_flops.get("fp32", math.nan)),
             "f16_flops": device.peak("bf16"),
             "mem_cap": device.memory_bytes,
@@ -109,7 +105,9 @@ def catalog_systems(clusters: Iterable[Cluster]) -> pd.DataFrame:
             "num_ibroce_ports": cluster.devices_per_node,
             "ibroce_bw": 2 * cluster.inter.bandwidth_bytes_per_s,
         }
-        rows.append(row | ({"ar_perc_intra": 1.0} if cluster.nodes == 1 else {}))
+        one_node = {"ar_perc_intra": 1.0} if cluster.nodes == 1 else {}
+        about = {"name": cluster.name, "gpu": device.name, "num_devices": cluster.world_size}
+        rows.append(shares | about | {"num_nodes": cluster.nodes} | rates | one_node)
     return pd.DataFrame(rows)
 
 

@@ -61,7 +61,11 @@ def throughputs(models: Sequence[str] = MODELS, sizes: Sequence[int] = SIZES) ->
 
 
 def scheduling_study(
-    rates: pd.DataFrame, counts: Sequence[int] = (64, 128), seeds: Sequence[int] = range(5), *, baseline="heuristic"
+    rates: pd.DataFrame,
+    counts: Sequence[int] = (64, 128),
+    seeds: Sequence[int] = range(5),
+    *,
+    baseline: str = "heuristic",
 ) -> pd.DataFrame:
     """What best plans change over the baseline's on generated traces: what, seed, change, published (both relative).
 
