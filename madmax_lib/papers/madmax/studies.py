@@ -109,8 +109,8 @@ def validation_bars() -> pd.DataFrame:
         compute = (side["gemm_ms"] + side["emb_ms"] for side in (ours, theirs))
         rows.append((gpus, "ours", "overlapped", "compute", *compute))
         rows.append((gpus, "ours", "overlapped", "exposed", ours["exposed_comm_ms"], theirs["exposed_comm_ms"]))
-    rows.append((128, "measured", "serialized", "all", published("dlrm_a_serialized"), math.nan))
-    rows.append((128, "paper", "serialized", "all", published("dlrm_a_serialized_paper"), math.nan))
+    for who, key in (("measured", "dlrm_a_serialized"), ("paper", "dlrm_a_serialized_paper")):
+        rows.append((128, who, "serialized", "all", published(key), math.nan))
     return released(pd.DataFrame(rows, columns=["gpus", "who", "bar", "piece", "value_ms", "published_ms"]))
 
 

@@ -87,13 +87,12 @@ def gradient_s(shape: Shape, nccl: Nccl, rules: VTrainRules) -> tuple:
 
 def send_s(shape: Shape, rules: VTrainRules):
     """Seconds that a pipeline stage is blocked by sending a micro-batch's activations or their gradient."""
-    node_bytes_per_s = shape.inter_gbit_per_s * rules.giga / 8
+    node_rate = shape.inter_gbit_per_s * rules.giga / 8
     if not rules.node_aware:
-        return _GPUS_PER_NIC * shape.activation_bytes / (node_bytes_per_s / _NICS)
+        return _GPUS_PER_NIC * shape.activation_bytes / (node_rate / _NICS)
     inside = np.asarray(shape.tp) * shape.dp * shape.pp <= shape.node_size
-    return shape.activation_bytes / np.where(
-        inside, shape.intra_gbyte_per_s * rules.giga, node_bytes_per_s / shape.node_size
-    )
+    rate = np.where(inside, shape.intra_gbyte_per_s * rules.giga, node_rate / shape.node_size)
+    return shape.activation_bytes / rate
 
 
 def communication_s(config: Config | Mapping, nccl: Nccl, rules: str | VTrainRules = "released") -> float:
