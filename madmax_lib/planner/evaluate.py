@@ -17,7 +17,7 @@ from madmax_lib.case import Case
 from madmax_lib.planner.space import SEARCHED, Degrees, Space, pass_choices, sharding_choices
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.estimate import work_of
-from madmax_lib.simulator.memory.peaks import plans_peak_bytes
+from madmax_lib.simulator.memory.memory import plans_peak_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.power import device_energy_j
 from madmax_lib.simulator.step.step_time import step_time

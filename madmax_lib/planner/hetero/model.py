@@ -26,8 +26,6 @@ from madmax_lib.specs import Cluster, Link, Model, Transformer
 
 __all__ = ["clusters_of", "nodes_of", "simulated_prices"]
 
-_PARTS = ("layer_s", "head_s", "optimizer_s")
-
 
 def simulated_prices(
     model: Model,
@@ -54,7 +52,9 @@ def simulated_prices(
         plans = Plans(tp=tp, recompute=way, micro_batch=batch)
         work = work_of(Case(model, cluster, plans, 1, sequence or 0, dtype))
         seconds = layer_seconds(work, parameters)
-        layer_s, head_s, update_s = (np.broadcast_to(seconds[part], work.shape) for part in _PARTS)
+        layer_s, head_s, update_s = (
+            np.broadcast_to(seconds[part], work.shape) for part in ("layer_s", "head_s", "optimizer_s")
+        )
         base_bytes, held, live = _memory_bytes(model, plans, sequence, dtype)
         for i, (degree, recomputed, samples) in enumerate(rows):
             table[name, degree, recomputed, samples] = Price(

@@ -136,10 +136,6 @@ class Fleet:
         """Whether ranks start..end-1 lie in one node."""
         return self.node_of(start) == self.node_of(np.asarray(end) - 1)
 
-    def range_inter(self, low, high):
-        """Least bandwidth beyond a node among types low..high."""
-        return between(self.inter_bytes_per_s, np.min)[low, high]
-
 
 def fleets(nodes: Iterable[Node]) -> list[Fleet]:
     """The cluster in every order of its types, the alphabetical one first, so that ties do not hang on a file's order.

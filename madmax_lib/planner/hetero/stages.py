@@ -120,11 +120,12 @@ class StageTable:
         self.classes = len(classes)
         self.start, self.size = start[first], (stop - start)[first]
         self.low, self.high, self.one_node, self.fits_node = low[first], high[first], one_node[first], fitting[first]
-        self.inter = fleet.range_inter(self.low, self.high)
+        inter = between(fleet.inter_bytes_per_s, np.min)[low, high]  # the least bandwidth beyond a node
+        self.inter = inter[first]
         self.group = np.full(end.shape, self.classes)
         self.group[inside] = number.reshape(-1)
         nearby = one_node & (start > 0) & (fleet.node_of(start) == fleet.node_of(np.maximum(start - 1, 0)))
-        values = np.stack([nearby, fleet.range_inter(low, high)], axis=1)
+        values = np.stack([nearby, inter], axis=1)
         self.kinds, code = np.unique(values, axis=0, return_inverse=True)
         self.kind = np.zeros(end.shape, int)
         self.kind[inside] = code.reshape(-1)

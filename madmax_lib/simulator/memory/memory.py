@@ -3,12 +3,14 @@
 Model states are in `states`, activations follow arXiv 2205.05198 (`activations`). A step has three moments that
 may set the peak: the loss of the last stage (logits), the backward pass of a layer (what was recomputed, gradients on
 their way) and the optimizer (its temporaries); `peak_bytes` takes the largest on top of what is always there.
-`stage_bytes` holds the formulas and broadcasts over arrays of plans and stages, `memory` is its table for one plan.
+`stage_bytes` holds the formulas and broadcasts over arrays of plans and stages, `memory` is its table for one plan,
+`plans_peak_bytes` the peak of millions of plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -41,6 +43,7 @@ __all__ = [
     "memory",
     "moment_peak",
     "peak_bytes",
+    "plans_peak_bytes",
     "stage_bytes",
     "usable_bytes",
 ]
@@ -125,6 +128,37 @@ def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:
     stage, phase, size_bytes = (table[name].to_numpy() for name in ("stage", "phase", "size_bytes"))
     sums = {name: np.bincount(stage, np.where(phase == name, size_bytes, 0.0)) for name in PHASES.values()}
     return float(moment_peak(sums).max())
+
+
+def plans_peak_bytes(case: Case) -> np.ndarray:
+    """Peak bytes (a, b) of a product of plans, each with the software it is usually run with.
+
+    case: with single degrees, ZeRO stages of shape (1, b), and other choices (a, 1) or (1, b). Equal to
+    `peak_bytes(memory(model, plan, ...))` plan by plan.
+    """
+    plans, zero = case.plan, case.plan.zero[0]
+    usual = {z: default_software(Plans(tp=plans.tp, pp=plans.pp, zero=z)) for z in np.unique(zero)}
+    stages = _differing_stages(case.model, plans.pp)
+    result = np.empty(plans.shape)
+    for software in dict.fromkeys(usual.values()):
+        columns = np.flatnonzero([usual[z] == software for z in zero])
+        part = replace(case, plan=_with_columns(plans, columns), software=software)
+        result[:, columns] = np.max(moment_peak(by_phase(stage_bytes(part, *stages).items())), axis=0)
+    return result
+
+
+def _with_columns(plans: Plans, columns: np.ndarray) -> Plans:
+    """Some columns of a product."""
+    choices = {name: value for name, value in vars(plans).items() if np.ndim(value) == 2 and value.shape[1] > 1}
+    return replace(plans, **{name: choice[:, columns] for name, choice in choices.items()})
+
+
+def _differing_stages(model: Transformer, pp: int) -> np.ndarray:
+    """Stage, layers and mixtures of the stages that can be the fullest, each (k, 1, 1): the first of equal ones."""
+    kinds: dict[tuple, int] = {}
+    for stage, held in enumerate(zip(*held_layers(model, Plan(pp=pp)), strict=True)):
+        kinds.setdefault((*held, stage == 0, stage == pp - 1), stage)
+    return np.array([(stage, *key[:2]) for key, stage in kinds.items()]).T[:, :, None, None]
 
 
 def fullest_stage(table: pd.DataFrame) -> pd.DataFrame:

@@ -133,14 +133,13 @@ def fits(
     [False, True]
     """
     plan.check(model, cluster, global_batch, sequence or 0)
+    policy, share, room = policy or Policy(), float("nan"), room_bytes(cluster, plan)
     if plan.offload is None:
         parts = memory(model, plan, sequence=sequence, dtype=dtype, global_batch=global_batch, software=software)
         parts = parts.groupby("component", sort=False)["size_bytes"]
         sizes = {(name, "device"): size.to_numpy() for name, size in parts}
-        share, room = float("nan"), room_bytes(cluster, plan)
     else:
-        case, policy = normalised(Case(model, cluster, plan, global_batch, sequence or 0, dtype)), policy or Policy()
-        room = room_bytes(cluster, plan)
+        case = normalised(Case(model, cluster, plan, global_batch, sequence or 0, dtype))
         possible = shares_that_fit(case, policy, room)
         share = float(possible[0]) if len(possible) else 1.0 if policy.share is None else policy.share
         sizes = bytes_by_place(case, share, policy)
