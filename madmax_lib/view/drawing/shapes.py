@@ -79,24 +79,25 @@ def bars(
     parts = lengths if stacked else pd.DataFrame({"": np.asarray(lengths, float)})
     if fill is None:
         fill = dict(zip(parts, parts, strict=True)) if stacked else "compute"
-    fills = fill if stacked else {"": fill}
     texts = inside if stacked or inside is None else pd.DataFrame({"": list(inside)})
     rows = np.arange(len(parts)) if places is None else np.asarray(places, float)
     rows = rows + (number - (of - 1) / 2) * 0.8 / of
     end = np.broadcast_to(np.asarray(left, float), len(parts))
-    for column, of_column in fills.items():
-        paints = _paints(of_column, len(parts), source)
+    across = ax.bar if upright else ax.barh
+    for column, of_column in (fill if stacked else {"": fill}).items():
         length = parts[column].to_numpy(float)
-        _draw_column(ax, rows, end, length, height, paints, upright=upright)
+        shapes, paints = across(rows, length, height, end), _paints(of_column, len(parts), source)
+        for shape, paint in zip(shapes, paints, strict=True):
+            shape.set(**paint)
         if texts is not None:
-            middle = end + length / 2
-            for row, at, text, paint in zip(rows, middle, texts[column], paints, strict=True):
-                _write(ax, row, at, text, color=ink_on(paint["facecolor"]), upright=upright)
+            labels = ax.bar_label(shapes, texts[column], label_type="center", fontsize=7)
+            for label, paint in zip(labels, paints, strict=True):
+                label.set_color(ink_on(paint["facecolor"]))
         end = end + np.nan_to_num(length)
     reach = end if error is None else _draw_error(ax, rows, end, error, upright=upright)
     for row, at, text in zip(rows, reach, notes, strict=True) if notes is not None else ():
         place, shift = ((row, at), {"dx": 0, "dy": 5, "ha": "center"}) if upright else ((at, row), {})
-        note(ax, *place, text, fontsize=7 if height > 0.3 else 6, **shift)
+        note(ax, *place, text, fontsize=7 if height > 0.3 else 6, box=of == 1, **shift)
         if not upright:
             ax.update_datalim([(at / max(1 - _LETTER * len(text), 0.4), row)])
     return end
@@ -105,19 +106,6 @@ def bars(
 def _paints(fill: Fill | Sequence[Fill], count: int, source: str | None) -> list[dict]:
     one = isinstance(fill, (str, dict))
     return [fill_of(fill, source)] * count if one else [fill_of(each, source) for each in fill]
-
-
-def _draw_column(ax: Axes, rows, begin, length, height: float, paints: list[dict], *, upright: bool) -> None:
-    for row, start, size, paint in zip(rows, begin, length, paints, strict=True):
-        if upright:
-            ax.bar(row, size, bottom=start, width=height, **paint)
-        else:
-            ax.barh(row, size, left=start, height=height, **paint)
-
-
-def _write(ax: Axes, row: float, at: float, text: str, *, color: str, upright: bool) -> None:
-    x, y = (row, at) if upright else (at, row)
-    ax.text(x, y, text, ha="center", va="center", fontsize=7, color=color)
 
 
 def _draw_error(ax: Axes, rows, middle, error, *, upright: bool) -> np.ndarray:

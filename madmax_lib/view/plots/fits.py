@@ -25,7 +25,7 @@ _SLOWER = "measured over predicted [%]"
 def plot_constants(table: pd.DataFrame, sigma: pd.Series, ax: Axes | None = None) -> Axes:
     """Every fitted constant between its bounds, in the scale of the fit: prior (grey), 90 % interval, fitted value.
 
-    table: `identify.constants_of`; sigma: prior widths by name. Colours are the states; the value is written beside.
+    table: `identifiability.constants_of`; sigma: prior widths by name. Colours: the states.
     """
     low, span = scaled(table, "low"), scaled(table, "high") - scaled(table, "low")
     at = {name: (scaled(table, name) - low) / span for name in ("start", "fitted", "interval_low", "interval_high")}

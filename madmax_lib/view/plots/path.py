@@ -75,16 +75,14 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         labels.append(f"no {_name(row.faster)}" if without else f"{_name(row.faster)} {row.factor:g}x faster")
     ax = ax or draw.new_axes(height=1.2 + 0.22 * len(table))
     places = np.arange(len(shown)) + 0.5 * shown["group"].to_numpy()
-    ends = draw.bars(ax, shown["step_s"] * 1e3, paints, places=places, height=0.85)
-    for place, end, text in zip(places, ends, notes, strict=True):
-        draw.note(ax, end, place, text, box=True)
+    draw.bars(ax, shown["step_s"] * 1e3, paints, places=places, height=0.85, notes=notes)
     ax.axvline(now_s * 1e3, color="black", linewidth=0.8, linestyle=":")
     ax.set_yticks(places, labels)
     title = "Nothing to gain"
     if now_s:
         title = f"Most to gain: {_name(saved_s.index[0])}, up to {saved_s.iloc[0] / now_s:.0%}"
-    limits = {"reach": 1.3e3 * now_s, "ylim": (places.max(initial=0) + 0.7, -0.7)}
-    return draw.finish(ax, table, title, x="time of the step, dotted: as it is [ms]", **limits)
+    bottom = places.max(initial=0) + 0.7
+    return draw.finish(ax, table, title, x="time of the step, dotted: as it is [ms]", ylim=(bottom, -0.7))
 
 
 def _within(spans: pd.DataFrame, reach_ns: int) -> pd.DataFrame:

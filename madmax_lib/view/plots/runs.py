@@ -49,7 +49,11 @@ def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     shades = [_PHASES["backward"] if odd else _PHASES["forward"] for odd in table["dimensions"] % 2]
     notes = [f"{row.samples_per_s:.3g} samples/s, MFU {row.mfu:.1%}" for row in table.itertuples()]
     ending = {"error": (table["step_p25_s"] * 1e3, table["step_p75_s"] * 1e3), "notes": notes}
-    ending |= {"x": "median step [ms], quartiles as line", "rows": _strategies(table), "origin": _origin(runs)}
+    ending |= {
+        "x": "median step [ms], quartiles as line",
+        "rows": _strategies(table),
+        "origin": {"files": steps_files(runs)},
+    }
     fastest, slowest = format_s(table["step_s"].min()), format_s(table["step_s"].max())
     title = f"{table['model'].iloc[0]}: {fastest} to {slowest} per step"
     return draw.bar_chart(ax, table, table["step_s"] * 1e3, title, shades, **ending)
@@ -78,7 +82,7 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     ax.grid(axis="y")
     ways, model = draw.plural(len(runs) - 1, "way"), runs[reference].spec.model
     title = f"{ways} to split {model}: losses differ by {table['difference'].max():.0e} at most"
-    return draw.finish(ax, table, title, origin=_origin(runs), x="step", y="loss")
+    return draw.finish(ax, table, title, origin={"files": steps_files(runs)}, x="step", y="loss")
 
 
 def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
@@ -90,7 +94,7 @@ def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     title = f"Backward takes {share:.0%} of a step (median of the strategies)"
     data = table[["run", "strategy", "dimensions", "ranks"]].join(parts)
     ending = {"x": "median time on rank 0 [ms]", "rows": _strategies(table), "key": _PHASES, "where": "beside"}
-    return draw.bar_chart(ax, data, parts * 1e3, title, _PHASES, origin=_origin(runs), **ending)
+    return draw.bar_chart(ax, data, parts * 1e3, title, _PHASES, origin={"files": steps_files(runs)}, **ending)
 
 
 def plot_shares(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -127,7 +131,3 @@ def _phases(steps: pd.DataFrame) -> pd.DataFrame:
 def _strategies(table: pd.DataFrame) -> list[str]:
     """Row labels: strategy and number of dimensions of each run."""
     return [f"{row.strategy}  {row.dimensions}D" for row in table.itertuples()]
-
-
-def _origin(runs: dict[str, Run]) -> dict:
-    return {"files": steps_files(runs)}
