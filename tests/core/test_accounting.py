@@ -1,10 +1,14 @@
+import math
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from support import make_timeline
 
-from madmax_lib.accounting import breakdown, exposed_by_collective, top_kernels
+from madmax_lib.accounting import breakdown, breakdown_between, exposed_by_collective, top_kernels
 
+MS = 1_000_000
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
 
 
@@ -98,3 +102,38 @@ def test_top_kernels_share_and_order():
     assert len(table) == 1
     assert table.loc[0, ["name", "kind", "count"]].tolist() == ["big", "compute", 2]
     assert table.loc[0, ["total_s", "mean_s", "share"]].tolist() == pytest.approx([60e-9, 30e-9, 0.75])
+
+
+@pytest.fixture
+def window_step():
+    """Compute 0-10 and 15-20 ms, communication 8-12 ms on rank 0; rank 1 computes 5-10 ms."""
+    rows = [(0, 0, "compute", "gemm", 100 * MS, 10 * MS), (0, 0, "compute", "adam", 115 * MS, 5 * MS)]
+    return make_timeline(
+        [*rows, (0, 2, "comm", "all_reduce", 108 * MS, 4 * MS), (1, 0, "compute", "gemm", 105 * MS, 5 * MS)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "compute_ms", "exposed_ms", "idle_ms"),
+    [
+        (0, math.inf, [15, 5], [2, 0], [3, 15]),
+        (0.008, 0.012, [2, 2], [2, 0], [0, 2]),
+        (0.012, 0.015, [0, 0], [0, 0], [3, 3]),
+        (0.009, 0.5, [6, 1], [2, 0], [3, 10]),
+    ],
+)
+def test_a_window_is_accounted_for_in_full(window_step, start_s, end_s, compute_ms, exposed_ms, idle_ms):
+    table = breakdown_between(window_step, start_s, end_s)
+    assert (table["compute_s"] * 1e3).tolist() == pytest.approx(compute_ms)
+    assert (table["exposed_comm_s"] * 1e3).tolist() == pytest.approx(exposed_ms)
+    assert (table["idle_s"] * 1e3).tolist() == pytest.approx(idle_ms, abs=1e-9)
+    busy_s = table["compute_s"] + table["non_compute_s"]
+    assert (busy_s + table["idle_s"]).tolist() == pytest.approx(table["total_s"].tolist())
+
+
+def test_windows_side_by_side_add_up_and_none_ends_before_it_begins(window_step):
+    names, cuts = ["compute_s", "comm_s", "exposed_comm_s"], [0, 0.004, 0.0091, 0.013, 0.02]
+    parts = sum(breakdown_between(window_step, *pair)[names] for pair in pairwise(cuts))
+    np.testing.assert_allclose(parts, breakdown(window_step)[names], rtol=1e-9)
+    with pytest.raises(ValueError, match=r"start_s=0.2 is not before end_s=0.1"):
+        breakdown_between(window_step, 0.2, 0.1)

@@ -6,7 +6,7 @@ import pytest
 import madmax_lib as mm
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
-from madmax_lib.view.explore.explorer import Later, doublings, message_html
+from madmax_lib.view.explore.explorer import Later, doublings, message_html, slider
 from madmax_lib.view.explore.plan_card import plan_card
 from madmax_lib.view.explore.space_explorer import SpaceExplorer
 from madmax_lib.view.explore.step_explorer import StepExplorer, transformers
@@ -195,6 +195,7 @@ def test_what_fails_later_is_said_where_the_numbers_are(step, monkeypatch):
 
 
 def test_small_helpers():
+    pytest.importorskip("ipywidgets")
     assert "gpt3-175b" in transformers() and not [name for name in transformers() if name.startswith("dlrm")]
-    assert doublings(512, 2048, 0, 1000) == [0, 512, 1000, 1024, 2048]
+    assert slider([0, *doublings(512, 2048)], 1000).options == (0, 512, 1000, 1024, 2048)
     assert "&lt;b&gt;" in message_html("<b>")

@@ -1,11 +1,10 @@
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from support import make_timeline
 
-from madmax_lib.accounting import breakdown, breakdown_between
+from madmax_lib.accounting import breakdown_between
 from madmax_lib.view.drawing import COLORS
 from madmax_lib.view.explore import widgets
 from madmax_lib.view.explore.widgets import TimelineView, breakdown_html, columns, view_timeline
@@ -73,32 +72,6 @@ def test_titles_are_one_for_each_timeline(step):
     assert view.breakdown["timeline"].tolist() == ["before", "before", "after", "after"]
     with pytest.raises(ValueError, match="1 titles for 2 timelines"):
         view_timeline(step, step, titles=["one"])
-
-
-@pytest.mark.parametrize(
-    ("start_s", "end_s", "compute_ms", "exposed_ms", "idle_ms"),
-    [
-        (0, math.inf, [15, 5], [2, 0], [3, 15]),
-        (0.008, 0.012, [2, 2], [2, 0], [0, 2]),
-        (0.012, 0.015, [0, 0], [0, 0], [3, 3]),
-        (0.009, 0.5, [6, 1], [2, 0], [3, 10]),
-    ],
-)
-def test_a_window_is_accounted_for_in_full(step, start_s, end_s, compute_ms, exposed_ms, idle_ms):
-    table = breakdown_between(step, start_s, end_s)
-    assert (table["compute_s"] * 1e3).tolist() == pytest.approx(compute_ms)
-    assert (table["exposed_comm_s"] * 1e3).tolist() == pytest.approx(exposed_ms)
-    assert (table["idle_s"] * 1e3).tolist() == pytest.approx(idle_ms, abs=1e-9)
-    busy_s = table["compute_s"] + table["non_compute_s"]
-    assert (busy_s + table["idle_s"]).tolist() == pytest.approx(table["total_s"].tolist())
-
-
-def test_windows_side_by_side_add_up_and_none_ends_before_it_begins(step):
-    names, cuts = ["compute_s", "comm_s", "exposed_comm_s"], [0, 0.004, 0.0091, 0.013, 0.02]
-    parts = sum(breakdown_between(step, *pair)[names] for pair in pairwise(cuts))
-    np.testing.assert_allclose(parts, breakdown(step)[names], rtol=1e-9)
-    with pytest.raises(ValueError, match=r"start_s=0.2 is not before end_s=0.1"):
-        breakdown_between(step, 0.2, 0.1)
 
 
 def test_the_brush_reports_its_breakdown(step):

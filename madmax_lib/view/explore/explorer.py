@@ -100,20 +100,20 @@ class Later:
         self.waiting = loop.call_later(self.delay_s, self.function)
 
 
-def doublings(first: int, last: int, *also: int) -> list[int]:
-    """Powers of two from first to last, and other values in between, in order.
+def doublings(first: int, last: int) -> list[int]:
+    """Powers of two from first to last.
 
-    >>> doublings(1, 8, 6)
-    [1, 2, 4, 6, 8]
+    >>> doublings(1, 8)
+    [1, 2, 4, 8]
     """
-    return sorted({*also, *(first << k for k in range((last // first).bit_length()))})
+    return [first << power for power in range((last // first).bit_length())]
 
 
-def slider(values: list, value):
-    """A slider over the values of a list."""
+def slider(values: list[int], value: int):
+    """A slider over some values; the first one joins them."""
     import ipywidgets
 
-    return ipywidgets.SelectionSlider(options=values, value=value)
+    return ipywidgets.SelectionSlider(options=sorted({*values, value}), value=value)
 
 
 def offer(control, value) -> None:

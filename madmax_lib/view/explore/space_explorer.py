@@ -14,8 +14,8 @@ from matplotlib import pyplot as plt
 
 from madmax_lib.planner.search import SearchResult, search
 from madmax_lib.planner.space import Space
-from madmax_lib.view.explore.explorer import Explorer, message_html
-from madmax_lib.view.explore.step_explorer import StepExplorer, cluster_named, model_named
+from madmax_lib.view.explore.explorer import message_html
+from madmax_lib.view.explore.step_explorer import StepExplorer, WorkloadExplorer
 from madmax_lib.view.explore.widgets import widget_class
 from madmax_lib.view.plots.breakdown import plot_timeline
 from madmax_lib.view.plots.search import plot_front
@@ -33,7 +33,7 @@ _FILTERS = {
 _SHOWN = 200  # of the fastest plans, beside the front
 
 
-class SpaceExplorer(Explorer):
+class SpaceExplorer(WorkloadExplorer):
     """The plans of a model on a cluster: the front of time and memory, and one chosen plan in detail.
 
     model, cluster, nodes, global_batch, sequence (0: the model's own): as in the notebooks' parameters. space: what is
@@ -69,11 +69,8 @@ class SpaceExplorer(Explorer):
         key = tuple(sorted(filters.items()))
         if key not in self._results:
             space = replace(self.space, **{name: (value,) for name, value in filters.items()})
-            model = model_named(self.parameters["model"])
-            cluster = cluster_named(self.parameters["cluster"], self.parameters["nodes"])
-            batch, sequence = self.parameters["global_batch"], self.parameters["sequence"] or None
-            options = {"top": _SHOWN, "space": space, "sequence": sequence, "progress": False}
-            self._results[key] = search(model, cluster, batch, **options)
+            options = {"top": _SHOWN, "space": space, "progress": False}
+            self._results[key] = search(self.model, self.cluster, **self.batch, **options)
         return self._results[key]
 
     @property

@@ -20,7 +20,7 @@ from madmax_lib.view.explore.plan_card import PlanCard, plan_card, plan_card_htm
 from madmax_lib.view.explore.widgets import TimelineView
 from madmax_lib.view.plots.breakdown import plot_timeline
 
-__all__ = ["StepExplorer", "cluster_named", "model_named", "transformers"]
+__all__ = ["StepExplorer", "WorkloadExplorer", "transformers"]
 
 _DELAY_S = 0.05  # after the last change, before a timeline is laid out
 _DRAWN = 8  # micro-batches of a drawn step, or one per stage where there are more stages
@@ -30,9 +30,31 @@ _CHOICES = {
     "recompute": ["none", "selective", "full"],
     "schedule": ["1f1b", "gpipe", "zero-bubble"],
 }
+_model, _cluster = lru_cache(maxsize=64)(catalog.model), lru_cache(maxsize=64)(catalog.cluster)  # a slider calls often
 
 
-class StepExplorer(Explorer):
+class WorkloadExplorer(Explorer):
+    """An explorer whose parameters name a model, a cluster and a batch."""
+
+    parameters: dict
+
+    @property
+    def model(self) -> Transformer:
+        """The model as it stands."""
+        return _model(self.parameters["model"])
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster as it stands."""
+        return _cluster(self.parameters["cluster"], nodes=self.parameters["nodes"])
+
+    @property
+    def batch(self) -> dict:
+        """global_batch and sequence, None for the model's own."""
+        return {"global_batch": self.parameters["global_batch"], "sequence": self.parameters["sequence"] or None}
+
+
+class StepExplorer(WorkloadExplorer):
     """One step of a model on a cluster under a plan: numbers, parts of time and memory, and its timeline.
 
     model, cluster, nodes, plan, global_batch, sequence (0: the model's own): as in the notebooks' parameters. dp
@@ -63,7 +85,7 @@ class StepExplorer(Explorer):
             if changes and "plan" not in changes:
                 self.plan = _filling(self.plan, self.cluster.world_size, of_plan)
                 self.parameters["plan"] = str(self.plan)
-            self.card: PlanCard = plan_card(self.model, self.cluster, self.plan, **self._batch)
+            self.card: PlanCard = plan_card(self.model, self.cluster, self.plan, **self.batch)
             self.error = ""
         except (OSError, ValueError) as error:
             self.error = str(error)
@@ -74,7 +96,7 @@ class StepExplorer(Explorer):
             self.view.show(self._timeline())
 
     def _timeline(self):
-        plan, batch = self.plan, self._batch
+        plan, batch = self.plan, self.batch
         batch["global_batch"] = min(batch["global_batch"], self._drawn * plan.dp * plan.micro_batch)
         timeline = simulate(self.model, self.cluster, plan, **batch)
         return timeline.select(ranks=timeline.ranks[:: len(timeline.ranks) // plan.pp])
@@ -92,20 +114,6 @@ class StepExplorer(Explorer):
     @property
     def _caption(self) -> str:
         return f"{self._drawn} of {self._micro_batches} micro-batches, one rank per stage"
-
-    @property
-    def model(self) -> Transformer:
-        """The model as it stands."""
-        return model_named(self.parameters["model"])
-
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster as it stands."""
-        return cluster_named(self.parameters["cluster"], self.parameters["nodes"])
-
-    @property
-    def _batch(self) -> dict:
-        return {"global_batch": self.parameters["global_batch"], "sequence": self.parameters["sequence"] or None}
 
     @property
     def html(self) -> str:
@@ -134,10 +142,10 @@ class StepExplorer(Explorer):
         return {
             "model": w.Dropdown(options=sorted({p["model"], *transformers()}), value=p["model"]),
             "cluster": w.Dropdown(options=sorted({p["cluster"], *catalog.clusters()}), value=p["cluster"]),
-            "nodes": slider(doublings(1, 1024, p["nodes"]), p["nodes"]),
-            "global_batch": slider(doublings(1, 8192, p["global_batch"]), p["global_batch"]),
-            "sequence": slider(doublings(512, 131072, 0, p["sequence"]), p["sequence"]),
-            **{name: slider(doublings(1, 64, turned[name]), turned[name]) for name in _DEGREES},
+            "nodes": slider(doublings(1, 1024), p["nodes"]),
+            "global_batch": slider(doublings(1, 8192), p["global_batch"]),
+            "sequence": slider([0, *doublings(512, 131072)], p["sequence"]),
+            **{name: slider(doublings(1, 64), turned[name]) for name in _DEGREES},
             **{name: w.Dropdown(options=values, value=turned[name]) for name, values in _CHOICES.items()},
             "plan": w.Text(value=p["plan"], continuous_update=False),
         }
@@ -165,19 +173,7 @@ class StepExplorer(Explorer):
 @lru_cache(maxsize=1)
 def transformers() -> list[str]:
     """Names of the models that have a closed form: all but recommendation models."""
-    return [name for name in catalog.models() if isinstance(model_named(name), Transformer)]
-
-
-@lru_cache(maxsize=64)
-def model_named(name: str) -> Transformer:
-    """A model of the catalog, kept."""
-    return catalog.model(name)
-
-
-@lru_cache(maxsize=64)
-def cluster_named(name: str, nodes: int) -> Cluster:
-    """A cluster of the catalog, kept."""
-    return catalog.cluster(name, nodes=nodes)
+    return [name for name in catalog.models() if isinstance(_model(name), Transformer)]
 
 
 def _filling(plan: Plan, world_size: int, changes: dict) -> Plan:
