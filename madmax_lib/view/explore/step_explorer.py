@@ -30,7 +30,8 @@ _CHOICES = {
     "recompute": ["none", "selective", "full"],
     "schedule": ["1f1b", "gpipe", "zero-bubble"],
 }
-_model, _cluster = lru_cache(maxsize=64)(catalog.model), lru_cache(maxsize=64)(catalog.cluster)  # a slider calls often
+_model = lru_cache(maxsize=64)(catalog.model)  # the catalog reads tables, a slider cannot wait for them
+_cluster = lru_cache(maxsize=64)(catalog.cluster)
 
 
 class WorkloadExplorer(Explorer):

@@ -8,7 +8,7 @@ from string import Template
 
 from madmax_lib.atomic import replacing
 
-__all__ = ["page", "write_page"]
+__all__ = ["page", "paragraph", "write_page"]
 
 _HERE = Path(__file__).parent
 
@@ -17,6 +17,11 @@ def page(title: str, body: str, style: str = "") -> str:
     """A whole HTML document. title is text, body HTML; style: CSS beside that of all pages."""
     style = (_HERE / "page.css").read_text() + style
     return Template((_HERE / "page.html").read_text()).substitute(title=html.escape(title), style=style, body=body)
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    """A paragraph of text. kind: its class in the style, such as about or message."""
+    return f'<p class="{kind}">{html.escape(text)}</p>' if kind else f"<p>{html.escape(text)}</p>"
 
 
 def write_page(path: Path, text: str) -> None:

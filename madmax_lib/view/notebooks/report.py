@@ -18,7 +18,7 @@ from madmax_lib.traces.advise import advise
 from madmax_lib.traces.comm.collectives import waiting
 from madmax_lib.units import format_s
 from madmax_lib.view.drawing import plural, shorten
-from madmax_lib.view.notebooks.page import page, write_page
+from madmax_lib.view.notebooks.page import page, paragraph, write_page
 from madmax_lib.view.plots.breakdown import (
     plot_advice,
     plot_breakdown,
@@ -42,8 +42,8 @@ def write_report(timeline: Timeline, path: str | Path, title: str) -> Path:
     table = breakdown(timeline)
     with plt.style.context(Path(__file__).parents[1] / "paper.mplstyle"):
         sections = _sections(timeline, table)
-    head = f"<h1>{escape(title)}</h1>\n{_text(_about(timeline), 'about')}\n{_text(_message(table), 'message')}"
-    body = "\n".join([head, *sections, _text(_DEFINITIONS, "about")])
+    head = [f"<h1>{escape(title)}</h1>", paragraph(_about(timeline), "about"), paragraph(_message(table), "message")]
+    body = "\n".join([*head, *sections, paragraph(_DEFINITIONS, "about")])
     write_page(Path(path), page(f"Trace report: {title}", body))
     return Path(path)
 
@@ -54,18 +54,18 @@ def _sections(timeline: Timeline, table: pd.DataFrame) -> list[str]:
     drawn = timeline.select(ranks=list(part["rank"]))
     note = ""
     if len(part) < len(table):
-        note = _text(f"Drawn: the {len(part)} of {len(table)} ranks with the most exposed communication.")
+        note = paragraph(f"Drawn: the {len(part)} of {len(table)} ranks with the most exposed communication.")
     sections = [_section("Where the time goes", note, _svg(plot_breakdown(part)), _table(table))]
     advice = advise(timeline)
     if len(advice):
-        about = _text("What each fix would gain at most, per step and mean over the ranks; causes overlap.")
+        about = paragraph("What each fix would gain at most, per step and mean over the ranks; causes overlap.")
         sections.append(_section("What to fix first", about, _svg(plot_advice(advice)), _table(advice.head(12))))
     if table["comm_s"].sum() > 0:
         sections.append(_section("Overlap of communication and compute", note, _svg(plot_overlap(part))))
         per_rank = _table(by_collective) if len(table) <= _MOST_RANKS_DRAWN else ""
         sections.append(_section("Exposed communication", _svg(plot_exposed(by_collective)), per_rank))
     if len(waits) or waits.attrs["unmatched"]:
-        text = "".join(map(_text, _about_waiting(waits)))
+        text = "".join(map(paragraph, _about_waiting(waits)))
         few = len(waits) and len(timeline.ranks) <= _MOST_RANKS_DRAWN
         picture = _svg(plot_waiting(waits, ranks=timeline.ranks)) if few else ""
         sections.append(_section("Who waits for whom", text, picture, _table(waits.nlargest(10, "wait_s"))))
@@ -106,10 +106,6 @@ def _about_waiting(waits: pd.DataFrame) -> list[str]:
     for name, count in waits.attrs["unmatched"].items():
         lines.append(f"{count} calls of {name[:80]} are left out: the ranks made different numbers of them in a step.")
     return lines
-
-
-def _text(text: str, kind: str = "") -> str:
-    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
 
 
 def _section(title: str, *parts: str) -> str:

@@ -16,7 +16,7 @@ from pygments.formatters import HtmlFormatter
 
 from madmax_lib import __version__
 from madmax_lib.datasets import PROJECT
-from madmax_lib.view.notebooks.page import page, write_page
+from madmax_lib.view.notebooks.page import page, paragraph, write_page
 
 if TYPE_CHECKING:
     from madmax_lib.view.notebooks.runner import Result
@@ -60,12 +60,12 @@ def _index(results: Sequence[Result]) -> str:
     failed = [result for result in results if result.error]
     about = f"{len(results)} notebooks in {sum(result.seconds for result in results):.0f} s"
     about += f", {len(failed)} failed" if failed else ""
-    parts = ["<h1>MAD-Max Workbench</h1>", f'<p class="message">{_SENTENCE}</p>', f'<p class="about">{about}</p>']
+    parts = ["<h1>MAD-Max Workbench</h1>", paragraph(_SENTENCE, "message"), paragraph(about, "about")]
     groups: dict[str, list[str]] = {}
     for result in results:
         groups.setdefault(_GROUPS.get(result.name[0], "Others"), []).append(_entry(result))
     parts += [f"<h2>{group}</h2>\n" + "\n".join(entries) for group, entries in groups.items()]
-    parts.append(f'<p class="about">MAD-Max Workbench {__version__}. The pictures were drawn by this run.</p>')
+    parts.append(paragraph(f"MAD-Max Workbench {__version__}. The pictures were drawn by this run.", "about"))
     return _without_places(page("MAD-Max Workbench", "\n".join(parts), _STYLE.read_text()))
 
 
@@ -73,7 +73,7 @@ def _entry(result: Result) -> str:
     notebook = nbformat.read(result.output, as_version=4)
     title = html.escape(_title(notebook, result.name))
     question = re.search(r"\*\*(.+?)\*\*", _first_text(notebook), re.DOTALL)
-    question = f"<p>{html.escape(_plain(question[1]))}</p>" if question else ""
+    question = paragraph(_plain(question[1])) if question else ""
     about = f"{result.name}, {result.seconds:.0f} s"
     if result.error:
         about += f' <strong class="failed">failed</strong> {html.escape(result.error)}'
