@@ -7,8 +7,6 @@ and `check`: "counts" records the collectives of the last step; any other text i
 taken, after a checkpoint.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Data by name: the same batch on every rank, questions and padding masked, fall-backs that say why."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

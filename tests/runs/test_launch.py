@@ -1,7 +1,5 @@
 """A real run of two processes, and what is left when a rank or the launcher is killed."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Energy of known powers, and meters without a device."""
 
-from __future__ import annotations
-
 import sys
 import time
 from math import isnan, nan, pi, sin

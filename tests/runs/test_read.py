@@ -1,7 +1,5 @@
 """Run directories: tables of steps that were cut short, bad files, runs side by side."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

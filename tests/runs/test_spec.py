@@ -1,7 +1,5 @@
 """Specs of runs: their JSON form, the plan they mean, and what is refused before a process starts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

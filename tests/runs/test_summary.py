@@ -1,7 +1,5 @@
 """Summaries of tables whose answer is known."""
 
-from __future__ import annotations
-
 from math import isnan, nan
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Each cause of lost time is found with its exact gain on a timeline that has only this cause."""
 
-from __future__ import annotations
-
 import pytest
 from support import dataset_or_skip, make_timeline, with_columns
 
@@ -23,13 +21,41 @@ def gains(timeline: Timeline) -> dict[str, float]:
     return {row.cause: round(row.gain_s / NS, 6) for row in table.itertuples()}
 
 
-def test_exposed_communication_counts_what_no_compute_hides_and_overlapping_calls_once():
-    rows = [
-        (0, 7, "compute", KERNEL, 0, 1000),
-        (0, 20, "comm", ALL_REDUCE, 600, 1000),
-        (0, 21, "comm", ALL_REDUCE, 800, 800),
-    ]
-    assert gains(make_timeline(rows)) == {"exposed communication": 600}
+def launched(*kernels: tuple[int, int, int, int]) -> list[tuple]:
+    """Rows of (launch start, launch duration, kernel start, kernel duration)."""
+    rows = []
+    for number, (call, call_dur, start, dur) in enumerate(kernels):
+        rows.append((0, -1, "cpu", "cudaLaunchKernel", call, call_dur, number))
+        rows.append((0, 7, "compute", KERNEL, start, dur, number))
+    return rows
+
+
+BUSY = (0, 7, "compute", KERNEL, 0, 1000)
+CAUSES = {
+    "nothing at all": ([], {}),
+    "pure compute": ([BUSY], {}),
+    "what no compute hides, overlapping calls once":
+        ([BUSY, (0, 20, "comm", ALL_REDUCE, 600, 1000), (0, 21, "comm", ALL_REDUCE, 800, 800)],
+         {"exposed communication": 600}),
+    "copies alone": ([BUSY, (0, 9, "memcpy", "Memcpy HtoD (Pageable -> Device)", 900, 400)], {"exposed copies": 300}),
+    # idle 1020 to 1700, 200 of it in the launch
+    "a late host and a slow launch":
+        (launched((0, 10, 20, 1000), (1500, 100, 1700, 1000)), {"host wait": 480, "launch-bound": 200}),
+    "kernels launched in time": (launched((0, 10, 20, 1000), (10, 10, 1030, 1000)), {"short gaps": 10}),
+    "no matter of the host": (launched((0, 10, 20, 1000), (10, 10, 200_000, 1000)), {"other idle": 200_000 - 1020}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_gain_of_each_cause(case):
+    rows, expected = CAUSES[case]
+    assert gains(make_timeline(rows)) == expected
+
+
+def test_small_messages_gain_up_to_the_rate_of_the_best():
+    rows = [(0, 20, "comm", "ncclDevKernel_Broadcast", *times) for times in ((0, 1000), (1000, 500), (1500, 500))]
+    timeline = with_columns(make_timeline(rows), size_bytes=[1000.0, 100.0, 100.0], group="g")
+    assert gains(timeline) == {"exposed communication": 2000, "small messages": 800}  # 500 ns each would take 100
 
 
 def test_waiting_is_the_late_ranks_and_not_the_collectives():
@@ -46,53 +72,10 @@ def test_waiting_is_the_late_ranks_and_not_the_collectives():
     assert "38% is waiting" in table.loc["exposed communication", "evidence"]
 
 
-def test_small_messages_gain_up_to_the_rate_of_the_best():
-    rows = [
-        (0, 20, "comm", "ncclDevKernel_Broadcast", start, dur) for start, dur in ((0, 1000), (1000, 500), (1500, 500))
-    ]
-    timeline = make_timeline(rows)
-    timeline = with_columns(timeline, size_bytes=[1000.0, 100.0, 100.0], group="g")
-    assert gains(timeline) == {"exposed communication": 2000, "small messages": 800}  # 500 ns each would take 100
-
-
-def launched(*kernels: tuple[int, int, int, int]) -> Timeline:
-    """Timeline of (launch start, launch duration, kernel start, kernel duration)."""
-    rows = []
-    for number, (call, call_dur, start, dur) in enumerate(kernels):
-        rows.append((0, -1, "cpu", "cudaLaunchKernel", call, call_dur, number))
-        rows.append((0, 7, "compute", KERNEL, start, dur, number))
-    return make_timeline(rows)
-
-
-def test_a_late_host_is_told_from_slow_launches():
-    timeline = launched((0, 10, 20, 1000), (1500, 100, 1700, 1000))  # idle 1020 to 1700, 200 of it in the launch
-    assert gains(timeline) == {"host wait": 480, "launch-bound": 200}
-
-
-def test_short_gaps_between_kernels_launched_in_time():
-    assert gains(launched((0, 10, 20, 1000), (10, 10, 1030, 1000))) == {"short gaps": 10}
-
-
-def test_idle_that_is_no_matter_of_the_host():
-    timeline = launched((0, 10, 20, 1000), (10, 10, 200_000, 1000))
-    assert gains(timeline) == {"other idle": 200_000 - 1020}
-
-
-def test_copies_alone_on_the_device():
-    rows = [(0, 7, "compute", KERNEL, 0, 1000), (0, 9, "memcpy", "Memcpy HtoD (Pageable -> Device)", 900, 400)]
-    assert gains(make_timeline(rows)) == {"exposed copies": 300}
-
-
 def test_gains_are_per_step_and_mean_over_the_ranks():
-    one = [(0, 7, "compute", KERNEL, 0, 1000), (0, 9, "memcpy", "Memcpy HtoD", 1000, 400)]
-    timeline = make_timeline([*one, (1, 7, "compute", KERNEL, 0, 1400)])
+    timeline = make_timeline([BUSY, (0, 9, "memcpy", "Memcpy HtoD", 1000, 400), (1, 7, "compute", KERNEL, 0, 1400)])
     assert gains(timeline) == {"exposed copies": 200}
     assert gains(with_columns(timeline, step=[0, 1, 1])) == {"exposed copies": 100}
-
-
-def test_nothing_to_say_about_nothing_and_about_pure_compute():
-    assert gains(make_timeline([])) == {}
-    assert gains(make_timeline([(0, 7, "compute", KERNEL, 0, 1000)])) == {}
 
 
 def test_a_simulated_pipeline_has_a_bubble():

@@ -1,7 +1,5 @@
 """The cache of read traces: same result, never stale, rebuilt when damaged, harmless when it cannot be written."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import shutil

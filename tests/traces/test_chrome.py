@@ -1,7 +1,5 @@
 """Bytes in, events out: every form of file reads the same, and damage costs no more than what it touches."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """What export_trace writes, read back by us and by HTA: the same spans to the nanosecond, the same breakdown."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -3,8 +3,6 @@
 The committed examples are few and always the same; each fault that a longer search has found stands below by name.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gzip

@@ -1,7 +1,5 @@
 """Traces of every vendor and year in, one Timeline with known numbers out."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

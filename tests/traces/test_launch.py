@@ -1,7 +1,5 @@
 """Launches, queues, idle causes and launch-bound time: closed forms, conservation laws, and HTA's numbers."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

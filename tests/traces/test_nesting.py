@@ -1,7 +1,5 @@
 """Nesting of spans equals the naive definition, also where spans of a thread do not nest."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import make_timeline

@@ -1,7 +1,5 @@
 """Many ranks: in this process, in local processes and on a real dask cluster, where files fail and workers die."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

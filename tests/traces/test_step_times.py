@@ -1,7 +1,5 @@
 """Steps: parts, pace, warm-up and steps that a recording cuts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import EPOCH_NS, dataset_or_skip, local_or_skip, make_timeline, with_columns

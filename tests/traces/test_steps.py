@@ -1,7 +1,5 @@
 """Spans find their step by time on the host and by launch on the device."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 
