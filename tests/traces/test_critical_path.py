@@ -33,11 +33,8 @@ def new_ns(timeline, faster) -> int:
 
 
 # Launch n costs 10 ns of host time, each kernel takes 4 ns and starts 6 ns after its launch began
-LAUNCH_BOUND = [
-    row
-    for n in range(4)
-    for row in [(0, -1, "cpu", "cudaLaunchKernel", 10 * n, 10, n), (0, 7, "compute", f"k{n}", 10 * n + 6, 4, n)]
-]
+LAUNCH_BOUND = [(0, -1, "cpu", "cudaLaunchKernel", 10 * n, 10, n) for n in range(4)]
+LAUNCH_BOUND += [(0, 7, "compute", f"k{n}", 10 * n + 6, 4, n) for n in range(4)]
 
 
 def test_a_launch_bound_chain_is_the_host():
@@ -54,15 +51,8 @@ def test_a_launch_bound_chain_is_the_host():
 
 def test_a_launch_on_its_way_decides_even_if_the_stream_was_busy_meanwhile():
     """Every 10 us a launch of 8 us, and kernels of 4 us: each ends while the next launch is on its way."""
-    rows = [
-        row
-        for n in range(5)
-        for row in [
-            (0, -1, "cpu", "cudaLaunchKernel", 10_000 * n, 9_000, n),
-            (0, 7, "compute", "k", 10_000 * n + 8_000, 4_000, n),
-        ]
-    ]
-    share = path_share(critical_path(trace(rows))).set_index("kind")["path_s"]
+    timeline = launched(5, call_us=9, kernel_us=4, between_us=1, delay_us=-1)
+    share = path_share(critical_path(timeline)).set_index("kind")["path_s"]
     assert share.mul(1e6).round(3).to_dict() == {"host": 40, "launch delay": 8, "compute": 4}
 
 
@@ -92,20 +82,9 @@ def test_two_streams_with_an_event():
     assert new_ns(timeline, {"compute": INF}) == 4 + 3 + 20 + 3  # now its launch decides, as late as the other one
     assert new_ns(timeline, {"AllReduce": 2}) == 65 - 10
     share = path_share(path).set_index("kind")
-    assert share["path_s"].mul(1e9).round().to_dict() == {
-        "host": 3,
-        "launch delay": 3,
-        "compute": 37,
-        "comm": 20,
-        "wait": 2,
-    }
-    assert share["busy_s"].mul(1e9).round().to_dict() == {
-        "host": 65,
-        "launch delay": 0,
-        "compute": 37,
-        "comm": 20,
-        "wait": 0,
-    }
+    assert share.index.tolist() == ["host", "launch delay", "compute", "comm", "wait"]
+    assert share["path_s"].mul(1e9).round().tolist() == [3, 3, 37, 20, 2]
+    assert share["busy_s"].mul(1e9).round().tolist() == [65, 0, 37, 20, 0]
     assert share["share"].sum() == pytest.approx(1)
 
 
@@ -214,6 +193,8 @@ def test_simulated_steps(plan):
     assert int(path["dur_s"].mul(1e9).round().sum()) == end_ns
     assert new_ns(timeline, {"compute": 1}) == end_ns
     assert not set(path["kind"]) - {"compute", "comm", "host"}
+    with pytest.raises(ValueError, match="no launches to be replayed"):
+        launch_gain(timeline)
 
 
 @pytest.mark.parametrize("name", ["gpt-ddp", "gpt-fsdp", "vit-ddp"])
@@ -235,12 +216,13 @@ def test_faster_kinds_and_bad_scenarios():
     assert (table["saved_s"] >= 0).all() and (table["speedup"] >= 1).all()
     both = what_if(timeline, {"compute": 2, "comm": 4}).iloc[0]
     assert both["faster"] == "compute + comm" and np.isnan(both["factor"])
-    with pytest.raises(ValueError, match="factor 0 of 'comm' is not a positive number"):
-        what_if(timeline, {"comm": 0})
-    with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
-        what_if(timeline, {"(": 2})
-    with pytest.raises(ValueError, match=r"'nothing' is no kind .* and in no name of the step"):
-        what_if(timeline, {"nothing": 2})
+    for faster, message in (
+        ({"comm": 0}, "factor 0 of 'comm' is not a positive number"),
+        ({"(": 2}, r"'\(' is not a regular expression"),
+        ({"nothing": 2}, r"'nothing' is no kind .* and in no name of the step"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            what_if(timeline, faster)
 
 
 @pytest.mark.parametrize("rows", [[], [(0, -1, "annotation", "label", 0, 5)], [(0, 7, "memory", "[memory]", 0, 0)]])
@@ -252,15 +234,8 @@ def test_nothing_to_walk(rows):
     assert what_if(timeline, {"compute": 2})["step_s"].tolist() == [0]
 
 
-CALLS = (
-    "cudaLaunchKernel",
-    "cudaDeviceSynchronize",
-    "cudaStreamWaitEvent",
-    "cudaEventRecord",
-    "cudaMemcpyAsync",
-    "c10d::allreduce_",
-    "aten::mm",
-)
+CALLS = ("cudaLaunchKernel", "cudaDeviceSynchronize", "cudaStreamWaitEvent", "cudaEventRecord", "cudaMemcpyAsync",
+         "c10d::allreduce_", "aten::mm")  # fmt: skip
 
 
 def any_row(random, reach_ns) -> tuple:
@@ -319,26 +294,15 @@ def gains(timeline):
 
 
 def test_a_launch_bound_step():
-    """Ten calls of 10 us, 7 us between them, kernels of 3 us that start 12 us after their call does.
-
-    Free launches leave 7 us for each of the others and the last kernel's delay, a graph of the step the kernels.
-    """
-    found = gains(launched(10, 10, 3, 7))
-    assert found["as measured"] == pytest.approx(9 * 17 + 12 + 3)
-    assert found["free launches"] == pytest.approx(9 * 7 + 12 + 3)
-    assert found["graph of kernels"] == pytest.approx(9 * 7 + 3)
-    assert found["graph of the step"] == pytest.approx(10 * 3)
-
-
-def test_a_busy_device_gains_nothing_but_the_start():
-    found = gains(launched(10, 1, 100, 1))
-    assert found["as measured"] - found["graph of the step"] == pytest.approx(1 + 2)
-
-
-def test_launches_are_counted():
-    table = launch_gain(launched(10, 10, 3, 7))
+    """Ten calls of 10 us, 7 us between them, kernels of 3 us that start 12 us after their call does."""
+    timeline = launched(10, 10, 3, 7)
+    expected = {"as measured": 9 * 17 + 12 + 3, "free launches": 9 * 7 + 12 + 3, "graph of kernels": 9 * 7 + 3}
+    assert gains(timeline).to_dict() == pytest.approx(expected | {"graph of the step": 10 * 3})
+    table = launch_gain(timeline)
     assert (table["launches"] == 10).all() and table["bound_s"].to_numpy() == pytest.approx(9 * 14e-6)
     assert table["saved_s"].iloc[0] == 0 and (table["speedup"] >= 1).all()
+    busy = gains(launched(10, 1, 100, 1))  # gains nothing but the start
+    assert busy["as measured"] - busy["graph of the step"] == pytest.approx(1 + 2)
 
 
 @pytest.mark.parametrize("name", ["gpt-ddp", "vit-ddp"])
@@ -347,12 +311,6 @@ def test_shipped_traces(name):
     table = launch_gain(mm.read_trace(mm.dataset(name)))
     assert table["scenario"].tolist() == ["as measured", "graph of the step"]
     assert (table["launches"] == 0).all() and 1 < table["speedup"].iloc[1] < 1.5
-
-
-def test_simulated_steps_have_no_launches():
-    step = mm.simulate(mm.model("gpt2"), mm.cluster("colab-t4"), mm.Plan(), global_batch=1)
-    with pytest.raises(ValueError, match="no launches to be replayed"):
-        launch_gain(step)
 
 
 # Beside HTA
@@ -384,9 +342,8 @@ def test_hta_rounds_away_a_microsecond_of_every_kernel():
     kernels = path["kind"].isin(["compute", "memcpy"]).sum()
     assert ours["launch delay"] == pytest.approx(theirs["gpu_kernel_launch_overhead"], abs=1)
     gpu = ours["compute"] + ours["memcpy"]
-    assert gpu + ours["wait"] == pytest.approx(
-        theirs["gpu_compute_bound"] + theirs["gpu_kernel_kernel_overhead"], abs=2
-    )
+    both = theirs["gpu_compute_bound"] + theirs["gpu_kernel_kernel_overhead"]
+    assert gpu + ours["wait"] == pytest.approx(both, abs=2)
     assert 0.5 * kernels < gpu - theirs["gpu_compute_bound"] < kernels
 
 
@@ -394,7 +351,5 @@ def hta_path(file, annotation, instance) -> pd.Series:
     """HTA's path in microseconds by what bounds it."""
     analysis = hta.analysis(file)
     with hta._quiet():
-        found, _ = analysis.critical_path_analysis(
-            rank=analysis.t.get_ranks()[0], annotation=annotation, instance_id=instance
-        )
-        return found.get_critical_path_breakdown().groupby("bound_by")["duration"].sum()
+        path, _ = analysis.critical_path_analysis(analysis.t.get_ranks()[0], annotation, instance)
+        return path.get_critical_path_breakdown().groupby("bound_by")["duration"].sum()

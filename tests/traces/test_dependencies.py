@@ -30,25 +30,53 @@ def slices(rows) -> list:
     return list(table[["name", "start_ns", "end_ns"]].itertuples(index=False, name=None))
 
 
-def test_launches_kernels_and_orders():
-    rows = [
-        (0, -1, "cpu", "cudaLaunchKernel", 0, 5, 1),
-        (0, -1, "cpu", "cudaLaunchKernel", 5, 5, 2),
-        (0, 7, "compute", "a", 3, 6, 1),
-        (0, 7, "compute", "b", 12, 8, 2),
-    ]
-    assert edges(trace(rows)) == {(0, 1, "order"), (0, 2, "launch"), (1, 3, "launch"), (2, 3, "stream")}
+def call(name, start, dur, *correlation) -> tuple:
+    return (0, -1, "cpu", name, start, dur, *correlation)
 
 
-def test_a_thread_is_cut_where_its_innermost_span_changes():
-    rows = [
-        (0, -1, "cpu", "op", 0, 100),
-        (0, -1, "cpu", "call", 20, 10),
-        (0, -1, "cpu", "empty", 50, 0),
-        (0, -1, "cpu", "next", 100, 5),
-    ]
+def work(name, start, dur, *correlation, stream=7, kind="compute") -> tuple:
+    return (0, stream, kind, name, start, dur, *correlation)
+
+
+LAUNCH = "cudaLaunchKernel"
+EDGES = {
+    "launches, kernels and orders":
+        ([call(LAUNCH, 0, 5, 1), call(LAUNCH, 5, 5, 2), work("a", 3, 6, 1), work("b", 12, 8, 2)],
+         {(0, 1, "order"), (0, 2, "launch"), (1, 3, "launch"), (2, 3, "stream")}),
+    "a copy that blocks and one that does not":
+        ([call("cudaMemcpyAsync", 0, 50, 1), call("cudaMemcpyAsync", 50, 5, 2),
+          work("Memcpy DtoH", 10, 30, 1, kind="memcpy"), work("Memcpy HtoD", 53, 30, 2, kind="memcpy")],
+         {(0, 1, "order"), (0, 2, "launch"), (2, 0, "sync"), (1, 3, "launch"), (2, 3, "stream")}),
+    "stream 0 of AMD":
+        ([call("hipLaunchKernel", 0, 5, 1), work("a", 3, 6, 1, stream=0), call("hipDeviceSynchronize", 6, 9, 2)],
+         {(0, 1, "launch"), (0, 2, "order"), (1, 2, "sync")}),
+    "a launch that the times contradict": ([call(LAUNCH, 50, 5, 1), work("a", 3, 6, 1)], set()),
+    "a transfer more belongs to the operator before it":
+        ([call("c10d::allreduce_", 0, 5), call("c10d::allreduce_", 10, 5),
+          work("gloo:all_reduce", 12, 30, stream=-2, kind="comm"), work("aten::mm", 20, 5, stream=-1)],
+         {(0, 1, "order"), (1, 2, "launch"), (1, 3, "order")}),
+    "collectives wait for the last rank":
+        ([(rank, 20, "comm", "AllReduce", start, 100 - start) for rank, start in enumerate((10, 60, 30))],
+         {(1, 0, "collective"), (1, 2, "collective")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EDGES)
+def test_edges(case):
+    rows, expected = EDGES[case]
+    assert edges(trace(rows)) == expected
+
+
+def test_what_has_the_time_of_a_thread():
+    """Annotations fill what is between operators, a span has what those inside of it leave; waiting threads go."""
+    label, cut = (0, -1, "annotation", "ProfilerStep#1", 0, 90), [("op", 10, 20), ("ProfilerStep#1", 20, 40)]
+    rows = [label, call("op", 10, 10), work("k", 30, 10)]
+    assert slices(rows) == [("ProfilerStep#1", 0, 10), *cut, ("k", 30, 40)]
+    assert slices([label]) == []
+    rows = [call("op", 0, 100), call("call", 20, 10), call("empty", 50, 0), call("next", 100, 5)]
     cut = [("op", 0, 20), ("call", 20, 30), ("op", 30, 50), ("empty", 50, 50), ("op", 50, 100), ("next", 100, 105)]
     assert slices(rows) == cut
+    assert slices([call(LAUNCH, 0, 5, 1), (0, -2, "cpu", "threading.py: wait", 0, 900)]) == [(LAUNCH, 0, 5)]
 
 
 @pytest.mark.parametrize(
@@ -69,21 +97,6 @@ def test_pieces_cover_a_thread_once(rows, cut):
     assert [p for p in found if p[1] < p[2]] == [p for p in cut if p[1] < p[2]]
     assert {name for name, *_ in found} == {name for name, *_ in rows}
     assert all(a[2] <= b[1] for a, b in pairwise(found))
-
-
-def test_annotations_fill_what_is_between_operators():
-    rows = [
-        (0, -1, "annotation", "ProfilerStep#1", 0, 90),
-        (0, -1, "cpu", "op", 10, 10),
-        (0, 7, "compute", "k", 30, 10),
-    ]
-    assert slices(rows) == [("ProfilerStep#1", 0, 10), ("op", 10, 20), ("ProfilerStep#1", 20, 40), ("k", 30, 40)]
-    assert slices([(0, -1, "annotation", "label", 0, 90)]) == []
-
-
-def test_threads_that_only_wait_are_left_out():
-    rows = [(0, -1, "cpu", "cudaLaunchKernel", 0, 5, 1), (0, -2, "cpu", "threading.py: wait", 0, 900)]
-    assert slices(rows) == [("cudaLaunchKernel", 0, 5)]
 
 
 SYNCED = [
@@ -117,53 +130,18 @@ def test_without_sync_rows_calls_tell_it():
     assert edges(trace(late), "event", "sync") == {(7, 8, "event")}
 
 
-def test_copies_that_block_and_copies_that_do_not():
-    rows = [
-        (0, -1, "cpu", "cudaMemcpyAsync", 0, 50, 1),
-        (0, -1, "cpu", "cudaMemcpyAsync", 50, 5, 2),
-        (0, 7, "memcpy", "Memcpy DtoH", 10, 30, 1),
-        (0, 7, "memcpy", "Memcpy HtoD", 53, 30, 2),
-    ]
-    assert edges(trace(rows), "sync") == {(2, 0, "sync")}
-
-
 def test_a_graph_launch_starts_many_kernels_and_branches_run_side_by_side():
-    rows = [
-        (0, -1, "cpu", "cudaGraphLaunch", 0, 9, 5),
-        (0, 7, "compute", "first", 10, 10, 5),
-        (0, 7, "compute", "left", 21, 30, 5),
-        (0, 7, "compute", "right", 22, 10, 5),
-        (0, 7, "compute", "last", 52, 5, 5),
-    ]
+    rows = [call("cudaGraphLaunch", 0, 9, 5), work("first", 10, 10, 5)]
+    rows += [work("left", 21, 30, 5), work("right", 22, 10, 5), work("last", 52, 5, 5)]
     assert edges(trace(rows), "launch") == {(0, row, "launch") for row in (1, 2, 3, 4)}
     assert edges(trace(rows), "stream") == {(1, 2, "stream"), (1, 3, "stream"), (2, 4, "stream"), (3, 4, "stream")}
 
 
-def test_amd_stream_0():
-    rows = [
-        (0, -1, "cpu", "hipLaunchKernel", 0, 5, 1),
-        (0, 0, "compute", "a", 3, 6, 1),
-        (0, -1, "cpu", "hipDeviceSynchronize", 6, 9, 2),
-    ]
-    assert edges(trace(rows)) == {(0, 1, "launch"), (0, 2, "order"), (1, 2, "sync")}
-
-
-def test_a_late_kernel_that_starts_right_after_one_of_another_stream_waited_for_it():
-    def rows(start_ns):
-        return [
-            (0, -1, "cpu", "cudaLaunchKernel", 0, 5, 1),
-            (0, -1, "cpu", "cudaLaunchKernel", 5, 5, 2),
-            (0, 7, "compute", "a", 8, 99_992, 1),
-            (0, 20, "comm", "b", start_ns, 10, 2),
-        ]
-
-    assert edges(trace(rows(103_000)), "event") == {(2, 3, "event")}
-    assert edges(trace(rows(160_000)), "event") == set()
-
-
-def test_collectives_wait_for_the_last_rank():
-    rows = [(rank, 20, "comm", "AllReduce", start, 100 - start) for rank, start in enumerate((10, 60, 30))]
-    assert edges(trace(rows), "collective") == {(1, 0, "collective"), (1, 2, "collective")}
+@pytest.mark.parametrize(("start_ns", "waited"), [(103_000, True), (160_000, False)])
+def test_a_late_kernel_that_starts_right_after_one_of_another_stream_waited_for_it(start_ns, waited):
+    rows = [call(LAUNCH, 0, 5, 1), call(LAUNCH, 5, 5, 2), work("a", 8, 99_992, 1)]
+    rows.append(work("b", start_ns, 10, 2, stream=20, kind="comm"))
+    assert edges(trace(rows), "event") == ({(2, 3, "event")} if waited else set())
 
 
 @pytest.mark.parametrize(
@@ -196,42 +174,19 @@ def test_backward_is_handed_over_and_back():
 
 
 def test_gloo_transfers_start_with_their_operator_and_end_a_rest():
-    rows = [
-        (0, -1, "cpu", "c10d::allreduce_", 0, 10),
-        (0, -1, "compute", "aten::mm", 20, 30),
-        (0, -1, "compute", "aten::add_", 80, 10),
-        (0, -2, "comm", "gloo:all_reduce", 5, 70),
-    ]
+    rows = [call("c10d::allreduce_", 0, 10), work("aten::mm", 20, 30, stream=-1)]
+    rows += [work("aten::add_", 80, 10, stream=-1), work("gloo:all_reduce", 5, 70, stream=-2, kind="comm")]
     assert edges(trace(rows), "launch", "sync") == {(0, 3, "launch"), (3, 2, "sync")}
     hidden = [*rows[:3], (0, -2, "comm", "gloo:all_reduce", 5, 30)]  # ends under mm: nobody waits for it there
     assert edges(trace(hidden), "launch", "sync") == {(0, 3, "launch")}
 
 
-def test_a_transfer_more_or_less_belongs_to_the_operator_before_it():
-    rows = [
-        (0, -1, "cpu", "c10d::allreduce_", 0, 5),
-        (0, -1, "cpu", "c10d::allreduce_", 10, 5),
-        (0, -2, "comm", "gloo:all_reduce", 12, 30),
-        (0, -1, "compute", "aten::mm", 20, 5),
-    ]
-    assert edges(trace(rows), "launch") == {(1, 2, "launch")}
-
-
-def test_what_the_times_contradict_is_left_out():
-    rows = [(0, -1, "cpu", "cudaLaunchKernel", 50, 5, 1), (0, 7, "compute", "a", 3, 6, 1)]
-    assert edges(trace(rows)) == set()
-
-
 def test_no_circle_at_one_instant():
     """Everything at once, in microseconds: a launch, its kernel and the wait for it, two times."""
-    rows = [
-        (0, -1, "cpu", "cudaLaunchKernel", 5, 0, 1),
-        (0, 7, "compute", "a", 5, 0, 1),
-        (0, -1, "cpu", "cudaDeviceSynchronize", 5, 0, 2),
-        (0, -1, "cpu", "cudaLaunchKernel", 5, 0, 3),
-        (0, 7, "compute", "b", 5, 0, 3),
-    ]
-    found = dependency_graph(trace(rows))
+    rows = [call(LAUNCH, 5, 0, 1), work("a", 5, 0, 1), call("cudaDeviceSynchronize", 5, 0, 2)]
+    rows += [call(LAUNCH, 5, 0, 3), work("b", 5, 0, 3)]
+    found, nothing = dependency_graph(trace(rows)), dependency_graph(trace([]))
+    assert not len(nothing.slices) and not len(nothing.time_ns) and not len(nothing.why)
     seen = set()
     for source, target in zip(found.source.tolist(), found.target.tolist(), strict=True):
         assert target not in seen, "an edge out of an event comes before one into it"
@@ -246,12 +201,6 @@ def test_a_simulated_timeline_has_its_own():
     assert edges(timeline) == {(0, 1, "data"), (0, 1, "stream")}
 
 
-def test_empty():
-    found = dependency_graph(trace([]))
-    assert not len(found.slices) and not len(found.time_ns) and not len(found.why)
-
-
 def test_many_launches_of_one_damaged_id_do_not_multiply():
-    rows = [(0, -1, "cpu", "cudaLaunchKernel", i, 1, 1) for i in range(300)]
-    rows += [(0, 7, "compute", "a", 400 + i, 1, 1) for i in range(300)]
+    rows = [call(LAUNCH, i, 1, 1) for i in range(300)] + [work("a", 400 + i, 1, 1) for i in range(300)]
     assert len(edges(trace(rows), "launch")) == 300

@@ -79,14 +79,10 @@ def test_means_are_per_rank_and_step():
 
 def test_spread_is_over_ranks_and_steps_and_overlap_is_of_the_means():
     """Compute of 10, 20 ns in the steps of rank 0, 30, 40 of rank 1; 4 ns of communication beside the first only."""
-    rows = {(0, 0): 10, (0, 1): 20, (1, 0): 30, (1, 1): 40}
-    spans = [
-        make_timeline(
-            [(r, 7, "compute", "k", 1000 * s, dur), (r, 8, "comm", NCCL, 1000 * s + (0 if dur == 10 else 100), 4)]
-        ).spans.assign(step=s)
-        for (r, s), dur in rows.items()
-    ]
-    t = Timeline(pd.concat(spans, ignore_index=True), make_timeline([], represents={0: [0], 1: [1]}).meta)
+    cells = {(0, 0): 10, (0, 1): 20, (1, 0): 30, (1, 1): 40}
+    rows = [(rank, 7, "compute", "k", 1000 * step, dur, -1, step) for (rank, step), dur in cells.items()]
+    rows += [(r, 8, "comm", NCCL, 1000 * s + (0 if dur == 10 else 100), 4, -1, s) for (r, s), dur in cells.items()]
+    t = make_timeline(rows, represents={0: [0], 1: [1]})
     table = compare(t, t).set_index("quantity")
     assert table.loc["compute_s", ["a", "a_min", "a_max"]].tolist() == pytest.approx([25e-9, 10e-9, 40e-9])
     assert table.loc["overlap", ["a", "a_min", "a_max"]].tolist() == pytest.approx([1 / 4, 0, 1])
@@ -117,12 +113,9 @@ def test_differences_of_operations_add_up_by_kind(first, second, by, source):
 
 def test_names_without_partner_are_matched_by_op():
     """The same kernel in another tile or template; an exact partner is preferred."""
-    a = make_timeline(
-        [(0, 7, "compute", "volta_sgemm_128x64_nn", 0, 5), (0, 7, "compute", "volta_sgemm_32x32_nn", 5, 2)]
-    )
-    b = make_timeline(
-        [(0, 7, "compute", "volta_sgemm_128x64_nn", 0, 5), (0, 7, "compute", "ampere_sgemm_64x64_nn", 5, 1)]
-    )
+    same = (0, 7, "compute", "volta_sgemm_128x64_nn", 0, 5)
+    a = make_timeline([same, (0, 7, "compute", "volta_sgemm_32x32_nn", 5, 2)])
+    b = make_timeline([same, (0, 7, "compute", "ampere_sgemm_64x64_nn", 5, 1)])
     rows = compare_ops(a, b).set_index("name")
     assert rows["matched"].to_dict() == {"sgemm_nn": "op", "volta_sgemm_128x64_nn": "name"}
     assert rows.loc["sgemm_nn", "difference_s"] == pytest.approx(-1e-9)

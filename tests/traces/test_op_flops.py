@@ -186,15 +186,9 @@ def test_what_has_no_formula_or_makes_no_sense_is_unknown(name, shapes, types, i
 
 
 def test_costs_of_a_table_keep_its_order_and_index():
-    table = pd.DataFrame(
-        {
-            "name": ["aten::mm", "aten::view", "aten::mm", "aten::mm"],
-            "shapes": ["[[4,8],[8,2]]", "[[4,8]]", "[[1,2],[2,3]]", "[[4,8],[8,2]]"],
-            "types": "",
-            "inputs": "",
-        },
-        index=[7, 5, 3, 1],
-    )
+    names = ["aten::mm", "aten::view", "aten::mm", "aten::mm"]
+    shapes = ["[[4,8],[8,2]]", "[[4,8]]", "[[1,2],[2,3]]", "[[4,8],[8,2]]"]
+    table = pd.DataFrame({"name": names, "shapes": shapes, "types": "", "inputs": ""}, index=[7, 5, 3, 1])
     costs = operator_costs(table)
     assert costs.index.tolist() == [7, 5, 3, 1]
     assert costs["flops"].fillna(-1).tolist() == [128, -1, 12, 128]

@@ -103,15 +103,8 @@ def test_flops_count_at_the_innermost_and_bytes_not_inside_of_them():
         (0, -1, "cpu", "aten::copy_", 81, 5, -1),
         (0, 7, "compute", "gemm", 70, 16, 1),
     ]
-    shapes = {
-        0: linear,
-        1: addmm,
-        2: eight,
-        4: ("[[8]]", '["float"]', ""),
-        5: ("[[8]]", '["float"]', ""),
-        6: eight,
-        7: ("[[],[]]", '["float","double"]', ""),
-    }
+    one, scalars = ("[[8]]", '["float"]', ""), ("[[],[]]", '["float","double"]', "")
+    shapes = {0: linear, 1: addmm, 2: eight, 4: one, 5: one, 6: eight, 7: scalars}
     table = ops.operators(traced(rows, shapes)).set_index("name")
     assert table["flops"].dropna().to_dict() == {"aten::addmm": 128}
     moved = {"aten::addmm": 4 * (2 + 32 + 16 + 8), "aten::clamp_min_": 64, "aten::mul": 96, "aten::copy_": 12}
@@ -122,14 +115,9 @@ def test_flops_count_at_the_innermost_and_bytes_not_inside_of_them():
 
 
 def test_rates_are_of_the_calls_that_count():
-    rows = [
-        (0, -1, "cpu", "aten::mm", 0, 10, -1),
-        (0, -1, "cpu", "l", 1, 2, 1),
-        (0, -1, "cpu", "aten::mm", 10, 10, -1),
-        (0, -1, "cpu", "l", 11, 2, 2),
-        (0, 7, "compute", "a", 30, 4, 1),
-        (0, 7, "compute", "a", 40, 60, 2),
-    ]
+    rows = [(0, -1, "cpu", "aten::mm", 0, 10, -1), (0, -1, "cpu", "l", 1, 2, 1)]
+    rows += [(0, -1, "cpu", "aten::mm", 10, 10, -1), (0, -1, "cpu", "l", 11, 2, 2)]
+    rows += [(0, 7, "compute", "a", 30, 4, 1), (0, 7, "compute", "a", 40, 60, 2)]
     table = ops.operators(traced(rows, {0: MM, 2: ("", "", "")}))
     assert table["flops_per_s"].tolist() == [pytest.approx(128 / 4e-9)] and by_name(table, "device_s")["aten::mm"] == 64
     shaped = ops.operators(traced(rows, {0: MM, 2: ("", "", "")}), by_shape=True)
@@ -141,9 +129,8 @@ def test_kernels_tell_that_fp32_was_rounded_to_tf32():
     for i, name in enumerate(names):
         rows += [(0, -1, "cpu", "aten::mm", 10 * i, 10, -1), (0, -1, "cpu", "l", 10 * i + 1, 2, i)]
         rows += [(0, 7, "compute", name, 100 * i + 50, 4 + i, i)]
-    table = ops.operators(
-        traced(rows, {0: MM, 3: MM, 6: (MM[0], MM[1].replace("float", "c10::Half"), "")}), by_shape=True
-    )
+    halves = (MM[0], MM[1].replace("float", "c10::Half"), "")
+    table = ops.operators(traced(rows, {0: MM, 3: MM, 6: halves}), by_shape=True)
     assert by_name(table, "device_s", "dtype") == {"tf32": 4, "fp32": 5, "fp16": 6}
 
 
@@ -275,23 +262,14 @@ def test_what_multiplies_nothing_has_no_intensity():
     assert table["roof"][0] == pytest.approx(8000 / 8e-9 / 320e9) and table.attrs["device"] == "t4"
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100-80"),
-        ("Tesla V100-SXM2-32GB", "v100-32"),
-        ("NVIDIA A100-PG509-200", "a100-40"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("NVIDIA H800", "h800"),
-        ("NVIDIA GB200", "gb200"),
-        ("a100-80", "a100-80"),
-    ],
-)
-def test_devices_by_the_name_in_a_trace(device, name):
-    assert roofline.device_of(make_timeline([], device=device)).name == name
+DEVICE_NAMES = {"NVIDIA H100 80GB HBM3": "h100-80", "Tesla V100-SXM2-32GB": "v100-32", "a100-80": "a100-80",
+                "NVIDIA A100-PG509-200": "a100-40", "AMD Instinct MI300X": "mi300x", "NVIDIA H800": "h800",
+                "NVIDIA GB200": "gb200"}  # fmt: skip
 
 
-def test_every_named_device_is_in_the_catalog():
+def test_devices_by_the_name_in_a_trace():
+    for device, name in DEVICE_NAMES.items():
+        assert roofline.device_of(make_timeline([], device=device)).name == name
     rows = catalog.table("device_names")
     assert set(rows["name"]) <= set(catalog.devices()) and (rows["source"] != "").all()
 
@@ -300,10 +278,7 @@ def test_every_named_device_is_in_the_catalog():
     ("device", "message"),
     [
         ("", "the timeline names no device; give device=, one of a100-40"),
-        (
-            "AMD Instinct MI250X / MI250",
-            "'AMD Instinct MI250X / MI250', the timeline's device, is not in the catalog; give device=",
-        ),
+        ("AMD MI250X / MI250", "'AMD MI250X / MI250', the timeline's device, is not in the catalog; give device="),
     ],
 )
 def test_unknown_devices(device, message):
@@ -349,21 +324,11 @@ def test_kernel_statistics():
 
 def test_kinds_side_by_side():
     """Compute [0, 10), communication [5, 25), copies [8, 12) and [30, 31)."""
-    rows = [
-        (0, 7, "compute", "a", 0, 10),
-        (0, 9, "comm", "b", 5, 20),
-        (0, 8, "memcpy", "c", 8, 4),
-        (0, 8, "memcpy", "c", 30, 1),
-    ]
+    rows = [(0, 7, "compute", "a", 0, 10), (0, 9, "comm", "b", 5, 20)]
+    rows += [(0, 8, "memcpy", "c", 8, 4), (0, 8, "memcpy", "c", 30, 1)]
     table = ops.kernel_types(make_timeline(rows))
-    expected = {
-        "compute": 5,
-        "comm": 13,
-        "compute + comm": 3,
-        "memcpy": 1,
-        "comm + memcpy": 2,
-        "compute + comm + memcpy": 2,
-    }
+    expected = {"compute": 5, "comm": 13, "compute + comm": 3, "memcpy": 1, "comm + memcpy": 2}
+    expected["compute + comm + memcpy"] = 2
     assert by_name(table, "total_s", "kinds") == expected and table["share"].sum() == pytest.approx(1)
     two = ops.kernel_types(make_timeline(rows), ("compute", "comm"))
     assert by_name(two, "total_s", "kinds") == {"compute": 5, "comm": 15, "compute + comm": 5}
@@ -395,9 +360,8 @@ def test_kernel_statistics_are_those_of_hta(beside_hta):
     """Of as many kernels as there are. By default HTA 0.5.0 lumps all but ten and then gives sums for max and min."""
     analysis, timeline = beside_hta
     ours = ops.kernels(timeline).assign(name=lambda t: t["name"].astype(str)).set_index(["kind", "name"])
-    _, theirs = analysis.get_gpu_kernel_breakdown(
-        visualize=False, include_memory_kernels=True, num_kernels=10_000, duration_ratio=1.0
-    )
+    everything = {"include_memory_kernels": True, "num_kernels": 10_000, "duration_ratio": 1.0}
+    _, theirs = analysis.get_gpu_kernel_breakdown(visualize=False, **everything)
     theirs.index = pd.MultiIndex.from_arrays([theirs["kernel_type"].map(HTA_KINDS), theirs["name"]])
     assert sorted(theirs.index) == sorted(ours.index)
     names = {"sum (us)": "total_s", "max (us)": "max_s", "min (us)": "min_s", "mean (us)": "mean_s", "stddev": "std_s"}
