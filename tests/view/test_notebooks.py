@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from madmax_lib.datasets import PROJECT
-from madmax_lib.view.notebooks.runner import declared_parameters, notebooks, run_notebook
+from madmax_lib.view.notebooks.runner import _declared_parameters, notebooks, run_notebook
 
 NOTEBOOKS = notebooks()
 REPOSITORY = re.search(r'^Repository = "https://github.com/(.+)"', (PROJECT / "pyproject.toml").read_text(), re.M)[1]
@@ -67,7 +67,7 @@ def test_has_the_shape_of_a_typed_documented_function(name):
     assert not re.search(r"^\s*(def|class|for|while) ", "\n".join(cell.source for cell in code), re.M)
     assert code[0].source == INSTALL and "mm.setup()" in code[1].source
     assert max(len(cell.source.splitlines()) for cell in code[3:]) <= 8
-    parameters = declared_parameters(NOTEBOOKS[name])
+    parameters = _declared_parameters(NOTEBOOKS[name])
     assert list(parameters)[0] == "quick" and parameters["quick"]["default"] == "True"
     assert all(about["inferred_type_name"] != "None" and about["help"] for about in parameters.values())
 

@@ -69,6 +69,7 @@ class TimelineView:
         titles = tuple(titles) or tuple(map(_title, timelines))
         about, data = columns(timelines, titles)
         self.timelines, self.titles = timelines, titles
+        self.rows = len(about["rows"])  # by rank and stream, of all timelines together
         if "widget" in vars(self):
             with self.widget.hold_sync():
                 self.widget.selection = []
@@ -104,14 +105,9 @@ class TimelineView:
     def _report(self, _change) -> None:
         self.widget.set_trait("_report", breakdown_html(self.breakdown) if self.selection else "")
 
-    @property
-    def rows(self) -> int:
-        """Rows by rank and stream, of all timelines together."""
-        return sum(map(_row_count, self.timelines))
-
     def static(self) -> plt.Figure:
         """The static picture: one step of each timeline, one above the other over one axis."""
-        rows = list(map(_row_count, self.timelines))
+        rows = [len(rows_of(_busy_spans(timeline))) for timeline in self.timelines]
         shape = {"figsize": (9, 1.2 * len(rows) + 0.22 * sum(rows)), "height_ratios": rows}
         figure, axes = plt.subplots(len(rows), 1, sharex=True, squeeze=False, layout="constrained", **shape)
         for ax, timeline, title in zip(axes[:, 0], self.timelines, self.titles, strict=True):
@@ -140,7 +136,7 @@ def columns(timelines: Sequence[Timeline], titles: Sequence[str]) -> tuple[dict,
         raise ValueError("nothing to show: give at least one timeline")
     if len(titles) != len(timelines):
         raise ValueError(f"{len(titles)} titles for {len(timelines)} timelines")
-    busy = [timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)] for timeline in timelines]
+    busy = list(map(_busy_spans, timelines))
     if not all(map(len, busy)):
         raise ValueError("nothing to show: no span of kind " + ", ".join(BUSY_KINDS))
     rows, row = _canvas_rows(timelines, titles, busy)
@@ -213,9 +209,8 @@ def _canvas_rows(timelines, titles, busy: list[pd.DataFrame]) -> tuple[list[dict
     return [about | place for about, place in zip(rows, ranges, strict=True)], row
 
 
-def _row_count(timeline: Timeline) -> int:
-    spans = timeline.spans
-    return len(spans.loc[spans["kind"].isin(BUSY_KINDS), ["rank", "stream"]].drop_duplicates())
+def _busy_spans(timeline: Timeline) -> pd.DataFrame:
+    return timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
 
 
 def _title(timeline: Timeline) -> str:

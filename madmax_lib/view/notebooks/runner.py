@@ -14,7 +14,7 @@ from pathlib import Path
 from madmax_lib.datasets import PROJECT
 from madmax_lib.view.notebooks.page import write_page
 
-__all__ = ["Result", "declared_parameters", "notebooks", "parse_parameters", "run_notebook"]
+__all__ = ["Result", "notebooks", "parse_parameters", "run_notebook"]
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # fits solve small systems: more threads get in their way
 _TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict}
@@ -39,7 +39,7 @@ def notebooks() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
 
 
-def declared_parameters(path: Path) -> dict[str, dict]:
+def _declared_parameters(path: Path) -> dict[str, dict]:
     """Parameters of a notebook's tagged cell: {name: {inferred_type_name, default, help}}."""
     with _quiet():
         import papermill
@@ -51,7 +51,7 @@ def declared_parameters(path: Path) -> dict[str, dict]:
 
 def parse_parameters(path: Path, pairs: list[str]) -> dict:
     """Typed values of `name=value` texts. Raises ValueError that lists the parameters with type and help."""
-    declared, values = declared_parameters(path), {}
+    declared, values = _declared_parameters(path), {}
     try:
         for pair in pairs:
             name, equals, text = pair.partition("=")
