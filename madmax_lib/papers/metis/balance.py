@@ -14,6 +14,7 @@ from functools import reduce
 from itertools import accumulate
 from operator import sub
 
+from madmax_lib.papers.metis.job import layer_sums
 from madmax_lib.planner.hetero.profiles import plain_sum
 
 __all__ = ["Balancer", "shift_capacity"]
@@ -31,7 +32,7 @@ class Balancer:
         self.layers = len(self.demand)
         self._piece = [value / PIECES for value in self.demand for _ in range(PIECES)]
         self._before = list(accumulate(self._piece, initial=0.0))
-        self._slice = [[0, *accumulate(self.demand[first:])] for first in range(self.layers)]
+        self._slices = layer_sums(self.demand)
 
     def partition(self, capacity: Sequence[float]) -> tuple[int, ...]:
         """Layer boundaries (stages + 1,) from 0 on for the capacity of each stage in units of demand.
@@ -57,7 +58,7 @@ class Balancer:
             if at >= bound:
                 starts.append(-1)
                 continue
-            end, left[stage] = self._fits(left[stage], at, max(bound, 0))
+            end, left[stage] = self._fits(left[stage], at, bound)
             starts.append(at if end > at else -1)
             owner += [stage] * (end - at)
             at = end
@@ -143,29 +144,24 @@ class Balancer:
         if len(held) == 1:
             return
         room = [
-            value - self._slice[layers[0]][layers[-1] + 1 - layers[0]] if layers else value
+            value - self._slices[layers[0]][layers[-1] + 1 - layers[0]] if layers else value
             for value, layers in zip(capacity, held, strict=True)
         ]
-        most, last = max(room), len(room) - 1
+        most = max(room)
         for _ in range(3):
             taker = room.index(most)
-            if taker in (0, last):
-                giver = 1 if taker == 0 else last - 1
-            else:
-                giver = taker - 1 if room[taker - 1] <= room[taker + 1] else taker + 1
+            giver = min((n for n in (taker - 1, taker + 1) if 0 <= n < len(room)), key=room.__getitem__)
             if len(held[giver]) <= 1:
                 return
-            layer = held[giver][-1 if giver < taker else 0]
+            side = -1 if giver < taker else 0
+            layer = held[giver][side]
             moved = list(room)
             moved[taker] -= self.demand[layer]
             moved[giver] += self.demand[layer]
             if (moved_most := max(moved)) > most:
                 return
             room, most = moved, moved_most
-            if giver < taker:
-                held[taker].insert(0, held[giver].pop())
-            else:
-                held[taker].append(held[giver].pop(0))
+            held[taker].insert(0 if side else len(held[taker]), held[giver].pop(side))
 
 
 def shift_capacity(

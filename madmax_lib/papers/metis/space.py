@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, permutations
 from typing import NamedTuple
 
-__all__ = ["GroupList", "divisors", "group_lists"]
+__all__ = ["GroupList", "group_lists"]
 
 
 class GroupList(NamedTuple):
@@ -23,7 +23,7 @@ class GroupList(NamedTuple):
 
 
 def group_lists(
-    node_order: Sequence[str], gpus: int, layers: int, *, variance: float, max_permute_len: int
+    node_order: Sequence[str], gpus: int, layers: int, variance: float, max_permute_len: int
 ) -> Iterator[GroupList]:
     """All lists in order; node_order is the first order of the types, the others are its permutations.
 
@@ -31,8 +31,7 @@ def group_lists(
     twice, and its first time it is costed as one stage.
     """
     stages = range(1, min(gpus, layers) + 1)
-    lists = {n: _device_groups(gpus, n, variance, max_permute_len) for n in stages}
-    lists = {n: groups for n, groups in lists.items() if groups}
+    lists = {n: groups for n in stages if (groups := _device_groups(gpus, n, variance, max_permute_len))}
     several = {n: groups for n, groups in lists.items() if n > 1}
     for number, sequence in enumerate(permutations(node_order)):
         if number:
@@ -108,12 +107,3 @@ def _cool_lex(groups: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...
         order.insert(0, order.pop(moved))
         if order == start:
             return
-
-
-def divisors(number: int) -> list[int]:
-    """Divisors from the number itself down to 1: the counts of micro-batches in Metis' order.
-
-    >>> divisors(12)
-    [12, 6, 4, 3, 2, 1]
-    """
-    return [part for part in range(number, 0, -1) if number % part == 0]

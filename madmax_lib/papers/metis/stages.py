@@ -8,17 +8,17 @@ bytes are counted as elements. Times in ms, memory in MB, sums from left to righ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cache, cached_property, partial
 
 from madmax_lib.papers.metis.job import MetisJob
-from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.prices import bits
 from madmax_lib.planner.hetero.profiles import plain_sum
 
 __all__ = ["NotProfiled", "RankOrder", "Stage", "cost_ms"]
 
 _MEMORY_FACTOR, _MEMORY_LEAST = 5.0, 0.001  # MB that even an empty stage demands
+_HIDDEN, _SEQUENCE, _VOCAB = 4096, 1024, 51200  # of GPT-3 6.7B, which the release takes for every model
 _PER_GB_PER_MS = 1024 * 1024  # a GB/s is taken as this many units per ms
 
 
@@ -29,51 +29,39 @@ class NotProfiled(KeyError):
 class RankOrder:
     """The cluster in one order of its GPU types: the ranks of a type follow one another, node by node.
 
-    The release takes the size of the first node in the host file for that of all.
+    The release takes the size of the first node in the host file for that of all. stage(start, gpus, dp, batches),
+    bandwidth(start, end, stride) and split(...) keep what they returned.
     """
 
-    def __init__(self, nodes: Sequence[Node], order: Sequence[str], job: MetisJob):
-        self.job, self.nodes, self.order = job, nodes, tuple(order)
-        of_type = {device: [node for node in nodes if node.device == device] for device in order}
-        self._per_node = nodes[0].gpus
-        self.types = [device for device in order for node in of_type[device] for _ in range(node.gpus)]
-        self.checked_types = [device for device in order for _ in range(len(of_type[device]) * self._per_node)]
+    def __init__(self, job: MetisJob, order: Sequence[str]):
+        self.job, self.order = job, tuple(order)
+        of_type = {device: [node for node in job.nodes if node.device == device] for device in order}
+        self._per_node = job.nodes[0].gpus
+        self.types = tuple(device for device in order for node in of_type[device] for _ in range(node.gpus))
         self._node_types = [device for device in order for _ in of_type[device]]
+        self.checked_types = tuple(device for device in self._node_types for _ in range(self._per_node))
         self._intra = {device: [node.intra_gb_per_s for node in of_type[device]] for device in order}
         self._memory_mb = {device: of_type[device][0].memory_gb * 1024 for device in order}
-        self._stages: dict[tuple[int, int, int, int], Stage] = {}
-        self._between: dict[tuple[int, int], float] = {}
-        self._shares: dict[tuple[int, int, int], list[int]] = {}
-
-    def stage(self, start: int, gpus: int, dp: int, batches: int) -> Stage:
-        """The stage on ranks start to start + gpus with this degree and number of micro-batches."""
-        key = (start, gpus, dp, batches)
-        if key not in self._stages:
-            self._stages[key] = Stage(self, *key)
-        return self._stages[key]
+        self.stage = cache(partial(Stage, self))
+        self.bandwidth = cache(self._bandwidth)
+        self.split = cache(self._split)
 
     def memory_mb(self, start: int, gpus: int) -> float:
         """Memory of all GPUs of a stage together."""
         return plain_sum(self._memory_mb[device] for device in self.types[start : start + gpus])
 
-    def bandwidth(self, ranks: Iterable[int]) -> float:
+    def _bandwidth(self, start: int, end: int, stride: int = 1) -> float:
         """GB/s of a group of ranks; beyond a node the release takes the least bandwidth inside the nodes involved."""
-        nodes = {rank // self._per_node for rank in ranks}
+        nodes = {rank // self._per_node for rank in range(start, end, stride)}
         if max(nodes) >= len(self._node_types):
-            sizes = sorted({node.gpus for node in self.nodes})
+            sizes = sorted({node.gpus for node in self.job.nodes})
             raise ValueError(f"nodes differ in size ({', '.join(map(str, sizes))} GPUs), the first is not the largest")
         types = {self._node_types[node] for node in nodes}
         if len(nodes) == 1:
             return self._intra[types.pop()][0]
         return min(min(self._intra[device]) for device in types)
 
-    def bandwidth_between(self, start: int, end: int) -> float:
-        """GB/s over all ranks from start to end."""
-        if (start, end) not in self._between:
-            self._between[start, end] = self.bandwidth(range(start, end))
-        return self._between[start, end]
-
-    def split(self, types: Sequence[str], block: int, dp: int, tp: int, samples: int) -> list[int]:
+    def _split(self, types: tuple[str, ...], block: int, dp: int, tp: int, samples: int) -> list[int]:
         """Samples of each replica, proportional to the speed of the first GPU of its block; largest remainders."""
         if (dp - 1) * block >= len(types):
             raise ValueError(f"nodes differ in size: {len(types)} GPUs by the size of the first, {dp * block} in all")
@@ -86,13 +74,6 @@ class RankOrder:
             whole[replica] += 1
         return whole
 
-    def cluster_split(self, dp: int, tp: int, samples: int) -> list[int]:
-        """Samples of each replica if all GPUs were one stage."""
-        key = (dp, tp, samples)
-        if key not in self._shares:
-            self._shares[key] = self.split(self.checked_types, len(self.types) // dp, *key)
-        return self._shares[key]
-
 
 class Stage:
     """`gpus` ranks from `start` on as dp replicas of tp GPUs, in a step of `batches` micro-batches."""
@@ -100,88 +81,81 @@ class Stage:
     def __init__(self, ranks: RankOrder, start: int, gpus: int, dp: int, batches: int):
         self.ranks, self.start, self.gpus, self.dp, self.batches = ranks, start, gpus, dp, batches
         self.tp = gpus // dp
-        job = ranks.job
-        self.samples = job.global_batch // batches  # of all replicas
-        self.micro_batch = job.global_batch // dp // batches
-        self.valid = 1 <= self.micro_batch <= job.max_bs and self.tp <= job.max_tp
+        self._job = ranks.job
+        self._samples = self._job.global_batch // batches  # of all replicas
+        self.micro_batch = self._job.global_batch // dp // batches
+        self.valid = 1 <= self.micro_batch <= self._job.max_bs and self.tp <= self._job.max_tp
         self.degrees = [dp, self.tp]
         self._types = ranks.types[start : start + gpus]
-        self._mixed = len(set(self._types)) > 1
-        self._mixed_ms: dict[tuple[int, int], float] = {}
-        self._mixed_mb: dict[tuple[int, int], float] = {}
+        self._one_type = len(set(self._types)) == 1
+        self._demand_mb: dict[tuple[int, int], float] = {}
+        self._compute_ms: dict[tuple[int, int], float] = {}
 
     @cached_property
     def halved(self) -> Stage | None:
         """The same ranks with half the replicas, twice the tensor parallel degree."""
-        if self.dp == 1:
-            return None
-        return self.ranks.stage(self.start, self.gpus, self.dp // 2, self.batches)
-
-    @cached_property
-    def _replicas(self) -> list[tuple[str, list[int]]]:
-        """GPU type and batches (powers of two, descending) of each replica of a stage of several types."""
-        block = self.gpus // self.dp
-        samples = self.ranks.split(self._types, block, self.dp, self.tp, self.samples)
-        return [(self._types[number * block], bits(count)) for number, count in enumerate(samples) if count]
+        return self.ranks.stage(self.start, self.gpus, self.dp // 2, self.batches) if self.dp > 1 else None
 
     @cached_property
     def performance(self) -> float:
         """Micro-batches per ms if the stage had all layers."""
-        full_ms = self.ranks.job.full_ms
-        if not self._mixed:
-            return 1 / full_ms(self._types[0], self.tp, self.micro_batch)
-        times = (plain_sum(full_ms(device, self.tp, part) for part in parts) for device, parts in self._replicas)
-        return 1 / max(times)
+        full_ms = self._job.full_ms
+        return 1 / max(plain_sum(full_ms(device, self.tp, part) for part in parts) for device, parts in self._replicas)
+
+    @cached_property
+    def _replicas(self) -> list[tuple[str, list[int]]]:
+        """GPU type and batches (powers of two, descending) of each replica, once for all in a stage of one type."""
+        if self._one_type:
+            return [(self._types[0], [self.micro_batch])]
+        samples = self.ranks.split(self._types, self.tp, self.dp, self.tp, self._samples)
+        return [(self._types[number * self.tp], bits(count)) for number, count in enumerate(samples) if count]
 
     @cached_property
     def _memory(self) -> list[list[list[float]]]:
-        """Memory tables that add up to the demand: one, or one per part of each replica."""
-        types = self.ranks.checked_types[self.start : self.start + self.gpus]
-        if len(set(types)) == 1:
-            batches = [self.micro_batch]
-        else:
-            split = self.ranks.cluster_split(self.dp, self.tp, self.samples)
+        """Memory tables that add up to the demand: one, or of every part of a batch split over the whole cluster."""
+        types, batches = self.ranks.checked_types, [self.micro_batch]
+        if len(set(types[self.start : self.start + self.gpus])) != 1:
+            split = self.ranks.split(types, len(self.ranks.types) // self.dp, self.dp, self.tp, self._samples)
             batches = [part for count in split for part in bits(count)]
-        return [self.ranks.job.slices("memory_mb", self.ranks.order[0], self.tp, batch) for batch in batches]
+        return [self._job.slices("memory_mb", self.ranks.order[0], self.tp, batch) for batch in batches]
 
     def demand_mb(self, x: int, y: int) -> float:
         """Memory that Metis expects for layers x to y."""
-        tables = self._memory
-        if len(tables) == 1:
-            return _MEMORY_LEAST + _MEMORY_FACTOR * tables[0][x][y - x]
-        if (x, y) not in self._mixed_mb:
-            self._mixed_mb[x, y] = plain_sum([_MEMORY_LEAST, *(_MEMORY_FACTOR * table[x][y - x] for table in tables)])
-        return self._mixed_mb[x, y]
+        if len(self._memory) == 1:
+            return _MEMORY_LEAST + _MEMORY_FACTOR * self._memory[0][x][y - x]
+        if (x, y) not in self._demand_mb:
+            parts_mb = (_MEMORY_FACTOR * table[x][y - x] for table in self._memory)
+            self._demand_mb[x, y] = plain_sum([_MEMORY_LEAST, *parts_mb])
+        return self._demand_mb[x, y]
 
     @cached_property
     def _layer_ms(self) -> list[list[float]]:
-        return self.ranks.job.slices("layer_ms", self._types[0], self.tp, self.micro_batch)
+        return self._job.slices("layer_ms", self._types[0], self.tp, self.micro_batch)
 
     def compute_ms(self, x: int, y: int) -> float:
         """Time of a micro-batch in layers x to y. Raises NotProfiled for a part above the largest batch."""
-        if not self._mixed:
+        if self._one_type:
             return self._layer_ms[x][y - x]
-        if (x, y) not in self._mixed_ms:
-            job = self.ranks.job
-            if max(parts[0] for _, parts in self._replicas) > job.max_bs:
+        if (x, y) not in self._compute_ms:
+            if max(parts[0] for _, parts in self._replicas) > self._job.max_bs:
                 raise NotProfiled
-            self._mixed_ms[x, y] = max(
-                plain_sum(job.slices("layer_ms", device, self.tp, part)[x][y - x] for part in parts)
+            self._compute_ms[x, y] = max(
+                plain_sum(self._job.slices("layer_ms", device, self.tp, part)[x][y - x] for part in parts)
                 for device, parts in self._replicas
             )
-        return self._mixed_ms[x, y]
+        return self._compute_ms[x, y]
 
     @cached_property
     def all_reduce_ms_per_byte(self) -> float:
         """Of the ring all-reduce of gradients over the dp replicas."""
-        groups = (range(self.start + first, self.start + self.gpus, self.dp) for first in range(self.dp))
-        bandwidth = min(map(self.ranks.bandwidth, groups))
+        end = self.start + self.gpus
+        bandwidth = min(self.ranks.bandwidth(first, end, self.dp) for first in range(self.start, self.start + self.dp))
         return 2 * (self.dp - 1) / (self.dp * (bandwidth * _PER_GB_PER_MS))
 
     @cached_property
     def sync_ms(self) -> float:
         """Forward and backward time outside of layers. Raises NotProfiled where a type has none."""
-        table = self.ranks.job.profiles.table
+        table = self._job.profiles.table
         keys = [(device, self.tp, self.micro_batch) for device in set(self._types)]
         times = [table[key].sync_ms if key in table else 0.0 for key in keys]
         if not all(times):
@@ -204,9 +178,9 @@ def cost_ms(stages: Sequence[Stage], partition: Sequence[int], costed: int) -> f
         reduces.append(stage.all_reduce_ms_per_byte * (job.parameters_bytes[x][y] / stage.tp))
         optimizers.append(optimizer_ms / stage.tp * ((y - x) / job.layers))
         if number < costed - 1:
-            width = job.vocab / stage.tp if y == job.layers - 1 else job.hidden
-            bandwidth = ranks.bandwidth_between(stage.start, stage.start + stage.gpus + stages[number + 1].gpus)
-            transfers += stage.micro_batch * job.sequence * width / (bandwidth * _PER_GB_PER_MS)
+            width = _VOCAB / stage.tp if y == job.layers - 1 else _HIDDEN
+            bandwidth = ranks.bandwidth(stage.start, stage.start + stage.gpus + stages[number + 1].gpus)
+            transfers += stage.micro_batch * _SEQUENCE * width / (bandwidth * _PER_GB_PER_MS)
     execution = (batches - 1) * max(compute) + plain_sum(compute)
     sync = stages[costed - 1].sync_ms * batches
     return execution + sync + max(optimizers) + max(reduces) + transfers + job.model.batch_generator_ms * batches

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -20,11 +20,11 @@ from typing import NamedTuple
 import pandas as pd
 
 from madmax_lib.papers.metis.balance import Balancer, shift_capacity
-from madmax_lib.papers.metis.job import MetisJob, check_whole, load_job, order_of
-from madmax_lib.papers.metis.space import GroupList, divisors, group_lists
+from madmax_lib.papers.metis.job import MetisJob
+from madmax_lib.papers.metis.space import group_lists
 from madmax_lib.papers.metis.stages import NotProfiled, RankOrder, Stage, cost_ms
-from madmax_lib.planner.hetero.nodes import Node
-from madmax_lib.planner.hetero.profiles import Profiles, plain_sum
+from madmax_lib.planner.hetero.nodes import Node, load_cluster
+from madmax_lib.planner.hetero.profiles import Profiles, load_profiles, plain_sum
 
 __all__ = ["MetisResult", "search"]
 
@@ -70,33 +70,42 @@ def search(
     *,
     layers: int,
     global_batch: int,
-    node_order: Sequence[str],
+    node_order: str | Sequence[str],
     model_profile: str | tuple[str, int, int] | None,
     strategy: bool = False,
     variance: float = 1,
     max_permute_len: int,
     max_tp: int,
     max_bs: int,
-    **sizes: int,
 ) -> MetisResult:
     """All plans that Metis costs.
 
     profiles: folder of profile files, or loaded. hostfile, clusterfile: paths, or the nodes in place of the first.
     node_order: GPU types in the order enumerated first. model_profile: such as "A100_tp4_bs4", the profile that gives
     parameters, optimizer and batch generator; None is the first in sorted order. strategy: the fork's order of moves.
-    sizes: hidden, sequence and vocab of `MetisJob`. Raises ValueError for input outside of the rules and for a profile
-    that the search needs and does not have.
+    Raises FileNotFoundError, or ValueError for input outside of the rules and for a profile that the search needs and
+    does not have.
     """
-    limits = {"layers": layers, "global_batch": global_batch, "max_tp": max_tp, "max_bs": max_bs}
-    job, nodes = load_job(profiles, hostfile, clusterfile, model_profile=model_profile, **limits, **sizes)
-    order = order_of(node_order, nodes)
-    check_whole("max_permute_len", max_permute_len)
-    if not variance > 0:
-        raise ValueError(f"variance={variance!r} must be above 0")
+    if isinstance(hostfile, (str, Path)):
+        if clusterfile is None:
+            raise ValueError(f"hostfile={hostfile} needs a clusterfile")
+        hostfile = load_cluster(hostfile, clusterfile)
+    profiles = profiles if isinstance(profiles, Profiles) else load_profiles(profiles)
+    job = MetisJob(
+        profiles,
+        profiles.named(model_profile),
+        nodes=tuple(hostfile),
+        order=tuple(node_order.split(",") if isinstance(node_order, str) else node_order),
+        layers=layers,
+        global_batch=global_batch,
+        max_tp=max_tp,
+        max_bs=max_bs,
+        max_permute_len=max_permute_len,
+        variance=variance,
+    )
     began = time.process_time()
-    gpus = sum(node.gpus for node in nodes)
-    walk = _Walk(job, nodes, strategy)
-    walk.all(group_lists(order, gpus, layers, variance=variance, max_permute_len=max_permute_len))
+    walk = _Walk(job, strategy)
+    walk.all_lists()
     seconds = time.process_time() - began
     return MetisResult(
         walk.count,
@@ -136,37 +145,39 @@ class _Placed(NamedTuple):
 class _Walk:
     """One search: its state, counts and plans."""
 
-    def __init__(self, job: MetisJob, nodes: Sequence[Node], strategy: bool):
-        self._job, self._nodes, self._strategy = job, nodes, strategy
+    def __init__(self, job: MetisJob, strategy: bool):
+        self._job, self._strategy = job, strategy
         self._balancer = Balancer(job.demand)
         self.count = self.count_total = self.inter_stage_plans = self.dropped = 0
         self.plans: list[_CostedPlan] = []
         self._least_missing: tuple = (-math.inf,)
 
-    def all(self, lists: Iterable[GroupList]) -> None:
-        """Every inter-stage plan of every list of device groups."""
-        batch_counts, ranks = divisors(self._job.global_batch), None
-        for groups_list in lists:
-            if ranks is None or ranks.order != groups_list.sequence:
-                ranks = RankOrder(self._nodes, groups_list.sequence, self._job)
-            for groups in groups_list.groups:
-                starts = list(accumulate(groups[:-1], initial=0))
-                placed = list(zip(starts, groups, strict=True))
+    def all_lists(self) -> None:
+        """Every inter-stage plan: every list of device groups with every number of micro-batches, the largest first."""
+        job = self._job
+        batch_counts = [count for count in range(job.global_batch, 0, -1) if job.global_batch % count == 0]
+        gpus = sum(node.gpus for node in job.nodes)
+        ranks = RankOrder(job, job.order)
+        for sequence, costed, lists in group_lists(job.order, gpus, job.layers, job.variance, job.max_permute_len):
+            if sequence != ranks.order:
+                ranks = RankOrder(job, sequence)
+            for groups in lists:
+                placed = list(zip(accumulate(groups, initial=0), groups, strict=False))
                 memory_mb = [ranks.memory_mb(start, gpus) for start, gpus in placed]
                 for batches in batch_counts:
                     self.inter_stage_plans += 1
                     stages = [ranks.stage(start, gpus, gpus, batches) for start, gpus in placed]
-                    self._from_data_to_tensor(stages, memory_mb, groups_list.costed_stages)
+                    self._from_data_to_tensor(stages, memory_mb, costed)
 
     def _from_data_to_tensor(self, stages: list[Stage], memory_mb: list[float], costed: int) -> None:
         """Halve dp of one stage after the other until a plan is accepted at once or no stage has dp > 1."""
         steps, invalid = 0, sum(not stage.valid for stage in stages)
-        moves = _Moves(stages)
+        dp, order = [stage.dp for stage in stages], []  # order: stages by free memory, once it is known
         while True:
             if not invalid:
                 placed = self._place(stages, memory_mb)
                 steps += placed.failures
-                failed = placed.first_free_mb if placed.failures else []
+                free_mb = placed.free_mb if placed.attempt else []
                 if placed.attempt:
                     self.count += steps
                     self.count_total += steps
@@ -174,15 +185,18 @@ class _Walk:
                     self._record(stages, placed, costed)
                     if placed.attempt == 1:
                         return
-                moves.by(failed if self._strategy and failed else placed.free_mb if placed.attempt else [])
-            stage = moves.next()
-            if stage < 0:
+                if self._strategy and placed.failures:
+                    free_mb = placed.first_free_mb
+                order = sorted(range(len(free_mb)), key=free_mb.__getitem__)
+            number = _next_to_halve(dp, order)
+            if number is None:
                 self.count_total += steps
                 return
             steps += 1
-            before, after = stages[stage], stages[stage].halved
-            stages[stage] = after
-            invalid += before.valid - after.valid
+            before = stages[number]
+            stages[number] = before.halved
+            dp[number] //= 2
+            invalid += before.valid - before.halved.valid
 
     def _place(self, stages: list[Stage], memory_mb: list[float]) -> _Placed:
         """Layers for stages by speed; where memory is short, by a capacity that avoids it, up to three attempts."""
@@ -236,30 +250,9 @@ class _Walk:
         return f"no feasible plan: at least {-missing_mb * 2**20:.0f} bytes are missing, on {where} of {count} stages"
 
 
-class _Moves:
-    """Whose dp is halved next: the stage with least free memory, without knowledge the one with the largest dp."""
-
-    def __init__(self, stages: list[Stage]):
-        self._dp = [stage.dp for stage in stages]
-        self._order: list[int] = []
-        self._at = 0
-
-    def by(self, free: list[float]) -> None:
-        """From now on by these values, ascending; by dp if there are none."""
-        self._order, self._at = sorted(range(len(free)), key=free.__getitem__), 0
-
-    def next(self) -> int:
-        """The stage, whose dp is then half; -1 where all have one replica."""
-        dp, order = self._dp, self._order
-        if order:
-            while self._at < len(order) and dp[order[self._at]] == 1:
-                self._at += 1
-            if self._at == len(order):
-                return -1
-            stage = order[self._at]
-        else:
-            stage = dp.index(max(dp))
-            if dp[stage] == 1:
-                return -1
-        dp[stage] //= 2
-        return stage
+def _next_to_halve(dp: list[int], order: list[int]) -> int | None:
+    """The first stage of the order with dp > 1, without an order the one with the largest dp; None if all have dp 1."""
+    for number in order or [dp.index(max(dp))]:
+        if dp[number] > 1:
+            return number
+    return None
