@@ -48,13 +48,9 @@ def small(seed, *, live=False):
         )
     optimizer_s = {name: rng.uniform(0.005, 0.06) for name in links}
     prices = Prices(table, np.full(layers, rng.uniform(5e7, 3e8)), optimizer_s)
-    rules = CostRules(
-        int(rng.choice([4, 6])),
-        hidden=256,
-        sequence=int(rng.choice([64, 40000])),
-        memory_factor=1.0 if live else float(rng.choice([0.0, 1.0, 1.6])),
-        tp_in_node=bool(rng.random() < 0.3),
-    )
+    batch, sequence = int(rng.choice([4, 6])), int(rng.choice([64, 40000]))
+    memory_factor = 1.0 if live else float(rng.choice([0.0, 1.0, 1.6]))
+    rules = CostRules(batch, 256, sequence, memory_factor=memory_factor, tp_in_node=bool(rng.random() < 0.3))
     return HeteroProblem(prices, tuple(nodes), tuple(fleets(nodes)), rules)
 
 
@@ -110,21 +106,9 @@ def test_never_worse_than_trying_everything(seed, live):
     assert sum(best.terms.values()) == pytest.approx(best.cost_ms)
 
 
-@pytest.mark.parametrize(
-    "samples, weights, expected",
-    [
-        (8, [1, 1, 2], [2, 2, 4]),
-        (7, [1, 1, 1], [3, 2, 2]),  # the rest goes to the first
-        (2, [1, 1, 9], [0, 0, 2]),
-        (5, [3, 1], [4, 1]),
-        (1, [1], [1]),
-    ],
-)
-def test_samples_are_shared_by_largest_remainder(samples, weights, expected):
-    assert shares(samples, weights) == expected
-
-
-def test_samples_come_in_powers_of_two():
+def test_samples_are_shared_by_largest_remainder_in_powers_of_two():
+    assert shares(8, [1, 1, 2]) == [2, 2, 4] and shares(5, [3, 1]) == [4, 1] and shares(1, [1]) == [1]
+    assert shares(7, [1, 1, 1]) == [3, 2, 2] and shares(2, [1, 1, 9]) == [0, 0, 2]  # the rest goes to the first
     assert bits(11) == [8, 2, 1] and bits(64) == [64] and bits(0) == []
 
 
@@ -197,15 +181,9 @@ def row_of_the_paper(row, **options):
 
 
 ROWS = [  # row, memory factor, optimum, and the best of Metis' plans by the same cost
-    (1, 0, 2137.36, 2405.89),
-    (1, 1, 2500.40, 2682.67),
-    (2, 0, 2207.92, 2207.92),
-    (2, 1, 2515.20, 3052.12),
-    (3, 0, 1109.08, 1133.83),
-    (3, 1, 1315.38, 1728.06),
-    (4, 0, 1126.72, None),
-    (4, 1, 1454.22, None),
-]
+    (1, 0, 2137.36, 2405.89), (1, 1, 2500.40, 2682.67), (2, 0, 2207.92, 2207.92), (2, 1, 2515.20, 3052.12),
+    (3, 0, 1109.08, 1133.83), (3, 1, 1315.38, 1728.06), (4, 0, 1126.72, None), (4, 1, 1454.22, None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row, memory, cost_ms, metis_ms", ROWS)
@@ -301,13 +279,8 @@ def test_bad_input(change, message):
     assert "\n" not in str(caught.value)
 
 
-PLAN = {
-    "node_sequence": ("V100", "A100"),
-    "device_groups": (4, 4),
-    "strategies": ((4, 1), (4, 1)),
-    "batches": 1,
-    "layer_partition": (0, 3, 6),
-}
+PLAN = {"node_sequence": ("V100", "A100"), "device_groups": (4, 4), "strategies": ((4, 1), (4, 1)), "batches": 1}
+PLAN["layer_partition"] = (0, 3, 6)
 
 
 @pytest.mark.parametrize(
@@ -320,17 +293,16 @@ PLAN = {
         ({"batches": 3}, "batches=3 does not divide global_batch=8"),
         ({"batches": 4}, "dp=4 exceeds the 2 samples"),
         ({"strategies": None}, "not a plan"),
+        ({"batches": ...}, "the plan has no batches"),
     ],
 )
 def test_bad_plans(change, message):
     with pytest.raises(ValueError, match=message):
-        hetero.cost(PLAN | change, **TINY)
+        hetero.cost({name: value for name, value in (PLAN | change).items() if value is not ...}, **TINY)
 
 
-def test_a_plan_is_read_and_its_cuts_are_checked():
-    assert hetero.cost(PLAN | {"layer_partition": (1, 3, 6)}, **TINY) == hetero.cost(PLAN, **TINY)  # repaired
-    with pytest.raises(ValueError, match="the plan has no batches"):
-        hetero.cost({name: value for name, value in PLAN.items() if name != "batches"}, **TINY)
+def test_cuts_of_a_plan_are_repaired_where_it_is_read_and_checked_where_it_is_given():
+    assert hetero.cost(PLAN | {"layer_partition": (1, 3, 6)}, **TINY) == hetero.cost(PLAN, **TINY)
     for cuts, message in (((1, 3, 6), "does not tile 6 layers"), ((0, 6, 6), "has a stage without layers")):
         with pytest.raises(ValueError, match=message):
             PlanCost(HeteroPlan(**PLAN | {"layer_partition": cuts}), hetero.problem(**TINY))

@@ -147,11 +147,12 @@ def test_timeline_of_one_stage_lasts_as_long_as_it_costs():
     assert (spans["start_ns"] + spans["dur_ns"]).max() / 1e6 == pytest.approx(planned.cost_ms, rel=1e-6)
 
 
-def test_each_type_alone(mixed):
+def test_each_type_alone_and_the_pictures_of_a_plan(mixed):
     table = hetero.alone(mixed)
     assert table["types"].tolist() == ["A100", "V100", "A100+V100"] and table["gpus"].tolist() == [4, 4, 8]
-    assert table["cost_ms"].iloc[-1] == mixed.cost_ms
-    assert len(figure_data(plot_alone(table))) == 3
+    assert table["cost_ms"].iloc[-1] == mixed.cost_ms and len(figure_data(plot_alone(table))) == 3
+    assert figure_data(plot_stages(mixed)).equals(mixed.stages)
+    assert figure_data(plot_stage_memory(mixed)).equals(mixed.memory)
 
 
 def test_a_type_alone_may_have_no_plan():
@@ -161,8 +162,3 @@ def test_a_type_alone_may_have_no_plan():
     table = hetero.alone(hetero.planned_of(both, given))
     assert np.isinf(table["cost_ms"].iloc[1]) and table["reason"].iloc[1].startswith("no feasible plan")
     assert np.isinf(figure_data(plot_alone(table))["cost_ms"].iloc[1])
-
-
-def test_pictures_show_the_plan(mixed):
-    assert figure_data(plot_stages(mixed)).equals(mixed.stages)
-    assert figure_data(plot_stage_memory(mixed)).equals(mixed.memory)

@@ -32,34 +32,26 @@ SPACE = Space(attention=("flash",), recompute=("none", "full"), schedule=("1f1b"
 GPT, LARGE = mm.model("gpt3-175b"), mm.cluster("dgx-a100", nodes=16)
 
 
-def scalar(model, cluster, batch, space):
+@pytest.fixture(scope="module")
+def brute():
     """Every plan on its own: step_s and memory_bytes by plan."""
     rows = {}
-    for plan in plans(space, model, cluster, batch):
-        step_s = mm.estimate(model, cluster, plan, global_batch=batch)["step_s"][0]
-        rows[plan] = step_s, peak_bytes(memory(model, plan, global_batch=batch))
+    for plan in plans(SPACE, MODEL, NODE, 16):
+        step_s = mm.estimate(MODEL, NODE, plan, global_batch=16)["step_s"][0]
+        rows[plan] = step_s, peak_bytes(memory(MODEL, plan, global_batch=16))
     return rows
 
 
-@pytest.fixture(scope="module")
-def brute():
-    return scalar(MODEL, NODE, 16, SPACE)
+def test_the_winner_is_the_best_of_all(brute, found):
+    assert found.evaluated == len(brute) > 300
+    feasible = {plan: cost for plan, cost in brute.items() if cost[1] <= usable_bytes(NODE.device)}
+    assert found.feasible == len(feasible) and found.best == min(feasible, key=feasible.get)
+    np.testing.assert_allclose(found.table["step_s"], sorted(cost[0] for cost in feasible.values())[:20], rtol=1e-12)
 
 
 @pytest.fixture(scope="module")
 def found():
     return search(MODEL, NODE, 16, space=SPACE, progress=False)
-
-
-def test_the_winner_is_the_best_of_all(brute, found):
-    assert found.evaluated == len(brute) > 300
-    room = usable_bytes(NODE.device)
-    feasible = {plan: cost for plan, cost in brute.items() if cost[1] <= room}
-    assert found.feasible == len(feasible)
-    best = min(feasible, key=lambda plan: feasible[plan])
-    assert found.best == best
-    times = sorted(cost[0] for cost in feasible.values())[:20]
-    np.testing.assert_allclose(found.table["step_s"], times, rtol=1e-12)
 
 
 def test_rows_are_the_estimate_and_the_memory_of_their_plans(brute, found):

@@ -55,9 +55,8 @@ def test_choices_that_change_nothing_are_not_listed():
 
 def test_interleaving_as_megatron_cuts_it():
     at = Degrees(tp=1, cp=1, pp=4, ep=1, dp=2)
-    rows = pass_choices(
-        Space(schedule=("1f1b",), recompute=("none",), attention=("flash",)), Case(MODEL, NODE, Plan(), 16), at
-    )
+    space = Space(schedule=("1f1b",), recompute=("none",), attention=("flash",))
+    rows = pass_choices(space, Case(MODEL, NODE, Plan(), 16), at)
     found = set(zip(rows["micro_batch"][:, 0], rows["interleave"][:, 0], strict=True))
     assert found == {(1, 1), (1, 3), (2, 1), (2, 3), (4, 1), (8, 1)}  # 8, 4, 2 and 1 micro-batches on 4 stages
 
@@ -70,14 +69,7 @@ def test_interleaving_as_megatron_cuts_it():
         ({"model": replace(MODEL, layers=2)}, "pp must not exceed the layers"),
         ({"sequence": 10, "space": Space(context=("ring",))}, "2 cp must divide the sequence"),
         ({"sequence": 10}, "cp must divide the sequence"),
-        (
-            {
-                "space": Space(tp_beyond_node=False),
-                "nodes": 2,
-                "model": replace(MODEL, heads=16, kv_heads=16, head_dim=80),
-            },
-            "tp must stay inside a node",
-        ),
+        ({"space": Space(tp_beyond_node=False), "nodes": 2, "model": WIDE}, "tp must stay inside a node"),
         ({"model": replace(MODEL, experts=8, active_experts=1, expert_ffn=64)}, "ep must divide dp x cp"),
     ],
 )
@@ -90,14 +82,10 @@ def test_rules_are_counted(change, rule):
 
 
 def test_ulysses_takes_a_sequence_that_a_causal_ring_does_not():
-    found = plans(Space(cp=(2,)), replace(MODEL, sequence=10), NODE, 16)
-    assert {plan.context for plan in found} == {"ulysses"}
+    assert {plan.context for plan in plans(Space(cp=(2,)), replace(MODEL, sequence=10), NODE, 16)} == {"ulysses"}
 
 
-def test_degrees_that_fill_nothing():
+def test_empty_choices():
     assert legal_degrees(Space(tp=(3,)), Case(MODEL, NODE, Plan(), 16)) == ([], {})
-
-
-def test_an_empty_choice_is_refused():
     with pytest.raises(ValueError, match=r"zero=\(\) leaves nothing to search"):
         Space(zero=())

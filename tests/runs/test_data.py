@@ -197,20 +197,16 @@ def test_downloads_only_when_allowed(hugging_face, download):
     assert not sys.modules["datasets"].config.HF_HUB_OFFLINE  # as it was
 
 
-def test_one_split_is_cut_and_questions_are_masked(hugging_face):
+def test_what_a_dataset_of_the_hub_is_trained_on(hugging_face):
+    """One split is cut and its questions are masked; labels of GLUE become words; running text has no mask."""
+
+    def answers(batch):
+        return [bytes(token for token in row if 0 <= token < 256).decode() for row in batch["targets"]]
+
     data = get_data("metamathqa", sequence=64)
     assert data.sizes == {"train": 98, "validation": 2}
-    batch = data.batch(0, 4)
-    answers = [bytes(token for token in row if 0 <= token < 256).decode() for row in batch["targets"]]
-    assert answers == [f"it is {index}" for index in data.indices(0, 4)]
-
-
-def test_labels_of_glue_become_words(hugging_face):
-    batch = get_data("glue", sequence=64).batch(0, 6)
-    assert {bytes(token for token in row if 0 <= token < 256) for row in batch["targets"]} == {b"negative", b"positive"}
-
-
-def test_running_text_has_no_mask(hugging_face):
+    assert answers(data.batch(0, 4)) == [f"it is {index}" for index in data.indices(0, 4)]
+    assert set(answers(get_data("glue", sequence=64).batch(0, 6))) == {"negative", "positive"}
     batch = get_data("wikitext-103", sequence=32).batch(0, 3)
     assert (batch["targets"] >= 0).all() and batch["targets"].dtype == np.int64
 

@@ -230,9 +230,8 @@ def test_a_rank_without_its_launcher_ends_itself():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     code = "from madmax_lib.runs.watch import guard; import time; guard(); time.sleep(60)"
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "MADMAX_LAUNCHER": str(ended.pid)}, timeout=30
-    )
+    environment = os.environ | {"MADMAX_LAUNCHER": str(ended.pid)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, timeout=30)
     assert run.returncode == 75
 
 

@@ -65,9 +65,8 @@ def test_collectives_of_two_ranks(tmp_path):
         "dist.destroy_process_group()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     table = pd.read_csv(tmp_path / "two.csv").set_index(["kernel", "columns"])
     wire = table["wire_bytes"].unstack()

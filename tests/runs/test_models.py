@@ -160,11 +160,8 @@ def test_masked_targets_count_nothing():
     expected = -(log[0, 0, 1] + log[0, 2, 2] + log[1, 2, 4])
     torch.testing.assert_close(losses.total(logits, targets), expected)
     assert losses.correct(logits, logits.argmax(-1)) == 6
-    part = losses.split(
-        {"tokens": targets, "targets": targets}, models.spec("gpt-tiny"), torch.device("cpu"), dp=(1, 2)
-    )
+    spec = models.spec("gpt-tiny")
+    part = losses.split({"tokens": targets, "targets": targets}, spec, torch.device("cpu"), dp=(1, 2))
     assert (part.samples, part.count) == (2, 3) and part.targets.tolist() == [[-100, -100, 4]]
     with pytest.raises(ValueError, match="dp=2 does not divide a batch of 3 samples"):
-        losses.split(
-            {"tokens": torch.ones(3, 4), "targets": torch.ones(3, 4)}, models.spec("gpt-tiny"), "cpu", dp=(0, 2)
-        )
+        losses.split(dict.fromkeys(("tokens", "targets"), torch.ones(3, 4)), spec, "cpu", dp=(0, 2))

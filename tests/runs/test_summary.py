@@ -79,16 +79,9 @@ def test_flops_by_recomputation(model, ends):
     assert full["hardware"] == pytest.approx(4 * none["forward"] - ends) and full["model"] == none["model"]
     assert some["hardware"] - some["model"] == 4 * model.sequence**2 * 8 * 2  # scores and values, two layers
     assert flops_per_sample(model, frozen=True)["model"] == 2 * none["forward"]
-
-
-def test_flops_at_another_sequence():
-    assert flops_per_sample(GPT, 4)["forward"] == GPT.forward_flops(1, 4)
+    assert flops_per_sample(GPT, 4)["forward"] == GPT.forward_flops(1, 4)  # at another sequence
 
 
 def test_unknown_becomes_null():
-    assert with_nulls({"a": nan, "b": [1.0, nan], "c": "x", "d": True}) == {
-        "a": None,
-        "b": [1.0, None],
-        "c": "x",
-        "d": True,
-    }
+    row = {"a": nan, "b": [1.0, nan], "c": "x", "d": True}
+    assert with_nulls(row) == row | {"a": None, "b": [1.0, None]}
