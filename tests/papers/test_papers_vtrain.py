@@ -14,11 +14,10 @@ from madmax_lib.catalog import device
 from madmax_lib.papers import vtrain
 from madmax_lib.papers.vtrain import RINGS, Config, Nccl, fit, predict
 from madmax_lib.papers.vtrain.comm import gradient_s, send_s, tensor_s
-from madmax_lib.papers.vtrain.config import TABLE, Shape, shape_of
+from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, TABLE, Shape, shape_of
 from madmax_lib.papers.vtrain.fit import CONSTANTS, GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.formulas import Formulas, cross_validate, fit_formulas, operator_s, step_s
 from madmax_lib.papers.vtrain.graph import Operators
-from madmax_lib.papers.vtrain.rules import CORRECTED, RELEASED
 
 CLASSIC = replace(RELEASED, recompute="none")  # what vTrain's single-node table was made by
 MIB = 2**20

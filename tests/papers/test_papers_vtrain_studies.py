@@ -11,13 +11,15 @@ from madmax_lib.accounting import breakdown
 from madmax_lib.papers import vtrain
 from madmax_lib.papers.origin import read_table
 from madmax_lib.papers.vtrain import Config
+from madmax_lib.papers.vtrain.comm import communication
 from madmax_lib.papers.vtrain.graph import Operators
 from madmax_lib.papers.vtrain.scheduling import _job_trace, _schedule, scheduling_study, throughputs
-from madmax_lib.papers.vtrain.seed import as_meant, communication, kernel_rates, unit_findings
 from madmax_lib.papers.vtrain.studies import (
+    as_meant,
     claims,
     compute_optimal,
     design_space,
+    kernel_rates,
     layouts,
     plan_grid,
     plan_table,
@@ -25,6 +27,7 @@ from madmax_lib.papers.vtrain.studies import (
     rule_effects,
     seed_steps,
     steps,
+    unit_findings,
 )
 
 # --- MT-NLG and the compute-optimal model

@@ -10,10 +10,15 @@ if TYPE_CHECKING:
     from madmax_lib.papers.vtrain.comm import (
         RINGS as RINGS,
         Nccl as Nccl,
+        communication as communication,
         communication_s as communication_s,
         load_nccl as load_nccl,
     )
-    from madmax_lib.papers.vtrain.config import Config as Config, load_config as load_config
+    from madmax_lib.papers.vtrain.config import (
+        Config as Config,
+        VTrainRules as VTrainRules,
+        load_config as load_config,
+    )
     from madmax_lib.papers.vtrain.fit import data_parallel_pairs as data_parallel_pairs, fit as fit, predict as predict
     from madmax_lib.papers.vtrain.formulas import (
         cross_validate as cross_validate,
@@ -32,19 +37,14 @@ if TYPE_CHECKING:
         plot_seed as plot_seed,
         plot_space as plot_space,
     )
-    from madmax_lib.papers.vtrain.rules import VTrainRules as VTrainRules
     from madmax_lib.papers.vtrain.scheduling import scheduling_study as scheduling_study, throughputs as throughputs
-    from madmax_lib.papers.vtrain.seed import (
+    from madmax_lib.papers.vtrain.studies import (
         SEED as SEED,
         as_meant as as_meant,
-        communication as communication,
-        kernel_rates as kernel_rates,
-        unit_findings as unit_findings,
-    )
-    from madmax_lib.papers.vtrain.studies import (
         claims as claims,
         compute_optimal as compute_optimal,
         design_space as design_space,
+        kernel_rates as kernel_rates,
         layouts as layouts,
         optional_local as optional_local,
         plan_table as plan_table,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         rule_effects as rule_effects,
         seed_predictions as seed_predictions,
         seed_steps as seed_steps,
+        unit_findings as unit_findings,
     )
 
 __all__ = open_room(__name__)

@@ -19,8 +19,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.papers.vtrain.comm import Nccl, gradient_s, send_s, tensor_s
-from madmax_lib.papers.vtrain.config import TABLE, Shape, shape_of
-from madmax_lib.papers.vtrain.rules import VTrainRules, parse_rules
+from madmax_lib.papers.vtrain.config import TABLE, Shape, VTrainRules, parse_rules, shape_of
 
 __all__ = ["GROUP", "TIME", "Profile", "data_parallel_pairs", "fit", "network_s", "predict", "terms"]
 

@@ -16,10 +16,9 @@ from scipy.optimize import least_squares
 
 from madmax_lib.catalog import device
 from madmax_lib.papers.vtrain.comm import Nccl, tensor_s
-from madmax_lib.papers.vtrain.config import TABLE, Config, Shape, shape_of
+from madmax_lib.papers.vtrain.config import RELEASED, TABLE, Config, Shape, VTrainRules, parse_rules, shape_of
 from madmax_lib.papers.vtrain.fit import GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.graph import Operators
-from madmax_lib.papers.vtrain.rules import RELEASED, VTrainRules, parse_rules
 from madmax_lib.simulator.rates.compute import gemm_s, longer_of, optimizer_s, unfused_attention_s
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.specs import Device

@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from madmax_lib.papers.vtrain.comm import Nccl, gradient_s, send_s, tensor_s
-from madmax_lib.papers.vtrain.config import Config
-from madmax_lib.papers.vtrain.rules import VTrainRules, parse_rules
+from madmax_lib.papers.vtrain.config import Config, VTrainRules, parse_rules
 from madmax_lib.simulator.schedule.engine import Program, run, to_timeline
 from madmax_lib.simulator.schedule.schedules import Slot, dependency, in_order, order
 from madmax_lib.simulator.schedule.streams import Stream

@@ -1,6 +1,9 @@
 """What do vTrain's case studies show, computed anew, and how far is that from what was published?
 
-MT-NLG over (t, d, p), the cost of its plans, the compute-optimal model under a time budget, and seed 000's layouts.
+MT-NLG over (t, d, p), the cost of its plans, the compute-optimal model under a time budget, and what seed 000, a
+student project on a fork of vTrain [CSCE-614 Group 2, 2024], configured and predicted. Its files give the bandwidth of
+whole systems where vTrain wants that of a node or a GPU; `unit_findings` notices.
+
 No trace of these models is public, so the operators come from `vtrain.formulas`; order and collectives are vTrain's
 [Bang et al., MICRO 2024], inside a node at the bandwidth of its configuration files, because the NCCL tables are not
 part of this project. Published numbers: `data/published.csv`.
@@ -16,21 +19,22 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from madmax_lib.catalog import device
+from madmax_lib.catalog import cluster, device
 from madmax_lib.datasets import local_data
 from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.papers.vtrain.comm import RINGS, Nccl
-from madmax_lib.papers.vtrain.config import Config, Shape
+from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, Config, Shape
 from madmax_lib.papers.vtrain.formulas import Formulas, formula_operators, operator_s, step_s
 from madmax_lib.papers.vtrain.graph import iteration_s
-from madmax_lib.papers.vtrain.rules import CORRECTED, RELEASED
-from madmax_lib.papers.vtrain.seed import SEED, as_meant
 from madmax_lib.specs import Transformer
 
 __all__ = [
+    "SEED",
+    "as_meant",
     "claims",
     "compute_optimal",
     "design_space",
+    "kernel_rates",
     "layouts",
     "optional_local",
     "plan_grid",
@@ -40,8 +44,21 @@ __all__ = [
     "seed_predictions",
     "seed_steps",
     "steps",
+    "unit_findings",
 ]
 
+SEED = Config(  # of seed 000's GPT with 96 layers on 2,048 A100
+    tensor_parallel_size=8,
+    data_parallel_size=32,
+    pipeline_parallel_size=8,
+    global_batch_size=2048,
+    num_layers=96,
+    hidden_size=8192,
+    num_attention_heads=64,
+    inter_node_bandwidth=409.6,
+    intra_node_bandwidth=614.4,
+    node_size=256,
+)
 _MTNLG = Transformer("mt-nlg", 105, 20480, 128, 4 * 20480, 2048, 50257, tied=False)
 _GPU, _BATCH, _GPUS, _DAY_S = "a100-80", 1920, 3360, 86_400
 _STATE_BYTES = 16  # per parameter: fp16 weight and gradient, fp32 weight and two moments [arXiv 1910.02054]
@@ -204,6 +221,51 @@ def seed_predictions(table: pd.DataFrame, nccl: Nccl) -> pd.DataFrame:
         about = (row["group"], row["tag"], t, config.num_layers, config.hidden_size, f"({t}, {d}, {p})")
         rows.append((*about, row["predicted_iteration_ms"] / 1e3, ours_s))
     return pd.DataFrame(rows, columns=["group", "tag", "tp", "layers", "hidden", "layout", "theirs_s", "ours_s"])
+
+
+def kernel_rates(table: pd.DataFrame) -> pd.DataFrame:
+    """Share of the A100's 16-bit peak that the kernels of a middle stage reach: group, tag, hidden, tp, share.
+
+    FLOPs of its layers, forward twice and backward, over its compute time and the peak. More than 1 cannot be: likely
+    the trace was recorded with less work, as vTrain's name of a trace does not tell the sequence.
+    """
+    rows = []
+    for row in table[table["pipeline_parallel_size"] > 2].to_dict("records"):
+        try:
+            config = Config.of(row)
+        except ValueError:
+            continue
+        s, one = config.shape, replace(config, vocab_size=1).model
+        flops = 4 * one.forward_flops(s.micro_batch * s.micro_batches, s.sequence) / (s.pp * s.tp)
+        peak = device(config.gpu_name).peak("fp16")
+        rows.append((row["group"], row["tag"], s.hidden, s.tp, flops / (row["compute_stage1_ms"] / 1e3 * peak)))
+    return pd.DataFrame(rows, columns=["group", "tag", "hidden", "tp", "share"])
+
+
+def unit_findings(config: Config) -> list[str]:
+    """What in a configuration looks like the total of a system in a field of a DGX A100, one line each."""
+    meant = as_meant(config)
+    size, findings = meant.node_size, []
+    nodes = config.num_gpus / size
+    if config.node_size != size and config.node_size == nodes:
+        findings.append(f"node_size={config.node_size} is the number of nodes; a dgx-a100 has {size} GPUs")
+    totals = {
+        "intra_node_bandwidth": ("GB/s", "TB/s", size * meant.intra_node_bandwidth),
+        "inter_node_bandwidth": ("Gb/s", "Tb/s", meant.inter_node_bandwidth),
+    }
+    for name, (unit, larger, of_node) in totals.items():
+        value = getattr(config, name)
+        if nodes > 1 and abs(value * 1e3 / (nodes * of_node) - 1) < 0.01:
+            findings.append(f"{name}={value:g} {unit} is {nodes:.0f} nodes x {of_node:g} {unit} in {larger}")
+    return findings
+
+
+def as_meant(config: Config) -> Config:
+    """The configuration with the GPUs and the network of a DGX A100, the link of one GPU inside it."""
+    node = cluster("dgx-a100")
+    inter = node.devices_per_node * node.inter.bandwidth_bytes_per_s * 8 / 1e9
+    intra = node.intra.bandwidth_bytes_per_s / 1e9
+    return replace(config, node_size=node.devices_per_node, inter_node_bandwidth=inter, intra_node_bandwidth=intra)
 
 
 def rule_effects() -> pd.DataFrame:
