@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from support import local_or_skip
 
 from madmax_lib.accounting import breakdown
+from madmax_lib.papers.madmax.layers import rates_of
 from madmax_lib.papers.madmax.model import cloud_cost, evaluate, timeline
-from madmax_lib.papers.madmax.rates import rates_of
 from madmax_lib.papers.madmax.rules import CORRECTED, GLOBAL, INTRA, RELEASED, STRATEGIES, MadmaxRules, parse_classes
 from madmax_lib.papers.madmax.suite import suite, systems
 

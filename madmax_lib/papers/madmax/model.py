@@ -16,8 +16,7 @@ from itertools import zip_longest
 
 import pandas as pd
 
-from madmax_lib.papers.madmax.layers import DenseLayer, DeviceStep, workload
-from madmax_lib.papers.madmax.rates import Collective
+from madmax_lib.papers.madmax.layers import Collective, DenseLayer, DeviceStep, workload
 from madmax_lib.papers.madmax.rules import MadmaxRules, parse_rules
 from madmax_lib.simulator.schedule.engine import Program, run, to_timeline
 from madmax_lib.simulator.schedule.streams import Stream
