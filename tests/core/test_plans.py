@@ -22,6 +22,11 @@ NAMES = ["gpt2", "gpt2-large", "llama3-8b", "qwen2.5-3b", "mixtral-8x7b", "qwen3
 GROUPS, PLANS = 50, 40  # of a model, cluster and batch each
 DEGREES = list(Degrees.__dataclass_fields__)
 NOT_IN_CLOSED_FORM = ("first_layers", "last_layers", "capacity")
+OTHER_FIELDS = {"ep": (2, 3, 4, 8), "zero": (1, 2, 3, 4), "micro_batch": (2, 3, 0), "interleave": (2, 3),
+                "schedule": ("gpipe", "zero-bubble", "none"), "recompute": ("full", "selective"),
+                "sequence_parallel": (False, True), "context": ("ulysses",), "shard": (2, 4, -1), "qwz": (True,),
+                "overlap_gather": (True,), "first_layers": (1, 2), "last_layers": (1, 3),
+                "embedding_as_layer": (True,), "head_as_layer": (True,), "capacity": (1.25, -1.0)}  # fmt: skip
 
 
 def drawn_situation(draw):
@@ -43,24 +48,7 @@ def drawn_fields(draw, world):
         fields[name] = draw.choice([d for d in range(1, rest + 1) if rest % d == 0])
         rest //= fields[name]
     fields["dp"] = rest
-    for name, values in {
-        "ep": (2, 3, 4, 8),
-        "zero": (1, 2, 3, 4),
-        "micro_batch": (2, 3, 0),
-        "interleave": (2, 3),
-        "schedule": ("gpipe", "zero-bubble", "none"),
-        "recompute": ("full", "selective"),
-        "sequence_parallel": (False, True),
-        "context": ("ulysses",),
-        "shard": (2, 4, -1),
-        "qwz": (True,),
-        "overlap_gather": (True,),
-        "first_layers": (1, 2),
-        "last_layers": (1, 3),
-        "embedding_as_layer": (True,),
-        "head_as_layer": (True,),
-        "capacity": (1.25, -1.0),
-    }.items():
+    for name, values in OTHER_FIELDS.items():
         if draw.random() < (0.3 if name in ("ep", "zero", "context") else 0.07):
             fields[name] = draw.choice(values)
     return fields
@@ -110,9 +98,8 @@ def test_all_doors_give_the_same_verdict_in_the_same_words(seed):
         closed = refusal(mm.estimate, model, cluster, plan, **shape)
         assert closed == said or (not said and not covered[row] and "the closed form covers" in closed)
         if without_cluster := legal(replace(case, cluster=None, plan=plan)).words()[()]:
-            assert (
-                refusal(checks.check, plan, model, Settings(global_batch=batch, sequence=sequence)) == without_cluster
-            )
+            settings = Settings(global_batch=batch, sequence=sequence)
+            assert refusal(checks.check, plan, model, settings) == without_cluster
         if plan.world_size != cluster.world_size:
             continue  # a search makes no such degrees
         plain = legal(replace(case, plan=Plans(**{name: getattr(plan, name) for name in (*DEGREES, "context")})))

@@ -1,8 +1,7 @@
 import pandas as pd
 import pytest
-from support import make_timeline
+from support import make_timeline, with_columns, with_tables
 
-from madmax_lib.side_tables import SideTables, conform
 from madmax_lib.timeline import SPANS, Meta, Timeline, concat
 
 ROWS = [(0, 7, "compute", "gemm", 0, 10), (0, 20, "comm", "nccl", 5, 10), (0, -1, "cpu", "aten::mm", 0, 3)]
@@ -11,11 +10,8 @@ ROWS = [(0, 7, "compute", "gemm", 0, 10), (0, 20, "comm", "nccl", 5, 10), (0, -1
 def test_schema_is_enforced_and_ranks_are_known():
     timeline = make_timeline(ROWS)
     assert {c: str(d) for c, d in timeline.spans.dtypes.items()} == SPANS
-    assert {c: str(d) for c, d in timeline.edges.dtypes.items()} == {
-        "source": "int64",
-        "target": "int64",
-        "why": "category",
-    }
+    edges = {column: str(dtype) for column, dtype in timeline.edges.dtypes.items()}
+    assert edges == {"source": "int64", "target": "int64", "why": "category"}
     assert timeline.ranks == [0] and timeline.steps == [0] and len(timeline) == 3
 
 
@@ -36,25 +32,34 @@ def test_bad_spans_are_refused(change, message):
         Timeline(spans)
 
 
-def test_missing_column_and_dangling_edge_are_named():
-    spans = make_timeline(ROWS).spans
-    with pytest.raises(ValueError, match=r"spans lack the column.s. step"):
-        Timeline(spans.drop(columns="step"))
-    with pytest.raises(ValueError, match="points outside of the 3 spans"):
-        Timeline(spans, edges=pd.DataFrame({"source": [0], "target": [3], "why": ["stream"]}))
+SPANS_OF_ROWS, OTHER = make_timeline(ROWS).spans, [(1, 0, "compute", "x", 0, 1)]
 
 
-def test_unknown_source_and_clock_are_refused():
-    with pytest.raises(ValueError, match="source='guessed'"):
-        Meta(source="guessed")
-    with pytest.raises(ValueError, match="clock='utc'"):
-        Meta(clock="utc")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Timeline(SPANS_OF_ROWS.drop(columns="step")), r"spans lack the column.s. step"),
+        (lambda: Timeline(SPANS_OF_ROWS, edges=edges((0, 3))), "points outside of the 3 spans"),
+        (lambda: Meta(source="guessed"), "source='guessed'"),
+        (lambda: Meta(clock="utc"), "clock='utc'"),
+        (lambda: concat([make_timeline(ROWS), make_timeline(ROWS)]), "rank 0 is in more than one"),
+        (lambda: concat([make_timeline(ROWS), make_timeline(OTHER, source="simulated")]), "measured and simulated"),
+        (lambda: concat([]), "at least one"),
+        (lambda: make_timeline(ROWS + OTHER).select(ranks=[0, 9]), r"rank 9 is not in the timeline; it has \[0, 1\]"),
+    ],
+)
+def test_what_is_no_timeline_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def edges(*pairs):
+    return pd.DataFrame([(*pair, "data") for pair in pairs], columns=["source", "target", "why"])
 
 
 def test_parquet_round_trip(tmp_path):
-    edges = pd.DataFrame({"source": [0], "target": [1], "why": ["data"]})
     timeline = make_timeline(ROWS, source="simulated", world_size=64, represents={0: [0, 1, 2]}, device="H100")
-    timeline = Timeline(timeline.spans, timeline.meta, edges)
+    timeline = Timeline(timeline.spans, timeline.meta, edges((0, 1)))
     again = Timeline.load(timeline.save(tmp_path / "step.parquet"))
     pd.testing.assert_frame_equal(again.spans, timeline.spans)
     pd.testing.assert_frame_equal(again.edges, timeline.edges)
@@ -73,28 +78,17 @@ def test_load_refuses_other_files(tmp_path):
 
 
 def test_concat_orders_ranks_and_shifts_edges():
-    edges = pd.DataFrame({"source": [0], "target": [1], "why": ["data"]})
     one = make_timeline([(1, 7, "compute", "b", 0, 1), (1, 7, "comm", "c", 1, 1)])
     zero = make_timeline(ROWS, world_size=8)
-    both = concat([Timeline(one.spans, one.meta, edges), zero])
+    both = concat([Timeline(one.spans, one.meta, edges((0, 1))), zero])
     assert both.ranks == [0, 1] and both.meta.world_size == 8
     assert both.spans["name"].astype(str).tolist() == ["gemm", "nccl", "aten::mm", "b", "c"]
     assert both.edges[["source", "target"]].to_numpy().tolist() == [[3, 4]]
 
 
-def test_concat_refuses_what_does_not_belong_together():
-    with pytest.raises(ValueError, match="rank 0 is in more than one"):
-        concat([make_timeline(ROWS), make_timeline(ROWS)])
-    with pytest.raises(ValueError, match="measured and simulated"):
-        concat([make_timeline(ROWS), make_timeline([(1, 0, "compute", "x", 0, 1)], source="simulated")])
-    with pytest.raises(ValueError, match="at least one"):
-        concat([])
-
-
 def test_select_drops_edges_that_leave_the_part():
-    edges = pd.DataFrame({"source": [0, 1], "target": [1, 2], "why": ["data", "data"]})
     timeline = make_timeline([(0, 0, "compute", "a", 0, 1), (1, 0, "compute", "b", 0, 1), (1, 0, "comm", "c", 1, 1)])
-    part = Timeline(timeline.spans, timeline.meta, edges).select(ranks=[1])
+    part = Timeline(timeline.spans, timeline.meta, edges((0, 1), (1, 2))).select(ranks=[1])
     assert part.ranks == [1] and len(part) == 2
     assert part.edges[["source", "target"]].to_numpy().tolist() == [[0, 1]]
 
@@ -107,18 +101,8 @@ def test_a_rank_without_spans_stays_known():
 
 def test_a_part_keeps_the_allocator_events_of_its_time():
     timeline = make_timeline([(r, -1, "cpu", "op", 100 * i, 50) for r in (0, 1) for i in range(3)])
-    event = {"stream": -1, "size_bytes": 8, "address": 1, "allocated_bytes": 8, "reserved_bytes": -1, "device": "cpu"}
-    events = pd.DataFrame([{"rank": r, "time_ns": t, **event} for r in (0, 1) for t in (-5, 10, 120, 220, 900)])
-    timeline = Timeline(
-        timeline.spans.assign(step=[0, 1, 2] * 2),
-        timeline.meta,
-        side_tables=SideTables(lambda: {"memory": conform("memory", events)}),
-    )
+    events = [{"rank": rank, "time_ns": time} for rank in (0, 1) for time in (-5, 10, 120, 220, 900)]
+    timeline = with_tables(with_columns(timeline, step=[0, 1, 2] * 2), memory=events)
     assert timeline.select(steps=[1]).side_tables["memory"]["time_ns"].tolist() == [120, 120]
     assert timeline.select(ranks=[1]).side_tables["memory"]["time_ns"].tolist() == [-5, 10, 120, 220, 900]
     assert len(timeline.select(steps=[]).side_tables["memory"]) == 0
-
-
-def test_an_unknown_rank_is_refused():
-    with pytest.raises(ValueError, match=r"rank 9 is not in the timeline; it has \[0, 1\]"):
-        make_timeline([(0, 0, "compute", "k", 0, 1), (1, 0, "compute", "k", 0, 1)]).select(ranks=[0, 9])

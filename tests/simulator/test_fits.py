@@ -36,9 +36,6 @@ def states(result, place):
     return table["size_bytes"].sum()
 
 
-# closed forms
-
-
 @pytest.mark.parametrize(
     ("plan", "device", "host", "nvme"),
     [
@@ -122,9 +119,6 @@ def test_experts_are_shared_over_what_expert_parallelism_leaves():
     assert states(result, "host") == pytest.approx(14 * model.parameters, rel=1e-6)
 
 
-# chunks
-
-
 @pytest.mark.parametrize(
     ("sizes", "chunk", "empty"),
     [([4, 4], 8, 0), ([5, 4, 3], 8, 4), ([9], 8, 0), ([3, 9, 3], 8, 2), ([1] * 7, 8, 1)],
@@ -146,9 +140,6 @@ def test_the_best_chunk_wastes_no_more_than_others():
     waste = chunk_waste(model)
     assert waste <= min(_packed(_tensor_sizes(model), size * 2**20) for size in (32, 64, 100, 160))
     assert 0 <= waste < 0.02
-
-
-# published facts (runs of others; our model must tell which of them fit)
 
 
 @pytest.mark.parametrize("name", SHAPES.index)
@@ -257,9 +248,6 @@ def test_data_are_those_of_the_shared_files():
     theirs = pd.read_csv(local_or_skip("seed_runs") / "iisc_gpt_models.csv")
     for column in ("hidden", "layers", "heads", "params_e9"):
         assert ours[column].astype(float).tolist() == pytest.approx(theirs[column].tolist(), abs=1e-3)
-
-
-# bad input
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,6 @@ def facts(quantity):
     return [row._replace(value=float(row.value)) for row in table.itertuples()]
 
 
-# closed forms
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("software", "per_parameter"), [("torch", 16), ("deepspeed", 16), ("megatron", 18)])
 def test_one_device_holds_16_bytes_per_parameter(software, per_parameter, dtype):
@@ -218,9 +215,6 @@ def test_peak_is_the_fullest_moment():
         whole.loc[whole["component"].isin(["context", "fragmentation"]), "size_bytes"].sum())  # fmt: skip
 
 
-# order
-
-
 @pytest.mark.parametrize("software", SOFTWARE)
 @pytest.mark.parametrize("model", [GPT, LLAMA, MIXTURE], ids=lambda m: m.name)
 def test_states_fall_with_every_zero_stage(model, software):
@@ -265,9 +259,6 @@ def test_stack_is_the_old_name_of_software():
     pd.testing.assert_frame_equal(old, new)
 
 
-# arrays
-
-
 def test_arrays_of_plans_give_what_single_plans_give():
     plans = [mm.Plan.parse(text) for text in (
         "dp2", "dp8.z3", "dp4.tp2.pp4.z1", "dp4.tp2.pp4.z1.nosp.full", "dp2.pp2.cp2.v2.selective.unfused",
@@ -280,9 +271,6 @@ def test_arrays_of_plans_give_what_single_plans_give():
             alone = sizes(MIXTURE, plan, software=software)
             for name, size in parts.items():
                 assert np.broadcast_to(size, len(plans))[i] == pytest.approx(alone[name], rel=1e-12), (name, str(plan))
-
-
-# recommendation models
 
 
 def test_dlrm_shards_tables_and_copies_dense_layers():
@@ -298,9 +286,6 @@ def test_dlrm_shards_tables_and_copies_dense_layers():
         memory(model, mm.Plan.parse("dp2.tp2"))
 
 
-# bad input
-
-
 @pytest.mark.parametrize(("options", "message"), [
     ({"software": "jax"}, "software='jax' is not one of torch"), ({"dtype": "fp12"}, "dtype='fp12' is not one of"),
     ({"optimizer": "lion"}, "optimizer='lion' is not one of adam"), ({}, "global_batch is needed"),
@@ -308,9 +293,6 @@ def test_dlrm_shards_tables_and_copies_dense_layers():
 def test_errors_name_the_field(options, message):
     with pytest.raises(ValueError, match=message):
         memory(GPT, mm.Plan.parse("pp2.gpipe"), **({"global_batch": 8} | options if options else {}))
-
-
-# published facts
 
 
 def test_vit_huge_on_two_t4():

@@ -37,9 +37,6 @@ def moved(timeline, stream, words):
     return spans.loc[chosen, "size_bytes"].sum()
 
 
-# volumes
-
-
 @pytest.mark.parametrize("batches", [1, 3])
 def test_zero_offload_moves_four_bytes_per_parameter(batches):
     """2 down with every micro-batch and 2 up with the step, shared by the devices [arXiv 2101.06840, section 4.1]."""
@@ -92,9 +89,6 @@ def test_exported_steps_come_back(plan, tmp_path):
     assert host["name"].astype(str).str.contains("cpu adam").any()
 
 
-# closed forms
-
-
 def test_update_takes_the_hosts_memory_bandwidth():
     """One tile after another: 28 bytes per parameter, at the rate that the four devices of a node share."""
     step = simulated(GPT, FOUR, "dp4.z2.full.offload-optimizer", 4, share=1.0)
@@ -143,9 +137,6 @@ def test_the_closed_form_agrees_with_the_engine(case):
     assert parts.sum() == pytest.approx(row["step_s"]) and row["offload_s"] >= 0
 
 
-# the best share
-
-
 @pytest.mark.parametrize("case", [CASES[3], CASES[4], CASES[6]], ids=str)
 def test_no_other_share_is_faster(case):
     model, cluster, plan, batch, _ = case
@@ -188,9 +179,6 @@ def test_a_delayed_update_hides():
     assert plain["step_s"] - late["step_s"] == pytest.approx(hidden_s, rel=1e-3)
     short = simulated(model, V100, "z2.full.mb1.offload-optimizer", 1, share=1.0, delayed=True)
     assert step_s(short) < step_s(simulated(model, V100, "z2.full.mb1.offload-optimizer", 1, share=1.0))
-
-
-# monotony and bad input
 
 
 @pytest.mark.parametrize("faster", ["memory_bandwidth", "link", "nvme_read", "nvme_write"])

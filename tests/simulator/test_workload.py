@@ -153,9 +153,6 @@ def test_eight_bit_products_keep_attention_head_and_network_in_sixteen():
     assert narrow["size_bytes"].equals(wide["size_bytes"])
 
 
-# collectives of a micro-batch
-
-
 def moved(model, plan, **options):
     """Bytes by (phase, collective, group)."""
     table = ops(model, mm.Plan.parse(plan), **options)
@@ -198,9 +195,6 @@ def test_expert_parallel_volume():
     assert moved(MLA, "dp4.ep4.cap125", imbalance=1.5)["forward", "all_to_all", "ep"] == 1.25 * 2 * layers * each
     with pytest.raises(ValueError, match=r"imbalance=0.5 must be at least 1"):
         load_factor(mm.Plan(), 0.5)
-
-
-# stages
 
 
 def test_stages_are_even_and_the_ends_are_not_longer():

@@ -62,6 +62,7 @@ def test_every_notebook_and_package_has_a_line(capsys, monkeypatch):
     assert all(verdict.startswith(("full size", "quick only", "does not run")) for verdict in verdicts.values())
     assert verdicts["10_profile_vit"].endswith("a GPU")
     assert all(f"\n  {name} " in text for name in doctor._PACKAGES)
+    assert "pandas 2" in text and "dlrm-8xv100:" in text
 
 
 def test_the_place_is_named(monkeypatch, tmp_path):
