@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -14,6 +15,7 @@ from madmax_lib.datasets import dataset, local_data
 from madmax_lib.plan import Plan
 from madmax_lib.planner.space import legal_degrees, pass_choices, plan_of, sharding_choices
 from madmax_lib.side_tables import SIDE_TABLES, SideTables, conform
+from madmax_lib.simulator.schedule.schedules import order
 from madmax_lib.timeline import Meta, Timeline
 
 EPOCH_NS = 1_700_000_000_000_000_000
@@ -67,6 +69,12 @@ def meetings(starts: list[dict[int, int]], ahead_ns: dict[int, int]) -> list[tup
             begin_ns = EPOCH_NS + begin + ahead_ns.get(rank, 0)
             rows.append((rank, 20, "comm", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", begin_ns, end - begin))
     return rows
+
+
+def passes_held(schedule: str, stage: int, pp: int, micro_batches: int, chunks: int = 1) -> int:
+    """Passes whose activations a stage holds at once, at most; freed by the last pass that needs them."""
+    change = {"forward": 1, "weight" if schedule == "zero-bubble" else "backward": -1}
+    return np.cumsum([change.get(slot[0], 0) for slot in order(schedule, stage, pp, micro_batches, chunks)]).max()
 
 
 def core_flops(block) -> float:

@@ -49,8 +49,7 @@ def test_fitted_constants_stay_in_their_bounds_and_have_intervals(vtrain):
         assert table.at[name, "low"] <= low <= found.constants[name] <= high <= table.at[name, "high"]
     assert found.fitted == tuple(VTRAIN) and found.provenance["sha256"] == fingerprint(vtrain)
     assert np.linalg.eigvalsh(np.array(found.covariance)).min() > 0
-    other = set(found.constants) - set(VTRAIN)
-    assert all(found.constants[name] == start().constants[name] for name in other)
+    assert all(found.constants[name] == start().constants[name] for name in found.constants.keys() - VTRAIN)
 
 
 def test_one_row_leaves_the_priors_alone(vtrain):
@@ -59,10 +58,9 @@ def test_one_row_leaves_the_priors_alone(vtrain):
 
 
 def test_bootstrap_draws_groups(vtrain):
-    found = fit(vtrain, starts=1, only=VTRAIN[:2], bootstrap=3)
-    again = fit(vtrain, starts=1, only=VTRAIN[:2], bootstrap=3)
-    assert found.intervals == again.intervals
-    assert all(low < high for low, high in found.intervals.values())
+    first, again = (fit(vtrain, starts=1, only=VTRAIN[:2], bootstrap=3) for _ in range(2))
+    assert first.intervals == again.intervals
+    assert all(low < high for low, high in first.intervals.values())
 
 
 def test_only_what_rows_can_tell_is_fitted(rows, vtrain):

@@ -28,6 +28,7 @@ def test_learned_is_the_share_of_the_prior_variance():
     assert found["learned"].to_numpy() == pytest.approx(1 - (np.array([0.01, 0.14, 0.05]) / sigma.to_numpy()) ** 2)
     assert found["moved"].to_numpy() == pytest.approx(0, abs=1e-12)
     assert found["state"].tolist() == ["fixed by rows", "prior alone", "fixed by rows"]
+    assert scaled(bounds().loc[list(NAMES)], "start") == pytest.approx([np.log(0.84), np.log(0.8), 0.4])
 
 
 def test_states():
@@ -40,11 +41,6 @@ def test_states():
     assert found.loc[NAMES[1], "moved"] == pytest.approx(-1.5)
     some = constants_of(fitted(widths=(0.06, 0.01, 0.1)))
     assert some["state"].tolist() == ["rows and prior", "fixed by rows", "rows and prior"]
-
-
-def test_the_scale_of_a_constant():
-    table = bounds().loc[list(NAMES)]
-    assert scaled(table, "start") == pytest.approx([np.log(0.84), np.log(0.8), 0.4])
 
 
 def test_correlations():
@@ -61,11 +57,11 @@ def test_leverage_of_a_row_that_is_all_matrix_products():
     found = leverage(fitted(), to_work(rows))
     assert 0 < found.loc[NAMES[0], "largest"] < np.log(1.1 / 0.9)
     assert (found["median"] <= found["largest"]).all()
-    hopper = ("gemm_efficiency:hopper-16",)
+    hopper = "gemm_efficiency:hopper-16"
     other = Parameters(
-        constants=start().constants, intervals={hopper[0]: (0.5, 0.9)}, fitted=hopper, covariance=((1,),)
+        constants=start().constants, intervals={hopper: (0.5, 0.9)}, fitted=(hopper,), covariance=((1,),)
     )
-    assert leverage(other, to_work(rows)).loc[hopper[0], "largest"] == 0
+    assert leverage(other, to_work(rows)).loc[hopper, "largest"] == 0
 
 
 def test_a_fit_of_few_rows_leaves_the_prior():
@@ -81,8 +77,5 @@ def test_the_shipped_fit():
     assert len(found) == len(shipped().fitted) and found["learned"].between(0, 1).all()
     assert (found["state"] == "fixed by rows").sum() >= 20 and (found["state"] == "at a bound").sum() <= 8
     assert isinstance(strongest_pairs(shipped()), pd.DataFrame)
-
-
-def test_nothing_fitted():
     with pytest.raises(ValueError, match="nothing was fitted"):
         constants_of(Parameters())

@@ -35,6 +35,11 @@ def held_out(rows):
 
 
 @pytest.fixture(scope="module")
+def dense(held_out):
+    return held_out[held_out["experts"].astype(float) == 0]
+
+
+@pytest.fixture(scope="module")
 def left_out(rows):
     return folds(rows, by="source")
 
@@ -47,13 +52,13 @@ def test_predict_adds_columns_and_keeps_rows(table, predicted):
     assert predicted.loc[~known, "predicted_s"].isna().all() and not predicted.loc[~known, "fits"].any()
     inside = predicted[known]
     assert (inside["low_s"] < inside["predicted_s"]).all() and (inside["predicted_s"] < inside["high_s"]).all()
+    ideal = predict(table.head(5), Parameters())
+    assert (ideal["predicted_s"] < predicted["predicted_s"].head(5)).all()
 
 
 def test_predict_survives_anything():
-    odd = pd.DataFrame(
-        {"model": ["x", None, 3], "gpu": ["TPUv4", "A100", np.nan], "layers": [1, "y", np.nan]}, index=[1, 1, 2]
-    )
-    result = predict(odd)
+    columns = {"model": ["x", None, 3], "gpu": ["TPUv4", "A100", np.nan], "layers": [1, "y", np.nan]}
+    result = predict(pd.DataFrame(columns, index=[1, 1, 2]))
     assert result.index.tolist() == [1, 1, 2] and not result["supported"].any() and (result["reason"] != "").all()
     assert len(predict(pd.DataFrame())) == 0
 
@@ -65,12 +70,6 @@ def test_published_rows_that_ran_fit_and_those_that_failed_do_not(predicted):
     assert predicted.loc[failed, "fits"].sum() <= 1
     ran = predicted[~failed & predicted["supported"]]
     assert ran["fits"].mean() > 0.97
-
-
-def test_parameters_of_a_user_are_taken(table):
-    some = table.head(5)
-    ideal = predict(some, Parameters())
-    assert (ideal["predicted_s"] < predict(some)["predicted_s"]).all()
 
 
 def test_unknown_devices_have_wide_intervals():
@@ -112,24 +111,19 @@ def test_bloom_layouts_are_ranked(rows, held_out):
     assert fitted["layout_ranks"].min() > 0.74  # 0.79
 
 
-def test_folds_keep_source_and_model_together_and_meet_the_goals(held_out):
+def test_folds_keep_source_and_model_together_and_meet_the_goals(held_out, dense):
     """Asked: dense 7 % and 4.5 % in the median, mixtures 15 %; what they are is in README."""
     assert held_out.groupby("group")["fold"].nunique().max() == 1 and held_out["fold"].nunique() == 10
     reached = score(held_out)
     assert reached["dense mape"] < 0.07 and reached["dense median"] < 0.045 and reached["mixture mape"] < 0.15
-    dense = held_out[held_out["experts"].astype(float) == 0]
     assert errors(dense, "source")["mape"].max() < 0.16
+    with pytest.raises(ValueError, match="by='day' is not one of group, source, random"):
+        folds(held_out, by="day")
 
 
-def test_leaving_a_source_out(left_out, held_out):
-    sure = coverage_by_class(left_out, held_out, by="source")  # nothing of the source in error or interval
-    assert sure["inside"].between(0.83, 0.96).all()  # 87 %, 92 %, 88 %
-
-
-def test_the_readme_tells_these_errors(rows, held_out, left_out):
+def test_the_readme_tells_these_errors(rows, held_out, dense, left_out):
     if not rows["source"].str.contains("vTrain").any():
         pytest.skip("the table of README includes vTrain's measurements, which are not on this machine")
-    dense = held_out[held_out["experts"].astype(float) == 0]
     one_rate = np.abs(baseline(dense) / dense["measured_s"].to_numpy(float) - 1)
     sure = coverage_by_class(held_out)
     kept_out = {"the run's source and model": held_out, "the run's source": left_out}
@@ -151,38 +145,31 @@ def percent(ratio):
     return f"{100 * ratio:.1f} %"
 
 
-def test_folds_beat_one_rate_per_device(held_out):
-    dense = held_out[held_out["experts"].astype(float) == 0]
+def test_folds_beat_one_rate_per_device(rows, held_out, dense):
     measured = dense["measured_s"].to_numpy(float)
     seen, unseen = (np.abs(baseline(dense, fold) / measured - 1) for fold in (None, dense["fold"].to_numpy()))
     published = dense[~dense["source"].str.contains("vTrain")]  # all rows their own reference: 15.4 %, median 8.5 %
     reference = np.abs(baseline(published) / published["measured_s"].to_numpy(float) - 1)
     assert reference.mean() == pytest.approx(0.154, abs=0.002)
     assert unseen.mean() > seen.mean() > 2.5 * score(held_out)["dense mape"]
+    same = pd.concat([rows.head(1)] * 3)  # exact on equal rows
+    assert np.allclose(baseline(same), same["measured_s"].astype(float))
+    assert np.isfinite(baseline(rows, np.arange(len(rows)))).all()
 
 
-def test_intervals_cover_rows_that_the_fit_has_not_seen(held_out):
+def test_intervals_cover_rows_that_the_fit_has_not_seen(held_out, left_out):
     """Asked: 85 to 95 % of the rows with a median half-width of at most 35 %; mixtures are two models, and wider."""
     sure = coverage_by_class(held_out)
     assert sure["inside"].between(0.86, 0.95).all()
     assert sure.loc[["all", "dense"], "half_width"].max() < 0.16 and sure.loc["mixture", "half_width"] < 0.5
+    apart = coverage_by_class(left_out, held_out, by="source")  # nothing of the source in error or interval
+    assert apart["inside"].between(0.83, 0.96).all()  # 87 %, 92 %, 88 %
 
 
 def test_shipped_intervals_are_those_of_the_folds(held_out):
     """Those of mixtures are 0.04 wider: they were fitted when experts' optimizer states were divided by ep twice."""
     for kind, pair in interval_quantiles(held_out).items():
         assert shipped().residuals[kind] == pytest.approx(pair, abs=0.05 if "mixture" in kind else 0.02), kind
-
-
-def test_a_rate_per_device_is_exact_on_equal_rows(rows):
-    one = pd.concat([rows.head(1)] * 3)
-    assert np.allclose(baseline(one), one["measured_s"].astype(float))
-    assert np.isfinite(baseline(rows, np.arange(len(rows)))).all()
-
-
-def test_bad_folds(rows):
-    with pytest.raises(ValueError, match="by='day' is not one of group, source, random"):
-        folds(rows, by="day")
 
 
 def test_the_table_of_the_data_directory(predicted):

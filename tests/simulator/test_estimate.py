@@ -23,6 +23,16 @@ CLUSTER = mm.cluster("dgx-a100", nodes=16)
 IDEAL = Parameters()
 
 
+def step_s(plan="dp2.tp8.pp8", batch=64, model=GPT, cluster=CLUSTER, **options):
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    return estimate(model, cluster, plan, global_batch=batch, **options)["step_s"][0]
+
+
+def timed(model=GPT, batch=64, **columns):
+    """Which plans of a table have a time on the cluster."""
+    return estimate(model, CLUSTER, pd.DataFrame(columns), global_batch=batch)["step_s"].notna().tolist()
+
+
 def test_parts_add_up_to_the_step():
     table = estimate(GPT, CLUSTER, Plan(tp=8, pp=8, dp=2, zero=1, recompute="full"), global_batch=64)
     assert len(table) == 1 and list(table.columns) == ["step_s", "low_s", "high_s", *PARTS, "mfu", "tokens_per_s"]
@@ -85,33 +95,25 @@ def test_chunks_do_not_show():
 
 
 def test_what_cannot_be_laid_out():
-    table = pd.DataFrame({"dp": [2, 2, 3], "tp": [8, 8, 8], "pp": [8, 4, 8]})
-    assert estimate(GPT, CLUSTER, table, global_batch=64)["step_s"].isna().tolist() == [False, True, True]
-    heads = pd.DataFrame({"dp": 2, "tp": 8, "cp": 8, "context": ["ring", "ulysses"]})  # 12 heads a rank, 8 peers
-    assert estimate(GPT, CLUSTER, heads, global_batch=64)["step_s"].isna().tolist() == [False, True]
-    experts = pd.DataFrame({"dp": 64, "tp": 2, "ep": 8, "sequence_parallel": [True, False]})
-    step_s = estimate(mm.model("mixtral-8x7b"), CLUSTER, experts, global_batch=64)["step_s"]
-    assert step_s.isna().tolist() == [False, True]
+    assert timed(dp=[2, 2, 3], tp=[8, 8, 8], pp=[8, 4, 8]) == [True, False, False]
+    assert timed(dp=2, tp=8, cp=8, context=["ring", "ulysses"]) == [True, False]  # 12 heads a rank, 8 peers
+    experts = mm.model("mixtral-8x7b")
+    assert timed(model=experts, dp=64, tp=2, ep=8, sequence_parallel=[True, False]) == [True, False]
     with pytest.raises(ValueError, match="has 128 devices"):
-        estimate(GPT, CLUSTER, Plan(tp=8), global_batch=64)
+        step_s("tp8")
     with pytest.raises(ValueError, match="'tensor' is not a field of Plan"):
-        estimate(GPT, CLUSTER, pd.DataFrame({"tensor": [8]}), global_batch=64)
+        timed(tensor=[8])
     with pytest.raises(ValueError, match="use simulate"):
-        estimate(mm.model("dlrm-a"), mm.cluster("zionex"), Plan(dp=128), global_batch=65536)
+        step_s("dp128", 65536, mm.model("dlrm-a"), mm.cluster("zionex"))
     with pytest.raises(ValueError, match="no peak for dtype"):
-        estimate(GPT, CLUSTER, Plan(tp=8, pp=8, dp=2), global_batch=64, dtype="fp12")
+        step_s(dtype="fp12")
 
 
-@pytest.mark.parametrize(
-    ("plan", "what"),
-    [("dp2.tp8.pp8.first5", "first_layers=5"), ("dp2.tp8.pp8.cap125", "capacity=1.25")],
-)
-def test_no_time_for_what_has_no_closed_form(plan, what):
-    plan = Plan.parse(plan)
-    with pytest.raises(ValueError, match=f"{what}: the closed form covers"):
-        estimate(GPT, CLUSTER, plan, global_batch=256)
-    table = pd.DataFrame([vars(plan), vars(Plan(dp=2, tp=8, pp=8))])
-    assert estimate(GPT, CLUSTER, table, global_batch=256)["step_s"].isna().tolist() == [True, False]
+@pytest.mark.parametrize(("field", "value"), [("first_layers", 5), ("capacity", 1.25)])
+def test_no_time_for_what_has_no_closed_form(field, value):
+    with pytest.raises(ValueError, match=f"{field}={value}: the closed form covers"):
+        step_s(Plan(dp=2, tp=8, pp=8, **{field: value}))
+    assert timed(dp=2, tp=8, pp=8, offload=[None, None], **{field: [value, 0]}) == [False, True]
 
 
 PLANS = ["dp2.tp8.pp8", "dp128.z3.full", "dp16.tp8.z3.full", "dp8.tp4.pp4.v4.full", "dp4.tp8.pp2.cp2"]
@@ -123,15 +125,12 @@ def test_more_bandwidth_is_never_slower(plan, what):
     link = getattr(CLUSTER, what)
     for factor in (1.3, 2, 100):
         faster = replace(CLUSTER, **{what: replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s)})
-        before, after = (estimate(GPT, c, Plan.parse(plan), global_batch=256)["step_s"][0] for c in (CLUSTER, faster))
-        assert after <= before * (1 + 1e-12)
+        assert step_s(plan, 256, cluster=faster) <= step_s(plan, 256) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_ideal_machine_is_faster(plan):
-    real, ideal = (estimate(GPT, CLUSTER, Plan.parse(plan), global_batch=256, parameters=p)["step_s"][0]
-                   for p in (shipped(), IDEAL))  # fmt: skip
-    half = estimate(GPT, CLUSTER, Plan.parse(plan), global_batch=256, parameters=Parameters(0.5, 0.5, 0.5))["step_s"][0]
+    real, ideal, half = (step_s(plan, 256, parameters=p) for p in (shipped(), IDEAL, Parameters(0.5, 0.5, 0.5)))
     assert ideal < real and half == pytest.approx(2 * ideal)
 
 
@@ -164,16 +163,15 @@ def test_engine_and_closed_form_agree(plan, bound, parameters):
     plan = Plan.parse(plan)
     spans = mm.simulate(GPT, CLUSTER, plan, global_batch=256, parameters=parameters).spans
     engine_s = ((spans["start_ns"] + spans["dur_ns"]).max() - spans["start_ns"].min()) / 1e9
-    closed_s = estimate(GPT, CLUSTER, plan, global_batch=256, parameters=parameters)["step_s"][0]
-    assert closed_s == pytest.approx(engine_s, rel=bound)
+    assert step_s(plan, 256, parameters=parameters) == pytest.approx(engine_s, rel=bound)
 
 
 def drawn_sharded_plan(draw, model, cluster):
     """A legal plan with experts over ep and a ZeRO stage, or none."""
     degrees = {name: draw.choice([1, 2, 4, 8]) for name in ("tp", "pp", "cp")}
     dp = cluster.world_size // (degrees["tp"] * degrees["pp"] * degrees["cp"])
-    plans = Plans(dp=dp, **degrees, ep=draw.choice([1, 2, 4, 8]), zero=draw.choice([0, 1, 2, 3]),
-                  shard=draw.choice([0, 0, 2, 4]))  # fmt: skip
+    sharding = {"ep": draw.choice([1, 2, 4, 8]), "zero": draw.choice([0, 1, 2, 3]), "shard": draw.choice([0, 0, 2, 4])}
+    plans = Plans(dp=dp, **degrees, **sharding)
     return Plan(**vars(plans)) if dp and legal(Case(model, cluster, plans, 64)).mask else None
 
 
@@ -191,20 +189,17 @@ def test_engine_and_closed_form_update_the_same_parameters():
 
 
 def test_more_work_takes_longer():
-    plan = Plan(tp=8, pp=8, dp=2)
-    base = estimate(GPT, CLUSTER, plan, global_batch=64)["step_s"][0]
-    assert estimate(GPT, CLUSTER, plan, global_batch=128)["step_s"][0] > base
-    assert estimate(GPT, CLUSTER, plan, global_batch=64, sequence=4096)["step_s"][0] > 1.8 * base
-    assert estimate(GPT, CLUSTER, replace(plan, recompute="selective"), global_batch=64)["step_s"][0] > base
-    full = estimate(GPT, CLUSTER, replace(plan, recompute="full"), global_batch=64)["step_s"][0]
-    assert 1.2 * base < full < 4 / 3 * base * 1.05
+    base = step_s()
+    assert step_s(batch=128) > base and step_s(sequence=4096) > 1.8 * base
+    assert step_s("dp2.tp8.pp8.selective") > base and 1.2 * base < step_s("dp2.tp8.pp8.full") < 4 / 3 * base * 1.05
 
 
 def test_experts():
     cluster = mm.cluster("gb200-nvl72", nodes=1)
     model = mm.model("qwen3-30b-a3b")
-    one = estimate(model, cluster, Plan(dp=72, zero=1), global_batch=72 * 8, sequence=4096)
-    spread = estimate(model, cluster, Plan(dp=72, ep=8, zero=1), global_batch=72 * 8, sequence=4096)
+    one, spread = (
+        estimate(model, cluster, Plan(dp=72, ep=ep, zero=1), global_batch=72 * 8, sequence=4096) for ep in (1, 8)
+    )
     assert one["ep_s"][0] == 0 and spread["ep_s"][0] > 0
     ideal = estimate(model, cluster, Plan(dp=72), global_batch=72, sequence=4096, parameters=IDEAL)["gemm_s"][0]
     layer = model.attention_parameters + model.hidden * 128 + 8 * 3 * model.hidden * 768
@@ -212,18 +207,16 @@ def test_experts():
 
 
 def test_lower_precision_is_faster():
-    cluster = mm.cluster("gb300-nvl72")
-    model, plan = mm.model("llama3-70b"), Plan(tp=2, pp=4, dp=9)
-    times = [estimate(model, cluster, plan, global_batch=288, dtype=d)["step_s"][0] for d in ("bf16", "fp8", "nvfp4")]
+    model, blackwell = mm.model("llama3-70b"), mm.cluster("gb300-nvl72")
+    times = [step_s("dp9.tp2.pp4", 288, model, blackwell, dtype=dtype) for dtype in ("bf16", "fp8", "nvfp4")]
     assert times == sorted(times, reverse=True)
-    hopper = mm.cluster("dgx-h100", nodes=9)
-    assert np.isfinite(estimate(model, hopper, Plan(tp=8, dp=9), global_batch=72, dtype="nvfp4")["step_s"][0])
+    assert np.isfinite(step_s("dp9.tp8", 72, model, mm.cluster("dgx-h100", nodes=9), dtype="nvfp4"))
 
 
 def test_vision_transformers_and_unknown_devices():
     table = estimate(mm.model("vit-huge"), mm.cluster("kaggle-2xt4"), Plan(dp=2, zero=1), global_batch=16, dtype="fp16")
     assert 0 < table["head_s"][0] < 0.01 * table["gemm_s"][0]
-    assert np.isfinite(estimate(GPT, mm.cluster("mi300x-8", nodes=16), Plan(tp=8, pp=16), global_batch=64)["step_s"][0])
+    assert np.isfinite(step_s("tp8.pp16", cluster=mm.cluster("mi300x-8", nodes=16)))
 
 
 def test_work_names_what_is_missing():
@@ -239,8 +232,9 @@ def test_work_names_what_is_missing():
 
 
 def test_parameters():
-    with pytest.raises(ValueError, match=r"compute_efficiency=1.5 is not in \(0, 1\]"):
-        Parameters(compute_efficiency=1.5)
+    for efficiency in (0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=rf"compute_efficiency={efficiency} is not in \(0, 1\]"):
+            Parameters(compute_efficiency=efficiency)
     with pytest.raises(ValueError, match="constant 'speed' is not in"):
         Parameters(constants={"speed": 1.0})
     table = bounds()
@@ -266,7 +260,6 @@ def test_parameters_are_written_and_read(tmp_path):
 
 def test_llama3_70b_on_64_h100():
     """NVIDIA Megatron-Bridge 26.02.01: 19.99 s a step of 256 x 8,192 tokens in FP8."""
-    plan = Plan(tp=4, pp=8, dp=2, interleave=5, zero=1)
-    table = estimate(mm.model("llama3-70b"), mm.cluster("dgx-h100", nodes=8), plan, global_batch=256, sequence=8192,
-                     dtype="fp8")  # fmt: skip
-    assert table["step_s"][0] == pytest.approx(19.99, rel=0.12)
+    model, cluster = mm.model("llama3-70b"), mm.cluster("dgx-h100", nodes=8)
+    seconds = step_s("dp2.tp4.pp8.v5.z1", 256, model, cluster, sequence=8192, dtype="fp8")
+    assert seconds == pytest.approx(19.99, rel=0.12)

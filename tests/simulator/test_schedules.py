@@ -1,8 +1,8 @@
 """Orders of pipeline stages: bubbles in closed form, activations held, no deadlock for any shape."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from support import passes_held
 
 from madmax_lib.simulator.schedule.engine import Program, run
 from madmax_lib.simulator.schedule.schedules import dependency, in_order, order
@@ -17,13 +17,6 @@ def step_s(schedule, pp, micro_batches, chunks=1, forward=1.0, backward=2.0, wei
         after = [issued[needed]] if needed else []
         issued[stage, slot] = program.op(0, "compute", slot[0], seconds[slot[0]], after, rank=stage)
     return max(run(program)[1])
-
-
-def held(schedule, stage, pp, micro_batches, chunks=1):
-    """Passes whose activations a stage holds at once, at most; freed by the last pass that needs them."""
-    frees = "weight" if schedule == "zero-bubble" else "backward"
-    change = {"forward": 1, frees: -1}
-    return np.cumsum([change.get(slot[0], 0) for slot in order(schedule, stage, pp, micro_batches, chunks)]).max()
 
 
 SHAPES = [(1, 1), (1, 5), (2, 4), (4, 4), (4, 16), (4, 17), (8, 8), (8, 30), (3, 7)]
@@ -48,14 +41,7 @@ def test_bubble_of_zero_bubble_is_a_third(pp, m):
     """ZB-H1, forward = backward = weight: (pp-1)(F+B-W) idle [Qi et al. 2024, table 1], memory as 1F1B."""
     step = step_s("zero-bubble", pp, m, backward=1.0, weight=1.0)
     assert step == pytest.approx(3 * m + (pp - 1), abs=1e-12)
-    assert max(held("zero-bubble", stage, pp, m) for stage in range(pp)) == min(pp, m)
-
-
-def test_activations_held_at_once():
-    assert [held("1f1b", stage, 4, 8) for stage in range(4)] == [4, 3, 2, 1]
-    assert [held("gpipe", stage, 4, 8) for stage in range(4)] == [8, 8, 8, 8]
-    # p v + p - 1 chunks of 1/v stage on the first stage: 1 + (p-1)/(p v) times 1F1B [arXiv 2205.05198, section 4.2.3]
-    assert held("1f1b", 0, 4, 16, 2) == 4 * 2 + 4 - 1
+    assert max(passes_held("zero-bubble", stage, pp, m) for stage in range(pp)) == min(pp, m)
 
 
 @settings(max_examples=40, deadline=None)

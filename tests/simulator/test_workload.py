@@ -1,6 +1,7 @@
 """The op table against torch's FLOP counter, published counts and closed forms of bytes."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from oracles.op_table import blocks, ops
@@ -106,12 +107,12 @@ def test_devices_share_the_work_of_a_model(plan):
 
 
 def test_flash_attention_computes_the_causal_half():
-    causal, full = (sum(core_flops(b) for b in blocks(TINY, mm.Plan(attention=kind), 4096)[0])
-                    for kind in ("flash", "unfused"))  # fmt: skip
-    assert causal / full == pytest.approx(0.5, abs=0.02)  # half, and half a tile per row
-    vit = mm.model("vit-huge")
-    dense = [sum(core_flops(b) for b in blocks(vit, mm.Plan(attention=kind))[0]) for kind in ("flash", "unfused")]
-    assert dense[0] == pytest.approx(dense[1])
+    def flash_share(*arguments):
+        flash, full = (blocks(arguments[0], plan, *arguments[1:])[0] for plan in (mm.Plan(), UNFUSED))
+        return sum(map(core_flops, flash)) / sum(map(core_flops, full))
+
+    assert flash_share(TINY, 4096) == pytest.approx(0.5, abs=0.02)  # half, and half a tile per row
+    assert flash_share(mm.model("vit-huge")) == pytest.approx(1)
 
 
 def test_windowed_layers_attend_to_fewer_tokens():
@@ -161,14 +162,11 @@ def moved(model, plan, **options):
 
 def test_tensor_parallel_volume():
     """4 all-reduces of 2 b s h per layer, 2 in recompute; embedding and head one each [arXiv 1909.08053]."""
-    each = 2 * 128 * 64
-    plain = moved(TINY, "tp2.nosp.full")
-    assert plain == {("forward", "all_reduce", "tp"): 9 * each, ("backward", "all_reduce", "tp"): 9 * each,
-                     ("recompute", "all_reduce", "tp"): 8 * each}  # fmt: skip
-    split = moved(TINY, "tp2")
-    assert split == {(phase, kind, "tp"): 9 * each for phase in ("forward", "backward")
-                     for kind in ("all_gather", "reduce_scatter")}  # fmt: skip
-    assert moved(TINY, "dp8.z3") == {}
+    each, calls = 2 * 128 * 64, {"forward": 9, "backward": 9, "recompute": 8}
+    plain = {(phase, "all_reduce", "tp"): count * each for phase, count in calls.items()}
+    assert moved(TINY, "tp2.nosp.full") == plain
+    halves = product(("forward", "backward"), ("all_gather", "reduce_scatter"), ("tp",))
+    assert moved(TINY, "tp2") == dict.fromkeys(halves, 9 * each) and moved(TINY, "dp8.z3") == {}
 
 
 def test_context_parallel_volume():
@@ -187,12 +185,10 @@ def test_expert_parallel_volume():
     assert moved(MLA, "dp4.ep4")["forward", "all_to_all", "ep"] == 2 * layers * each
     both = moved(MLA, "dp4.ep4.tp2")
     assert both["forward", "all_to_all", "ep"] == layers * each
-    assert both["forward", "all_gather", "tp"] == layers * each + 2 * tokens * 64 * (
-        1 + 3 + 1 + 2
-    )  # last: shared expert
-    busy = moved(MLA, "dp4.ep4", imbalance=1.5)["forward", "all_to_all", "ep"]
-    assert busy == 1.5 * 2 * layers * each
-    assert moved(MLA, "dp4.ep4.cap125", imbalance=1.5)["forward", "all_to_all", "ep"] == 1.25 * 2 * layers * each
+    around = 1 + 3 + 1 + 2  # embedding, attention, dense layer and shared experts
+    assert both["forward", "all_gather", "tp"] == layers * each + 2 * tokens * 64 * around
+    for plan, factor in (("dp4.ep4", 1.5), ("dp4.ep4.cap125", 1.25)):
+        assert moved(MLA, plan, imbalance=1.5)["forward", "all_to_all", "ep"] == factor * 2 * layers * each
     with pytest.raises(ValueError, match=r"imbalance=0.5 must be at least 1"):
         load_factor(mm.Plan(), 0.5)
 
@@ -229,11 +225,11 @@ def test_chunks_take_turns():
 @pytest.mark.parametrize(
     ("layers", "plan", "message"),
     [
-        (9, mm.Plan(pp=4, first_layers=2), "pp x interleave = 4 x 1: 7 layers do not divide evenly over 3 stages"),
-        (8, mm.Plan(pp=2, first_layers=3, last_layers=4), "do not leave 8 layers for pp x interleave = 2 x 1"),
-        (4, mm.Plan(pp=4, first_layers=4), "do not leave 4 layers for pp x interleave = 4 x 1"),
+        (9, "pp4.first2", "pp x interleave = 4 x 1: 7 layers do not divide evenly over 3 stages"),
+        (8, "pp2.first3.last4", "do not leave 8 layers for pp x interleave = 2 x 1"),
+        (4, "pp4.first4", "do not leave 4 layers for pp x interleave = 4 x 1"),
     ],
 )
 def test_layers_that_stages_cannot_share_are_refused(layers, plan, message):
     with pytest.raises(ValueError, match=message):
-        chunk_layers(layers, plan)
+        chunk_layers(layers, mm.Plan.parse(plan))

@@ -1,8 +1,4 @@
-"""Notebooks where nothing of ours is installed: the install cell in a kernel with the packages that Colab has.
-
-The environment of `.ci/colab.txt` is made once and kept in build/. Each notebook starts in an empty folder, in an
-environment of its own that finds those packages behind itself, so that whatever the install cell brings is seen.
-"""
+"""Notebooks where nothing of ours is installed: the install cell in a kernel with the packages that Colab has."""
 
 import hashlib
 import json
@@ -123,17 +119,14 @@ def test_a_notebook_brings_what_it_needs_and_changes_nothing(session, name, plac
     code = [cell for cell in executed.cells if cell.cell_type == "code"]
     assert "git clone" in code[0].source and (home / "madmax-workbench" / "madmax_lib").is_dir()
     assert not [out for cell in code for out in cell.outputs if out.output_type == "error"]
-
     assert (home / "figures" / f"{figure}.svg").exists()
     assert not (home / "madmax-workbench" / "build").exists()
     doctor, widget, versions = code[-len(MORE) :]
     assert f"\nplace: {place}, figures go to {home / 'figures'}\n" in shown(doctor)
     assert shown(widget, WIDGET), "no live widget"
-
     beside = next(cell for cell in code if "beside_hta(" in cell.source)
     said = "".join(map(shown, code))
     assert "<table" in shown(beside, "text/html") if v100_traces() else "skipped figure optional/" in said
-
     installed = json.loads(shown(versions).strip("'"))
     pins = dict(line.split("==") for line in PINS.read_text().splitlines() if "==" in line)
     assert {package: installed[package] for package in pins} == pins

@@ -72,12 +72,9 @@ def test_the_place_is_named(monkeypatch, tmp_path):
     assert f"place: kaggle, figures go to {tmp_path}" in doctor.report().splitlines()
 
 
-def test_an_absent_package_says_what_it_is_for(monkeypatch):
+def test_what_is_absent_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "version", lambda name: None)
     assert "torch is not installed: training runs [run]" in doctor.report()
     assert "10_profile_vit: does not run: package torch" in doctor.report()
-
-
-def test_without_a_checkout_the_notebooks_are_said_to_be_missing(monkeypatch, tmp_path):
     monkeypatch.setattr("madmax_lib.view.notebooks.runner.PROJECT", tmp_path)
     assert "notebooks: " in doctor.report().splitlines()[-1] and "no notebooks here" in doctor.report()

@@ -44,16 +44,12 @@ NO_AREAS += [launch.plot_launch_floor, comm.plot_clock_offsets]
 
 def everything(**meta) -> Timeline:
     """Two ranks, each with a module, an operator with shapes, two launches, a kernel, a call and an allocation."""
-    rows, shaped, allocated = [], [], []
+    rows, shaped = [], []
+    event = {"stream": -1, "time_ns": 3 * US, "size_bytes": 512, "address": 1, "device": "cuda:0"}
+    allocated = [{"rank": rank, **event} for rank in (0, 1)]
     for rank in (0, 1):
         shaped.append((len(rows) + 1, "[[64,64],[64,64]]", '["float","float"]'))
-        allocated.append(
-            {"rank": rank, "stream": -1, "time_ns": 3 * US, "size_bytes": 512, "address": 1, "device": "cuda:0"}
-        )
-        rows += [
-            (rank, -1, "cpu", name, start * US, dur * US)
-            for name, start, dur in (("nn.Module: L_0", 0, 30), ("aten::mm", 1, 9))
-        ]
+        rows += [(rank, -1, "cpu", "nn.Module: L_0", 0, 30 * US), (rank, -1, "cpu", "aten::mm", US, 9 * US)]
         rows += [(rank, -1, "cpu", "cudaLaunchKernel", start * US, 2 * US, start) for start in (2, 6)]
         rows.append((rank, 7, "compute", "gemm", 12 * US, 20 * US, 2))
         rows.append((rank, 20, "comm", "ncclDevKernel_AllReduce", (33 + 9 * rank) * US, (50 - 9 * rank) * US, 6))

@@ -30,12 +30,9 @@ AR = "ncclDevKernel_AllReduce"
 def step():
     rows = []
     for rank, late in ((0, 0), (1, 2_000_000)):
-        rows += [
-            (rank, 7, "compute", "gemm", late, 10_000_000),
-            (rank, 20, "comm", AR, 8_000_000 + late, 6_000_000 - late),
-            (rank, 7, "compute", "adam <&>", 15_000_000 + late, 1_000),
-            (rank, -1, "cpu", "aten::mm", 0, 1_000_000),
-        ]
+        rows += [(rank, 7, "compute", "gemm", late, 10_000_000), (rank, -1, "cpu", "aten::mm", 0, 1_000_000)]
+        rows += [(rank, 20, "comm", AR, 8_000_000 + late, 6_000_000 - late)]
+        rows += [(rank, 7, "compute", "adam <&>", 15_000_000 + late, 1_000)]
     return make_timeline(rows, provenance={"files": {"0": {"name": "a", "sha256": "b"}}, "rules": "exact"})
 
 
@@ -45,7 +42,6 @@ def figures(tmp_path, monkeypatch):
     with plt.rc_context():
         setup()
         yield tmp_path
-    plt.close("all")
 
 
 @pytest.fixture
@@ -58,6 +54,9 @@ def nowhere(tmp_path, monkeypatch):
 
 
 def test_timeline_draws_every_block_in_its_colour(step):
+    for source in ("measured", "simulated"):
+        ax = plot_timeline(make_timeline([(0, 0, "compute", "a", 0, 10)], source=source))
+        assert bool(ax.collections[0].get_hatch()) == (source == "simulated")
     ax = plot_timeline(step)
     assert [t.get_text() for t in ax.get_yticklabels()] == [f"rank {r} · stream {s}" for r in (0, 1) for s in (7, 20)]
     data = figure_data(ax)
@@ -71,11 +70,13 @@ def test_colours_of_kinds_differ_in_lightness_alone():
     assert min(np.diff(lightness)) > 0.04  # in grey, or for eyes that mix up colours
 
 
-def test_timeline_refuses_an_unknown_step_and_nothing_to_draw(step):
+def test_what_cannot_be_drawn_is_refused(step):
     with pytest.raises(ValueError, match=r"step 5 is not in the timeline; it has \[0\]"):
         plot_timeline(step, step=5)
     with pytest.raises(ValueError, match="nothing to draw"):
         plot_timeline(make_timeline([(0, -1, "cpu", "aten::mm", 0, 1)]))
+    with pytest.raises(ValueError, match="pass the table it shows"):
+        save_figure(plt.subplots()[1], "overlap/none")
 
 
 def test_timeline_starts_with_the_first_step_that_works_on_the_device(tmp_path):
@@ -85,17 +86,10 @@ def test_timeline_starts_with_the_first_step_that_works_on_the_device(tmp_path):
     assert write_report(timeline, tmp_path / "r.html", "t").exists()
 
 
-@pytest.mark.parametrize(("plot", "column"), [(plot_breakdown, "total_s"), (plot_overlap, "comm_s")])
-def test_bars_add_up_to_the_total(step, plot, column):
+def test_bars_add_up_to_the_total(step):
     table = breakdown(step)
-    drawn_ms = sum(patch.get_width() for patch in plot(table).patches)
-    assert drawn_ms == pytest.approx(table[column].sum() * 1e3)
-
-
-@pytest.mark.parametrize("source", ["measured", "simulated"])
-def test_simulated_is_hatched(source):
-    ax = plot_timeline(make_timeline([(0, 0, "compute", "a", 0, 10)], source=source))
-    assert bool(ax.collections[0].get_hatch()) == (source == "simulated")
+    for plot, column in ((plot_breakdown, "total_s"), (plot_overlap, "comm_s")):
+        assert sum(patch.get_width() for patch in plot(table).patches) == pytest.approx(table[column].sum() * 1e3)
 
 
 def test_exposed_and_waiting(step):
@@ -103,12 +97,9 @@ def test_exposed_and_waiting(step):
     assert (row.collective, row.exposed_s) == ("all_reduce", pytest.approx(3e-3))
     ax = plot_waiting(waiting(step))
     assert [text.get_text() for text in ax.texts if text.get_text()] == ["2"]
-
-
-@pytest.mark.parametrize(("plot", "table"), [(plot_exposed, exposed_by_collective), (plot_waiting, waiting)])
-def test_nothing_to_show_is_an_empty_picture(plot, table):
-    ax = plot(table(make_timeline([(0, 7, "compute", "a", 0, 10)])))
-    assert not len(figure_data(ax)) and not ax.patches
+    nothing = make_timeline([(0, 7, "compute", "a", 0, 10)])
+    for ax in (plot_exposed(exposed_by_collective(nothing)), plot_waiting(waiting(nothing))):
+        assert not len(figure_data(ax)) and not ax.patches
 
 
 def test_save_figure_writes_picture_data_and_origin(step, figures):
@@ -177,25 +168,15 @@ def test_figure_names_are_topic_and_name(step, name):
         save_figure(plot_overlap(breakdown(step)), name)
 
 
-def test_a_figure_without_data_is_refused():
-    with pytest.raises(ValueError, match="pass the table it shows"):
-        save_figure(plt.subplots()[1], "overlap/none")
+PLACES = [("", "local"), ("CI", "ci"), ("COLAB_RELEASE_TAG", "colab"), ("CI KAGGLE_KERNEL_RUN_TYPE", "kaggle")]
 
 
-@pytest.mark.parametrize(
-    ("variables", "name", "in_checkout"),
-    [
-        ({}, "local", True),
-        ({"CI": "true"}, "ci", True),
-        ({"COLAB_RELEASE_TAG": "release"}, "colab", False),
-        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch", "CI": "true"}, "kaggle", False),
-    ],
-)
-def test_output_goes_where_users_of_a_place_look(variables, name, in_checkout, nowhere, monkeypatch):
+@pytest.mark.parametrize(("variables", "name"), PLACES)
+def test_output_goes_where_users_of_a_place_look(variables, name, nowhere, monkeypatch):
     """Even where the workbench is a clone: on Colab and Kaggle nobody looks into its build folder."""
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
-    output = PROJECT / "build" if in_checkout else nowhere
+    for variable in variables.split():
+        monkeypatch.setenv(variable, "true")
+    output = PROJECT / "build" if name in ("local", "ci") else nowhere
     assert setup() == environment() == Environment(name, output, output / "figures")
     monkeypatch.setenv("MADMAX_FIGURES", str(nowhere / "asked"))
     assert environment() == Environment(name, output, nowhere / "asked")
@@ -219,6 +200,9 @@ def test_absent_input_skips_the_figure_by_name(monkeypatch, capsys):
 
 
 def test_report_is_one_self_contained_page(step, tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a directory, give a file name"):
+        write_report(step, tmp_path, "t")
+    assert not list(tmp_path.iterdir())
     page = write_report(step, tmp_path / "out" / "report.html", "a <run>").read_text()
     assert page.count("<svg") == 6 and page.count("<h2>") == 7
     assert "a &lt;run&gt;" in page and "adam &lt;&amp;&gt;" in page
@@ -228,29 +212,14 @@ def test_report_is_one_self_contained_page(step, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "world_size", "words", "absent"),
+    ("spans", "world_size", "words", "absent"),  # spans: rank, start_ns, dur_ns
     [
-        ([(0, 7, "compute", "a", 0, 10)], 8, "7 of 8 ranks have no trace here", "Who waits"),
-        (
-            [(rank, 20, "comm", AR, 0, 10 + rank) for rank in range(20)],
-            20,
-            "Drawn: the 16 of 20 ranks with the most exposed communication",
-            "nan",
-        ),
-        (
-            [(0, 20, "comm", AR, 0, 5), (0, 20, "comm", AR, 9, 5), (1, 20, "comm", AR, 0, 5)],
-            2,
-            f"3 calls of {AR} are left out",
-            "Drawn:",
-        ),
+        ([(0, 0, 10)], 8, "7 of 8 ranks have no trace here", "Who waits"),
+        ([(rank, 0, 10 + rank) for rank in range(20)], 20, "Drawn: the 16 of 20 ranks with the most exposed", "nan"),
+        ([(0, 0, 5), (0, 9, 5), (1, 0, 5)], 2, f"3 calls of {AR} are left out", "Drawn:"),
     ],
 )
-def test_report_says_what_it_has_and_what_it_leaves_out(rows, world_size, words, absent, tmp_path):
+def test_report_says_what_it_has_and_what_it_leaves_out(spans, world_size, words, absent, tmp_path):
+    rows = [(rank, 20, "comm", AR, start, duration) for rank, start, duration in spans]
     page = write_report(make_timeline(rows, world_size=world_size), tmp_path / "r.html", "t").read_text()
     assert words in page and absent not in page
-
-
-def test_report_over_a_folder_is_refused_and_leaves_nothing(step, tmp_path):
-    with pytest.raises(IsADirectoryError, match="is a directory, give a file name"):
-        write_report(step, tmp_path, "t")
-    assert not list(tmp_path.iterdir())
