@@ -76,6 +76,9 @@ def test_a_table_is_its_plans():
     for index, row in table.iterrows():
         single = estimate(GPT, CLUSTER, Plan(**dict(row)), global_batch=256)
         assert np.allclose(result.loc[index], single.iloc[0], rtol=1e-12)
+    many = pd.DataFrame({"dp": 2, "tp": 8, "pp": 8, "micro_batch": np.resize([1, 2, 4], 40000)})  # in several chunks
+    times = estimate(GPT, CLUSTER, many, global_batch=64)["step_s"].to_numpy()
+    assert len(np.unique(times)) == 3 and (times[:3] == times[3:6]).all()
 
 
 def test_intervals_come_with_the_fit():
@@ -86,12 +89,6 @@ def test_intervals_come_with_the_fit():
     wide = estimate(GPT, unknown, plan, global_batch=64).iloc[0]
     assert wide["high_s"] / wide["step_s"] > row["high_s"] / row["step_s"]
     assert estimate(GPT, CLUSTER, plan, global_batch=64, parameters=IDEAL)[["low_s", "high_s"]].isna().all(axis=None)
-
-
-def test_chunks_do_not_show():
-    table = pd.DataFrame({"dp": 2, "tp": 8, "pp": 8, "micro_batch": np.resize([1, 2, 4], 40000)})
-    times = estimate(GPT, CLUSTER, table, global_batch=64)["step_s"].to_numpy()
-    assert len(np.unique(times)) == 3 and (times[:3] == times[3:6]).all()
 
 
 def test_what_cannot_be_laid_out():
@@ -231,7 +228,7 @@ def test_work_names_what_is_missing():
     assert set(CLASSES) == set(work.codes) and len(FIELDS) > 50
 
 
-def test_parameters():
+def test_parameters_are_checked_written_and_read(tmp_path):
     for efficiency in (0, 1.5, float("nan")):
         with pytest.raises(ValueError, match=rf"compute_efficiency={efficiency} is not in \(0, 1\]"):
             Parameters(compute_efficiency=efficiency)
@@ -245,9 +242,6 @@ def test_parameters():
     assert all(table.at[n, "low"] <= values[n] <= table.at[n, "high"] for n in fitted.index)
     assert set(shipped().intervals) == set(shipped().fitted) and len(shipped().provenance["sha256"]) == 64
     assert np.shape(shipped().covariance) == (len(shipped().fitted),) * 2
-
-
-def test_parameters_are_written_and_read(tmp_path):
     save(shipped(), tmp_path / "p.json")
     again = load(tmp_path / "p.json")
     assert again.constants == shipped().constants and again.residuals == shipped().residuals

@@ -157,11 +157,6 @@ def test_static_offload_of_the_seed(name, gradient_bytes, largest):
     assert result.margins_bytes["device"] > 20e9
 
 
-def test_14b_of_the_seed_needs_the_devices():
-    result = fit(seed_model("gpt2_14b"), FOUR, "dp4.mb4.full.offload-chunks", 16)
-    assert result.fits and 0.3 < result.share < 0.95
-
-
 @pytest.mark.parametrize("name", ["gpt2_20b", "gpt2_40b"])
 def test_h100_is_not_bound_by_its_host(name):
     result = fit(seed_model(name), H100, "dp8.mb4.full.offload-chunks", 32, policy=STATIC)
@@ -170,11 +165,13 @@ def test_h100_is_not_bound_by_its_host(name):
     assert fit(seed_model(name), four, "dp4.mb4.full.offload-chunks", 16, policy=STATIC).fits == (name == "gpt2_20b")
 
 
-def test_patrickstar_needs_the_devices_for_18b():
+def test_14b_of_the_seed_and_18b_of_patrickstar_need_the_devices():
     """252 GB of chunks and 240 GB of host: with the share of the devices it fits, by the host alone it does not."""
     model, plan = gpt_shape(6144, 39), "dp8.mb4.full.offload-chunks"
     assert model.parameters == pytest.approx(18e9, rel=0.01)
     assert fit(model, EIGHT, plan, 32).fits
+    shared = fit(seed_model("gpt2_14b"), FOUR, "dp4.mb4.full.offload-chunks", 16)
+    assert shared.fits and 0.3 < shared.share < 0.95
     alone = fit(model, EIGHT, plan, 32, policy=STATIC)
     assert not alone.fits and alone.margins_bytes["device"] > 0 > alone.margins_bytes["host"]
     assert fit(gpt_shape(6144, 26), EIGHT, plan, 32, policy=STATIC).fits  # its first version: 12B, 168 GB

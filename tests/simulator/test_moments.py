@@ -49,8 +49,5 @@ def test_checkpoints_lie_on_the_host():
     here, there = (moments(model, FOUR, plan, global_batch=32, dtype="fp16", policy=policy) for policy in policies)
     assert there["device_bytes"].max() < here["device_bytes"].max()
     assert there["host_bytes"].max() > here["host_bytes"].max()
-
-
-def test_without_offload_there_is_nothing_to_place():
     with pytest.raises(ValueError, match=r"dp4\.z3 offloads nothing"):
         moments(GPT, FOUR, mm.Plan(dp=4, zero=3), global_batch=4)

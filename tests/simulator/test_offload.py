@@ -89,7 +89,7 @@ def test_exported_steps_come_back(plan, tmp_path):
     assert host["name"].astype(str).str.contains("cpu adam").any()
 
 
-def test_update_takes_the_hosts_memory_bandwidth():
+def test_update_takes_the_hosts_memory_bandwidth_and_links_are_shared():
     """One tile after another: 28 bytes per parameter, at the rate that the four devices of a node share."""
     step = simulated(GPT, FOUR, "dp4.z2.full.offload-optimizer", 4, share=1.0)
     spans = step.select(ranks=[0]).spans
@@ -97,9 +97,7 @@ def test_update_takes_the_hosts_memory_bandwidth():
     assert adam_s == pytest.approx(ADAM_BYTES * GPT.parameters / 4 / rates(FOUR).adam, rel=1e-6)
     assert rates(FOUR).adam_s(1e9) == pytest.approx(4 * rates(replace(FOUR, devices_per_node=1)).adam_s(1e9))
 
-
-def test_links_are_shared():
-    """16 GPUs of a DGX-2 have 3 GB/s each when all copy [arXiv 2104.07857, from memory], one alone 12."""
+    # 16 GPUs of a DGX-2 have 3 GB/s each when all copy [arXiv 2104.07857, from memory], one alone 12
     assert rates(mm.cluster("dgx-2")).link == pytest.approx(3e9) and rates(V100).link == pytest.approx(12e9)
     slow = replace(FOUR, host=replace(FOUR.host, memory_bandwidth_bytes_per_s=20e9))
     assert rates(slow).link == pytest.approx(5e9)
@@ -191,12 +189,14 @@ def test_a_faster_host_never_slows_a_step(plan, faster):
     assert after <= before * (1 + 1e-9)
 
 
-def test_nothing_offloaded_is_the_step_without():
+def test_nothing_offloaded_is_the_step_without_and_chunks_are_sharded_by_themselves():
     plan = mm.Plan.parse("dp8.z2.mb8.offload-optimizer")
     without = mm.estimate(mm.model("gpt2-large"), A100, replace(plan, offload=None), global_batch=64).iloc[0]
     row = estimated(mm.model("gpt2-large"), A100, str(plan), 64, share=0.0)
     assert row["step_s"] == pytest.approx(without["step_s"], rel=1e-12) and row["offload_s"] == 0
     assert "offload_s" not in without
+    case, sharded = (Case(GPT, FOUR, mm.Plan(dp=4, zero=zero, offload="chunks")) for zero in (0, 3))
+    assert normalised(case) == normalised(sharded) == sharded
 
 
 def test_tables_hold_plans_of_both_kinds():
@@ -217,8 +217,3 @@ def test_what_cannot_be_simulated(call):
         ValueError, match=r"25600x128 under dp8\.z2\.offload-optimizer does not fit dgx-h100: see mm.fi"
     ):
         call(gpt_shape(25600, 128), H100, "dp8.z2.offload-optimizer", 8)
-
-
-def test_chunks_are_sharded_by_themselves():
-    case, sharded = (Case(GPT, FOUR, mm.Plan(dp=4, zero=zero, offload="chunks")) for zero in (0, 3))
-    assert normalised(case) == normalised(sharded) == sharded

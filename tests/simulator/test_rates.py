@@ -18,11 +18,7 @@ TABLE = TABLE.assign(collective="all_reduce", ranks=8, nodes=1)
 def test_bandwidth_of_groups(ranks, stride, bandwidth):
     """Eight devices to a node, links of 300 GB/s, ports of 25 GB/s."""
     assert shared_bandwidth(ranks, stride, 8, 300e9, 25e9) == bandwidth
-
-
-def test_more_bandwidth_is_never_less():
-    ranks = np.arange(1, 100)
-    slow, fast = shared_bandwidth(ranks, 2, 8, 300e9, 25e9), shared_bandwidth(ranks, 2, 8, 300e9, 50e9)
+    slow, fast = (shared_bandwidth(np.arange(1, 100), 2, 8, 300e9, port) for port in (25e9, 50e9))
     assert (fast >= slow).all() and (slow <= 300e9).all()
 
 
@@ -42,11 +38,8 @@ def test_unfused_attention_needs_aligned_heads():
     assert scores == pytest.approx(0.8 * 10 * 2048**2 * 8 / 1e12)
 
 
-def test_products_add_bytes_to_flops():
+def test_products_add_bytes_to_flops_and_overlap_is_between_the_longer_and_the_sum():
     assert gemm_s(1e12, 1e9, 1e12, 1e9) == 2.0
-
-
-def test_overlap_is_between_the_longer_and_the_sum():
     a, b = np.random.default_rng(0).random((2, 100))
     together = longer_of(a, b)
     assert (together >= np.maximum(a, b)).all() and (together <= a + b).all()
@@ -60,14 +53,11 @@ def test_between_points_and_beyond(size_bytes, seconds):
     assert MeasuredCollectives(TABLE).seconds("all_reduce", 8, 1, size_bytes) == pytest.approx(seconds)
 
 
-def test_repeated_measurements_count_by_their_median():
-    table = pd.concat([TABLE, TABLE.assign(seconds=3 * TABLE["seconds"]), TABLE.assign(seconds=2 * TABLE["seconds"])])
+def test_repetitions_count_by_their_median_and_other_groups_are_unknown():
+    table = pd.concat([TABLE.assign(seconds=factor * TABLE["seconds"]) for factor in (1, 3, 2)])
     assert MeasuredCollectives(table).seconds("all_reduce", 8, 1, 1e8) == pytest.approx(2e-3)
-
-
-@pytest.mark.parametrize("group", [("all_reduce", 4, 1), ("all_reduce", 8, 2), ("all_gather", 8, 1)])
-def test_what_was_not_measured(group):
-    assert MeasuredCollectives(TABLE).seconds(*group, 1e6) is None
+    for group in (("all_reduce", 4, 1), ("all_reduce", 8, 2), ("all_gather", 8, 1)):
+        assert MeasuredCollectives(TABLE).seconds(*group, 1e6) is None
 
 
 def test_a_measured_group_replaces_its_formula_alone():

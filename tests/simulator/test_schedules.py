@@ -23,17 +23,11 @@ SHAPES = [(1, 1), (1, 5), (2, 4), (4, 4), (4, 16), (4, 17), (8, 8), (8, 30), (3,
 
 
 @pytest.mark.parametrize(("pp", "m"), SHAPES)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_bubble_of_one_chunk(schedule, pp, m):
-    """(pp-1)/(m+pp-1) of the step is idle."""
-    assert 1 - 3 * m / step_s(schedule, pp, m) == pytest.approx((pp - 1) / (m + pp - 1), abs=1e-12)
-
-
-@pytest.mark.parametrize(("pp", "m"), [shape for shape in SHAPES if shape[0] > 1])
-@pytest.mark.parametrize("v", [2, 3, 5])
-def test_bubble_of_interleaved_chunks(pp, m, v):
-    """(pp-1)/(v m+pp-1), also where pp does not divide m."""
-    assert 1 - 3 * m / step_s("1f1b", pp, m, v) == pytest.approx((pp - 1) / (v * m + pp - 1), abs=1e-12)
+@pytest.mark.parametrize(("schedule", "v"), [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("1f1b", 5)])
+def test_bubble(schedule, v, pp, m):
+    """(pp-1)/(v m+pp-1) of the step is idle, also where pp does not divide m."""
+    v = v if pp > 1 else 1
+    assert 1 - 3 * m / step_s(schedule, pp, m, v) == pytest.approx((pp - 1) / (v * m + pp - 1), abs=1e-12)
 
 
 @pytest.mark.parametrize(("pp", "m"), SHAPES)
@@ -63,12 +57,9 @@ def test_the_order_of_megatron():
     assert " ".join(slots[:13]) == "f0.1 f0.2 f0.3 f0.4 f1.1 f1.2 f1.3 f1.4 f0.5 f0.6 f0.7 b1.1 f0.8"
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
-def test_chunks_need_1f1b(schedule):
-    with pytest.raises(ValueError, match="interleave=2 needs schedule='1f1b'"):
-        order(schedule, 0, 4, 8, 2)
-
-
-def test_stages_that_wait_for_each_other_are_named():
+def test_orders_that_cannot_run_are_refused():
+    for schedule in ("gpipe", "zero-bubble"):
+        with pytest.raises(ValueError, match="interleave=2 needs schedule='1f1b'"):
+            order(schedule, 0, 4, 8, 2)
     with pytest.raises(ValueError, match=r"stage 0 before .'backward', 0, 0."):
         list(in_order([[("backward", 0, 0), ("forward", 0, 0)], [("forward", 0, 0), ("backward", 0, 0)]]))

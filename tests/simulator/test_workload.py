@@ -193,11 +193,6 @@ def test_expert_parallel_volume():
         load_factor(mm.Plan(), 0.5)
 
 
-def test_stages_are_even_and_the_ends_are_not_longer():
-    assert [len(layers) for layers in stage_layers(10, 4)] == [2, 3, 3, 2]
-    assert [i for layers in stage_layers(105, 35) for i in layers] == list(range(105))
-
-
 @pytest.mark.parametrize(
     ("layers", "plan", "sizes"),
     [
@@ -215,7 +210,9 @@ def test_uneven_stages_of_megatron(layers, plan, sizes):
     assert sorted(i for stage in stages for chunk in stage for i in chunk) == list(range(layers))
 
 
-def test_chunks_take_turns():
+def test_stages_are_even_with_ends_not_longer_and_chunks_take_turns():
+    assert [len(layers) for layers in stage_layers(10, 4)] == [2, 3, 3, 2]
+    assert [i for layers in stage_layers(105, 35) for i in layers] == list(range(105))
     stages = chunk_layers(8, mm.Plan(pp=2, interleave=2))
     assert stages == [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]
     uneven = chunk_layers(14, mm.Plan(pp=2, interleave=2, embedding_as_layer=True, head_as_layer=True))
