@@ -40,30 +40,23 @@ def config(t=1, d=1, p=1, *, batch=8, **fields):
 
 
 @pytest.mark.parametrize(
-    ("mib", "expected_s"),
+    ("rules", "ranks", "mib", "expected_s"),
     [
-        (3.4, NCCL.duration_s[2][2]),
-        (3.6, NCCL.duration_s[2][3]),
-        (0.4, 0.0),
-        (1024, NCCL.duration_s[2][1023]),
-        (2048, 2048 / (200 * 1024)),
+        (RELEASED, 2, 3.4, NCCL.duration_s[2][2]),  # rounded to MiB, no ring factor beyond the tables
+        (RELEASED, 2, 3.6, NCCL.duration_s[2][3]),
+        (RELEASED, 2, 0.4, 0.0),
+        (RELEASED, 2, 1024, NCCL.duration_s[2][1023]),
+        (RELEASED, 2, 2048, 2048 / (200 * 1024)),
+        (CORRECTED, 4, 1.0, 50e-6 + 1.5 * MIB / 200e9),  # interpolated, with ring factor and a floor
+        (CORRECTED, 4, 3.4, 50e-6 + 1.5 * 3.4 * MIB / 200e9),
+        (CORRECTED, 4, 700.5, 50e-6 + 1.5 * 700.5 * MIB / 200e9),
+        (CORRECTED, 8, 2048, 1.75 * 2048 * MIB / 200e9),
+        (CORRECTED, 8, 0.01, NCCL.duration_s[8][0]),
     ],
 )
-def test_released_tables_round_to_mib_and_lack_the_ring_factor_beyond(mib, expected_s):
-    shape = Shape(2, 1, 1, 1, 1, 1, hidden=mib * MIB / 2, sequence=1)
-    assert float(tensor_s(shape, NCCL, RELEASED)) == pytest.approx(expected_s, rel=1e-12)
-
-
-@pytest.mark.parametrize("mib", [1.0, 3.4, 700.5])
-def test_corrected_tables_are_interpolated(mib):
-    shape = Shape(4, 1, 1, 1, 1, 1, hidden=mib * MIB / 2, sequence=1)
-    assert float(tensor_s(shape, NCCL, CORRECTED)) == pytest.approx(50e-6 + 1.5 * mib * MIB / 200e9)
-
-
-def test_corrected_tables_keep_the_ring_factor_and_a_floor():
-    large, small = (Shape(8, 1, 1, 1, 1, 1, hidden=mib * MIB / 2, sequence=1) for mib in (2048, 0.01))
-    assert float(tensor_s(large, NCCL, CORRECTED)) == pytest.approx(1.75 * 2048 * MIB / 200e9)
-    assert float(tensor_s(small, NCCL, CORRECTED)) == NCCL.duration_s[8][0]
+def test_all_reduces_by_the_tables(rules, ranks, mib, expected_s):
+    shape = Shape(ranks, 1, 1, 1, 1, 1, hidden=mib * MIB / 2, sequence=1)
+    assert float(tensor_s(shape, NCCL, rules)) == pytest.approx(expected_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("choice", [RELEASED, CORRECTED])
@@ -369,6 +362,8 @@ def write(path, **fields):
 FULL = vars(Config(3360, "A100", 8, 12, 35, inter_node_bandwidth=409.6, trace_path="trace/"))
 FILE = {name: FULL[name] for name in FULL if name not in ("model_arch", "vocab_size", "ddp_bucket_size")}
 FILE["intra_node_bandwidth"] = 150
+WIDE = {"tensor_parallel_size": 16, "pipeline_parallel_size": 105}
+FLAT = {"num_gpus": 96, "pipeline_parallel_size": 1}
 
 
 def test_a_file_with_tabs_floats_and_another_order(tmp_path):
@@ -378,16 +373,26 @@ def test_a_file_with_tabs_floats_and_another_order(tmp_path):
     assert str(loaded.plan) == "dp12.tp8.pp35.full.nosp" and loaded.model.parameters == pytest.approx(530e9, rel=0.01)
 
 
-@pytest.mark.parametrize(("left_out", "expected"), [("num_gpus", 3360), ("data_parallel_size", 12)])
-def test_what_follows_from_the_rest_may_be_left_out(tmp_path, left_out, expected):
-    fields = {name: value for name, value in FILE.items() if name != left_out}
-    assert getattr(vtrain.load_config(write(tmp_path / "a.json", **fields)), left_out) == expected
+@pytest.mark.parametrize(
+    ("change", "options", "field", "expected"),
+    [
+        ({"num_gpus": 0}, {}, "num_gpus", 3360),
+        ({"data_parallel_size": 0}, {}, "data_parallel_size", 12),
+        (WIDE, {"derive_gpus": True}, "num_gpus", 20160),
+        (FLAT, {}, "micro_batch_size", 1),
+        (FLAT, {"rules": "released"}, "micro_batch_size", 160),  # without a pipeline the release has one micro-batch
+    ],
+)
+def test_what_follows_from_the_rest(tmp_path, change, options, field, expected):
+    fields = {name: value for name, value in {**FILE, **change}.items() if value}
+    assert getattr(vtrain.load_config(write(tmp_path / "a.json", **fields), **options), field) == expected
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_gpus": 3361}, "num_gpus=3361 is not tensor_parallel_size x data_parallel_size x pipeline_parallel_size"),
+        (WIDE, "num_gpus=3360 is not .* = 20160"),
         ({"zero_stage": 1}, "unknown field 'zero_stage'"),
         ({"num_layers": 104}, "num_layers=104 is not a multiple of p"),
         ({"global_batch_size": 1918}, "global_batch_size=1918 is not a multiple of data_parallel_size=12"),
@@ -409,19 +414,6 @@ def test_what_is_not_a_configuration(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ValueError, match=r"a\.json: not"):
         vtrain.load_config(tmp_path / "a.json")
-
-
-def test_gpus_may_be_derived(tmp_path):
-    path = write(tmp_path / "a.json", **{**FILE, "tensor_parallel_size": 16, "pipeline_parallel_size": 105})
-    with pytest.raises(ValueError, match="= 20160"):
-        vtrain.load_config(path)
-    assert vtrain.load_config(path, derive_gpus=True).num_gpus == 20160
-
-
-def test_the_release_has_one_micro_batch_without_a_pipeline(tmp_path):
-    path = write(tmp_path / "a.json", **{**FILE, "num_gpus": 96, "pipeline_parallel_size": 1})
-    assert vtrain.load_config(path).micro_batch_size == 1
-    assert vtrain.load_config(path, rules="released").micro_batch_size == 160
 
 
 def test_sample_files_load_and_one_is_refused():
