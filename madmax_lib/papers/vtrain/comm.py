@@ -114,7 +114,7 @@ def communication(table: pd.DataFrame, nccl: Nccl) -> pd.DataFrame:
     rows = []
     for row in table.to_dict("records"):
         try:
-            ours_ms, reason = 1e3 * communication_s(Config.of(row), nccl), ""
+            ours_ms, reason = 1e3 * communication_s(row, nccl), ""
         except ValueError as error:
             ours_ms, reason = np.nan, str(error)
         rows.append((row["group"], row["tag"], row["comm_total_ms"], ours_ms, reason))

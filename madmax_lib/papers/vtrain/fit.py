@@ -117,8 +117,7 @@ def data_parallel_pairs(table: pd.DataFrame, nccl: Nccl, rules: str | VTrainRule
     """
     rules, shape = parse_rules(rules), shape_of(table)
     gradient_ms = 1e3 * np.fmax.reduce(np.broadcast_arrays(*gradient_s(shape, nccl, rules)))
-    ends = ((True, shape.pp == 1), (False, True))
-    largest = np.fmax(*(shape.gradient_bytes(first=first, last=last) for first, last in ends))
+    largest = shape.gradient_bytes(first=True, last=shape.pp == 1)  # the first stage has the most parameters
     rows = pd.DataFrame({name: table[TABLE[name]].to_numpy() for name in (*GROUP, "layers", "pp", "dp")}).assign(
         micro_batches=shape.micro_batches,
         given_ms=table[TIME].to_numpy(float),
