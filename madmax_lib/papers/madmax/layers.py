@@ -17,8 +17,8 @@ __all__ = ["Collective", "DenseLayer", "DeviceStep", "Embedding", "GpuRates", "r
 
 TASKS = ("pretrain", "inference", "finetune")
 _PEAKS = {8: "f64_flops", 4: "f32_flops", 2: "f16_flops", 1: "i8_ops"}  # by bytes of a parameter
-_DLRM_FIELDS = ("num_bot_mlp_layers", "num_top_mlp_layers", "mlp_dim")
-_DLRM_FIELDS += ("num_tables", "entries_per_table", "emb_dim", "pooling_size")
+_MLP_FIELDS = ("num_bot_mlp_layers", "num_top_mlp_layers", "mlp_dim")
+_DLRM_FIELDS = (*_MLP_FIELDS, "num_tables", "entries_per_table", "emb_dim", "pooling_size")
 _BLOCK_FIELDS = ("num_transformer_layers", "attention_dim", "transformer_fc_dim")
 _MOE_FIELDS = ("num_experts", "num_active_experts")
 TYPES = {  # the fields that a model of each type must have
