@@ -33,7 +33,7 @@ class _Room(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self):
-        return sorted({*self.__dict__, *self._calls})
+        return sorted({*self._calls, *(name for name in self.__dict__ if name.startswith("__"))})
 
 
 def open_room(name: str) -> list[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from madmax_lib.plan import Plan
 from madmax_lib.plan_rules import STAGES, enforce, layers_between
 
-__all__ = ["chunk_layers", "stage_layers"]
+__all__ = ["chunk_layers"]
 
 
-def stage_layers(layers: int, pp: int) -> list[range]:
+def _stage_layers(layers: int, pp: int) -> list[range]:
     """Layers of each pipeline stage; a remainder goes to the middle stages, which have neither embedding nor head.
 
-    >>> stage_layers(10, 4)
+    >>> _stage_layers(10, 4)
     [range(0, 2), range(2, 5), range(5, 8), range(8, 10)]
     """
     even, rest = divmod(layers, pp)
@@ -25,15 +25,15 @@ def stage_layers(layers: int, pp: int) -> list[range]:
 def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:
     """Layers of each chunk of each stage; chunk c of stage s is number c x pp + s of the pipeline.
 
-    Without uneven ends as `stage_layers`. Where embedding or head count as layers, a remainder goes to the first stages
-    [torchtitan]; beside first_layers or last_layers the others must come out equal [Megatron-LM].
+    Without uneven ends a remainder goes to the middle stages. Where embedding or head count as layers, it goes to the
+    first stages [torchtitan]; beside first_layers or last_layers the others must come out equal [Megatron-LM].
     Raises ValueError for a plan that breaks one of `plan_rules.STAGES`.
 
     >>> chunk_layers(14, Plan(pp=4, embedding_as_layer=True, head_as_layer=True))
     [[range(0, 3)], [range(3, 7)], [range(7, 11)], [range(11, 14)]]
     """
     pp, v = plan.pp, plan.interleave
-    parts = _ranges(_uneven(layers, plan)) if pp > 1 and _has_uneven_ends(plan) else stage_layers(layers, pp * v)
+    parts = _ranges(_uneven(layers, plan)) if pp > 1 and _has_uneven_ends(plan) else _stage_layers(layers, pp * v)
     return [[parts[chunk * pp + stage] for chunk in range(v)] for stage in range(pp)]
 
 

@@ -67,7 +67,10 @@ class Plans:
 
     @classmethod
     def from_table(cls, table: pd.DataFrame) -> Plans:
-        """A plan per row; what is missing is at its default. Raises ValueError for a column that is no field."""
+        """A plan per row; what is missing is at its default.
+
+        Raises ValueError for a column that is no field, or text where numbers stand.
+        """
         defaults = {field.name: field.default for field in fields(cls)}
         if unknown := [name for name in table.columns if name not in defaults]:
             raise ValueError(f"column {unknown[0]!r} is not a field of Plan: {', '.join(defaults)}")
@@ -78,8 +81,8 @@ class Plans:
             column = np.where(missing, defaults[name], column) if missing.any() else column
             if isinstance(defaults[name], bool) or name == "sequence_parallel":
                 column = column.astype(bool)
-            elif isinstance(defaults[name], int) and column.dtype.kind == "f" and not (column % 1).any():
-                column = column.astype(int)  # a gap has made floats of whole numbers
+            elif isinstance(defaults[name], (int, float)):
+                column = _as_numbers(name, column, whole=isinstance(defaults[name], int))
             columns[name] = column
         return cls(**columns)
 
@@ -115,6 +118,17 @@ def expert_sharing(sharing, ep):
     [Megatron-Core: expert data parallelism is dp x cp / ep; torchtitan: the mesh of experts lies inside the shard].
     """
     return np.maximum(sharing / ep, 1)
+
+
+def _as_numbers(name: str, column: np.ndarray, *, whole: bool) -> np.ndarray:
+    """A column as floats, or as integers of 64 bits where all are whole: gaps make floats of them."""
+    try:
+        numbers = column.astype(float)
+    except (TypeError, ValueError):
+        raise ValueError(f"column {name!r} must hold numbers, but has {column.dtype} such as {column[0]!r}") from None
+    if any(isinstance(value, str) for value in column[:1]):
+        raise ValueError(f"column {name!r} must hold numbers, but has text such as {column[0]!r}")
+    return numbers.astype(np.int64) if whole and np.isfinite(numbers).all() and not (numbers % 1).any() else numbers
 
 
 def owned(dense, experts, sharing, ep):

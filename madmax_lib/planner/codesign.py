@@ -16,20 +16,20 @@ from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.specs import Cluster, Transformer
 
-__all__ = ["RESOURCES", "codesign", "scaled", "training"]
+__all__ = ["codesign", "scaled", "training"]
 
-RESOURCES = ("compute", "memory_bandwidth", "memory", "intra", "inter")
+_RESOURCES = ("compute", "memory_bandwidth", "memory", "intra", "inter")
 _SECONDS_PER_DAY = 86400.0
 
 
 def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
-    """The cluster with some of its `RESOURCES` multiplied. Raises ValueError for an unknown one or a factor <= 0."""
+    """The cluster with some of its `_RESOURCES` multiplied. Raises ValueError for an unknown one or a factor <= 0."""
     for name, factor in factors.items():
-        if name not in RESOURCES:
-            raise ValueError(f"resource {name!r} is not one of {', '.join(RESOURCES)}")
+        if name not in _RESOURCES:
+            raise ValueError(f"resource {name!r} is not one of {', '.join(_RESOURCES)}")
         if not factor > 0:
             raise ValueError(f"{name}: factor {factor} is not positive")
-    get = dict.fromkeys(RESOURCES, 1.0) | factors
+    get = dict.fromkeys(_RESOURCES, 1.0) | factors
     device = replace(
         cluster.device,
         peak_flops={kind: get["compute"] * peak for kind, peak in cluster.device.peak_flops.items()},
@@ -46,14 +46,14 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
 def codesign(
     model: Transformer, cluster: Cluster, global_batch: int, factors: Sequence[float] = (0.5, 2.0, 4.0), **options
 ) -> pd.DataFrame:
-    """The best plan as the cluster is and with each of `RESOURCES` multiplied by each factor.
+    """The best plan as the cluster is and with each of `_RESOURCES` multiplied by each factor.
 
     Columns resource ("as it is" first), factor, plan, step_s, memory_bytes, speedup and value: d log(speed) / d
     log(resource), 1 where twice the resource halves the step. Where no plan fits, they are NaN. options: as in
     `search`; the space is `Space.quick()` if none is given.
     """
     rows = [{"resource": "as it is", "factor": 1.0, **_best(model, cluster, global_batch, options)}]
-    for name, factor in product(RESOURCES, factors):
+    for name, factor in product(_RESOURCES, factors):
         best = _best(model, scaled(cluster, {name: factor}), global_batch, options)
         rows.append({"resource": name, "factor": factor, **best})
     table = pd.DataFrame(rows)

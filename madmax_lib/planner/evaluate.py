@@ -22,10 +22,10 @@ from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.power import device_energy_j
 from madmax_lib.simulator.step.step_time import step_time
 
-__all__ = ["OBJECTIVES", "Found", "SearchProblem", "evaluate", "merged"]
+__all__ = ["Found", "SearchProblem", "evaluate", "merged"]
 
 _BLOCK = 1 << 16  # plans at a time: their arrays stay in the cache
-OBJECTIVES = {"time": "step_s", "cost": "cost_usd", "energy": "energy_j", "memory": "memory_bytes"}
+_OBJECTIVES = {"time": "step_s", "cost": "cost_usd", "energy": "energy_j", "memory": "memory_bytes"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SearchProblem:
 
     case: model, cluster, batch, sequence and dtype; its plan is not looked at.
     space: values that are tried.
-    objective: a key of `OBJECTIVES`.
+    objective: a key of `_OBJECTIVES`.
     top: plans to keep.
     parameters: constants of the step-time model.
     usd_per_hour: price of a device, NaN where unknown.
@@ -50,8 +50,8 @@ class SearchProblem:
     room_bytes: float
 
     def __post_init__(self):
-        if self.objective not in OBJECTIVES:
-            raise ValueError(f"objective={self.objective!r} is not one of {', '.join(OBJECTIVES)}")
+        if self.objective not in _OBJECTIVES:
+            raise ValueError(f"objective={self.objective!r} is not one of {', '.join(_OBJECTIVES)}")
         if self.objective == "cost" and not self.usd_per_hour > 0:
             device = self.case.cluster.device.name
             raise ValueError(f"objective='cost' needs a price: {device} has none in the catalog, give usd_per_hour")
@@ -111,7 +111,7 @@ def evaluate(problem: SearchProblem, part: Iterable[Degrees]) -> Found:
 
 def merged(problem: SearchProblem, found: Found) -> Found:
     """The best of what was found, in order."""
-    order = [OBJECTIVES[problem.objective], "memory_bytes", "step_s", "tp", "cp", "pp", "ep", "place"]
+    order = [_OBJECTIVES[problem.objective], "memory_bytes", "step_s", "tp", "cp", "pp", "ep", "place"]
     if not len(found.table):
         return found
     table = found.table.sort_values(order, kind="stable", ignore_index=True)[: problem.top]
@@ -139,7 +139,7 @@ def _evaluated(problem: SearchProblem, plans: Plans, place: int) -> _Block:
     times, memory = step_time(work_of(case), problem.parameters), plans_peak_bytes(case)
     fits = memory <= problem.room_bytes
     values = {"step_s": times["step_s"], "memory_bytes": memory} | _costs(problem, times)
-    objective = np.where(fits, values[OBJECTIVES[problem.objective]], np.inf)
+    objective = np.where(fits, values[_OBJECTIVES[problem.objective]], np.inf)
     best = _smallest(objective, memory, values["step_s"], problem.top)
     front = _front(values["step_s"], memory, fits)
     tables = (_columns(plans, values, chosen, place) for chosen in (best, front))

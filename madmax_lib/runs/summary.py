@@ -18,7 +18,7 @@ import pandas as pd
 from madmax_lib.runs.read import PHASES, read_run, write_json
 from madmax_lib.specs import Transformer
 
-__all__ = ["PROFILED", "counted_steps", "flops_per_sample", "summarise", "write_summary"]
+__all__ = ["PROFILED", "counted_steps", "flops_per_sample", "write_summary"]
 
 PROFILED = range(1, 5)  # steps under the profiler: one to warm it up, three recorded
 _LEAST = 3  # a median of fewer steps says little
@@ -58,7 +58,7 @@ def flops_per_sample(shapes: Transformer, sequence: int = 0, recompute: str = "n
     return {"forward": forward, "model": model, "hardware": model + again[recompute], "formula": formula}
 
 
-def summarise(
+def _summarise(
     steps: pd.DataFrame,
     *,
     flops: Mapping[str, float],
@@ -110,7 +110,7 @@ def write_summary(directory: Path, status: str, error: str = "", **more) -> dict
     """
     run = read_run(directory)
     spec, env = run.spec, run.env
-    figures = summarise(
+    figures = _summarise(
         run.steps,
         flops=flops_per_sample(spec.shapes, spec.sequence, spec.plan.recompute, frozen=spec.lora_rank > 0),
         devices=spec.plan.world_size,

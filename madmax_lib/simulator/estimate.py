@@ -1,7 +1,7 @@
 """How long does a step take, in closed form? Model, cluster and one plan or a table of plans in, a row per plan out.
 
 The formulas are those of `step_time`, with the shipped constants unless others are given; no Python loop over plans.
-`model_fields`, `machine_fields` and `plan_fields` translate the specs into the fields of a step, for other callers too.
+`model_fields` and `machine_fields` translate the specs into the fields of a step, for other callers too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from madmax_lib.simulator.step.step_time import PARTS, step_time
 from madmax_lib.simulator.step.uncertainty import log_width
 from madmax_lib.specs import DLRM, Cluster, Device, Model, Transformer
 
-__all__ = ["case_fields", "estimate", "machine_fields", "matrix_fields", "model_fields", "plan_fields", "work_of"]
+__all__ = ["case_fields", "estimate", "machine_fields", "matrix_fields", "model_fields", "work_of"]
 
 _CHUNK = 16384  # plans at a time: their arrays stay in the cache
 _STEP = ("step_s", "low_s", "high_s")
@@ -157,7 +157,7 @@ def case_fields(case: Case, *, kernels: str = "fused") -> tuple[dict, dict]:
     """Fields and classes of a case's steps; kernels: as in `machine_fields`."""
     fields, classes = machine_fields(case.cluster, case.dtype, kernels=kernels)
     fields |= model_fields(case.model, case.sequence) | matrix_fields(case.cluster.device, case.dtype)
-    fields |= plan_fields(case.plan, case.global_batch)
+    fields |= _plan_fields(case.plan, case.global_batch)
     return fields, classes | {"mixture": "graph" if case.model.experts else "none"}
 
 
@@ -204,7 +204,7 @@ def matrix_fields(device: Device, dtype: str) -> dict[str, float]:
     return {"peak_gemm": device.peak(dtype), "peak_16": peak_16, "mx": float(dtype == "mxfp8")}
 
 
-def plan_fields(plan: Plans, global_batch: float) -> dict[str, float | np.ndarray]:
+def _plan_fields(plan: Plans, global_batch: float) -> dict[str, float | np.ndarray]:
     """Fields of a step that the plan, or an array of plans, gives."""
     p, fully = plan, np.asarray(plan.recompute == "full", float)
     gradient_bytes = np.where(p.reduce_fp32, 4.0, 2.0)

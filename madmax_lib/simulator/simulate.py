@@ -25,7 +25,7 @@ from madmax_lib.simulator.schedule.prices import DataSheet, Fitted
 from madmax_lib.specs import DLRM, Cluster, Model
 from madmax_lib.timeline import Meta, Timeline
 
-__all__ = ["lay_out", "simulate"]
+__all__ = ["simulate"]
 
 _ALL_RANKS_UP_TO = 64
 
@@ -60,7 +60,7 @@ def simulate(
     {0: 64, 64: 64}
     """
     case = Case(model, cluster, plan, global_batch, sequence or 0, dtype)
-    step, program = lay_out(case, parameters, imbalance=imbalance, collectives=collectives, policy=policy)
+    step, program = _lay_out(case, parameters, imbalance=imbalance, collectives=collectives, policy=policy)
     offloaded = step.offloaded
     width = plan.world_size // plan.pp
     meta = Meta(
@@ -80,7 +80,7 @@ def simulate(
     return _with_device_ranks(to_timeline(program, meta), plan, step.groups)
 
 
-def lay_out(
+def _lay_out(
     case: Case,
     parameters: Parameters | None = None,
     *,

@@ -5,7 +5,8 @@ import pytest
 
 from madmax_lib.__main__ import main
 from madmax_lib.datasets import PROJECT, dataset
-from madmax_lib.view.notebooks.runner import Result, run_notebook
+from madmax_lib.view.notebooks.page import Result
+from madmax_lib.view.notebooks.runner import run_notebook
 
 
 def test_unknown_parameter_lists_the_known_ones(capsys):

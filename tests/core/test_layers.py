@@ -40,9 +40,10 @@ ONLY_IN = {
     "distributed": ["traces/", "planner/"],
 }
 HEAVY = ["torch", "hta", "matplotlib", "dask", "ipywidgets", "pandas", "pyarrow"]
-# lines of Python: lower one when you can, raise none
-CEILINGS = {"core": 3000, "simulator": 4900, "traces": 6000, "runs": 4900, "calibration": 1800, "planner": 3200,
-            "view": 4600, "papers": 6000}  # fmt: skip
+# lines of Python: lower one when you can, raise none; DESIGN.md wants view, papers, planner and simulator lower still
+TOTAL, TESTS, LONGEST_MODULE, UNFORMATTED = 26_300, 17_000, 330, 60
+CEILINGS = {"core": 3000, "simulator": 4400, "traces": 5600, "runs": 4850, "calibration": 1550, "planner": 3100,
+            "view": 4100, "papers": 5850}  # fmt: skip
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 ROOMS = [name for name in MODULES if name.endswith("__init__.py") and "open_room" in (PACKAGE / name).read_text()]
 
@@ -179,3 +180,54 @@ def test_rooms_stay_below_their_ceilings():
         lines[path.split("/")[0] if "/" in path else "core"] += lines_of(PACKAGE / path)
     over = {room: f"{count} of {CEILINGS[room]}" for room, count in lines.items() if count > CEILINGS[room]}
     assert not over, f"lines of Python above the ceiling: {over}"
+
+
+def test_the_house_stays_thin():
+    """Totals that DESIGN.md allows, and no module too long to read at once."""
+    library = {path: lines_of(PACKAGE / path) for path in MODULES}
+    tests = sum(lines_of(path) for path in (PROJECT / "tests").rglob("*.py"))
+    assert sum(count for path, count in library.items() if not path.startswith("papers/")) <= TOTAL
+    assert tests <= TESTS
+    assert not [f"{path}: {count}" for path, count in library.items() if count > LONGEST_MODULE]
+    skips = sum((PACKAGE / path).read_text().count("fmt: skip") for path in MODULES)
+    assert skips < UNFORMATTED
+
+
+def test_a_class_name_has_one_meaning():
+    places = {}
+    for path in MODULES:
+        for node in ast.parse((PACKAGE / path).read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path)
+    assert not {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def words_of(path):
+    """Identifiers of a file; of a notebook those in its cells."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    return set(re.findall(r"\w+", text))
+
+
+def test_public_names_have_users():
+    """A public function or constant is a call of a room or used by another module, a notebook, a benchmark, the README.
+
+    Classes may be public for what functions return, exceptions for what they raise.
+    """
+    users = [*PACKAGE.rglob("*.py"), PROJECT / "README.md"]
+    users += [path for folder in ("notebooks", "benchmarks", "traces") for path in (PROJECT / folder).rglob("*.*")
+              if path.suffix in (".py", ".ipynb")]  # fmt: skip
+    words = {path: words_of(path) for path in users if path.name != "__init__.py"}
+    calls = {"open_room"}.union(*(set(re.findall(r"(\w+) as \1\b", (PACKAGE / room).read_text())) for room in ROOMS))
+    lonely = []
+    for path in MODULES:
+        tree = ast.parse((PACKAGE / path).read_text())
+        classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        listed = [node.value for node in tree.body if isinstance(node, ast.Assign)
+                  and getattr(node.targets[0], "id", "") == "__all__" and isinstance(node.value, ast.List)]  # fmt: skip
+        for name in ast.literal_eval(listed[0]) if listed else []:
+            others = [user for user, found in words.items() if user != PACKAGE / path and name in found]
+            if not others and name not in classes and name not in calls:
+                lonely.append(f"{path}: {name}")
+    assert not lonely

@@ -15,7 +15,7 @@ from madmax_lib.planner.space import Degrees, Space, legal_degrees
 from madmax_lib.plans import Plans, legal, owned
 from madmax_lib.runs import checks
 from madmax_lib.runs.settings import Settings
-from madmax_lib.simulator.simulate import lay_out
+from madmax_lib.simulator.simulate import _lay_out
 from madmax_lib.specs import DLRM
 
 NAMES = ["gpt2", "gpt2-large", "llama3-8b", "qwen2.5-3b", "mixtral-8x7b", "qwen3-30b-a3b", "vit-base", "dlrm-a"]
@@ -92,7 +92,7 @@ def test_all_doors_give_the_same_verdict_in_the_same_words(seed):
         plan, shape = Plan(**fields), {"global_batch": batch, "sequence": sequence or None}
         alone = replace(case, plan=plan)
         assert refusal(plan.check, model, cluster, batch, sequence) == said
-        assert refusal(lay_out, alone) == said
+        assert refusal(_lay_out, alone) == said
         if not transformer:
             continue
         closed = refusal(mm.estimate, model, cluster, plan, **shape)

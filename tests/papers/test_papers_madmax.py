@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from support import local_or_skip
 
 from madmax_lib.accounting import breakdown
-from madmax_lib.papers.madmax.layers import rates_of
+from madmax_lib.papers.madmax.layers import _rates_of
 from madmax_lib.papers.madmax.model import cloud_cost, evaluate, timeline
 from madmax_lib.papers.madmax.rules import CORRECTED, GLOBAL, INTRA, RELEASED, STRATEGIES, MadmaxRules, parse_classes
 from madmax_lib.papers.madmax.suite import suite, systems
@@ -134,7 +134,7 @@ def test_cloud_hours_cost_and_energy(cloud, samples, suffix):
 
 
 def test_rates_of_zionex():
-    rates = rates_of(SYSTEMS.iloc[1].to_dict(), 4)
+    rates = _rates_of(SYSTEMS.iloc[1].to_dict(), 4)
     assert rates.flops_per_s == pytest.approx(0.705 * 156e12)
     expected = {
         ("all_to_all", INTRA): 200.01e9,

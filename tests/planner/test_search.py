@@ -14,10 +14,10 @@ from support import plans_of_space as plans
 import madmax_lib as mm
 from madmax_lib.datasets import PROJECT
 from madmax_lib.planner import distribute as shards_module
-from madmax_lib.planner.codesign import RESOURCES, codesign, scaled, training
+from madmax_lib.planner.codesign import _RESOURCES, codesign, scaled, training
 from madmax_lib.planner.compare import shortlist
 from madmax_lib.planner.distribute import _on_workers
-from madmax_lib.planner.evaluate import OBJECTIVES
+from madmax_lib.planner.evaluate import _OBJECTIVES
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space, plan_of
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
@@ -68,7 +68,7 @@ def test_no_plan_is_better_in_time_and_memory_than_the_front(brute, found):
         assert beaten.any() or cost[1] > usable_bytes(NODE.device)
 
 
-@pytest.mark.parametrize(("objective", "column"), OBJECTIVES.items())
+@pytest.mark.parametrize(("objective", "column"), _OBJECTIVES.items())
 def test_objectives(objective, column):
     found = search(MODEL, NODE, 16, objective, top=5, space=SPACE, progress=False)
     everything = search(MODEL, NODE, 16, top=10**6, space=SPACE, progress=False).table
@@ -199,7 +199,7 @@ def test_energy_is_between_idle_and_the_limit():
 
 def test_more_of_a_resource_is_never_worse():
     table = codesign(MODEL, NODE, 16, (0.5, 2.0))
-    assert table["resource"].tolist() == ["as it is", *np.repeat(RESOURCES, 2)]
+    assert table["resource"].tolist() == ["as it is", *np.repeat(_RESOURCES, 2)]
     more = table[table["factor"] > 1]
     assert (more["speedup"] >= 1 - 1e-9).all() and (table["value"].dropna() > -1e-9).all()
     assert table.set_index("resource")["value"].get("compute").max() > 0.2

@@ -10,7 +10,7 @@ from PIL import Image
 from madmax_lib.runs.data import hub, text
 from madmax_lib.runs.data.batches import NAMES, DataWarning, canonical, default_name, get_data, kind_of
 from madmax_lib.runs.data.synthetic import SyntheticImages, arithmetic_problem, digits
-from madmax_lib.runs.data.text import BYTES, MASKED, PAD, cached_tokens, chat, example, tokenizer, windows
+from madmax_lib.runs.data.text import _PAD, BYTES, MASKED, cached_tokens, chat, example, tokenizer, windows
 
 
 @pytest.mark.parametrize("name", ["synthetic-images", "arithmetic"])
@@ -66,7 +66,7 @@ def test_only_answers_are_targets(sequence):
     assert ((targets != MASKED).sum(axis=1) >= min(sequence, 8)).all()
     shifted = targets[:, :-1]
     assert (shifted == tokens[:, 1:])[shifted != MASKED].all()  # a target is the token that follows
-    assert tokens.max() < data.vocab and not (targets == PAD).any()
+    assert tokens.max() < data.vocab and not (targets == _PAD).any()
     if sequence == 128:
         row = bytes(token for token in targets[0] if 0 <= token < 256).decode()
         assert row == arithmetic_problem(int(data.indices(0, 5)[0]), 0)[1]
@@ -76,7 +76,7 @@ def test_only_answers_are_targets(sequence):
     ("turns", "sequence", "tokens", "targets"),
     [
         ([([1, 2], [3])], 2, [1, 2], [MASKED, 3]),
-        ([([1, 2], [3])], 4, [1, 2, 3, PAD], [MASKED, 3, MASKED, MASKED]),
+        ([([1, 2], [3])], 4, [1, 2, 3, _PAD], [MASKED, 3, MASKED, MASKED]),
         ([([1, 2, 3], [4, 5])], 2, [3, 4], [4, 5]),
         ([([1], [2]), ([3], [4])], 3, [1, 2, 3], [2, MASKED, 4]),
         ([([], [1, 2, 3])], 2, [1, 2], [2, 3]),

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from madmax_lib import catalog  # noqa: E402
 from madmax_lib.runs.model import lora, losses, models  # noqa: E402
-from madmax_lib.runs.model.layers import rotate  # noqa: E402
+from madmax_lib.runs.model.layers import _rotate  # noqa: E402
 from madmax_lib.runs.model.network import Network  # noqa: E402
 
 TOKENS = torch.arange(24).reshape(2, 12) * 11 % 260
@@ -88,7 +88,7 @@ def test_unfused_attention_is_the_same(name):
 
 def test_rotary_positions_keep_lengths_and_depend_on_distance():
     query, key = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(2)).expand(2, 1, 1, 9, 16)
-    turned_query, turned_key = rotate(query), rotate(key)
+    turned_query, turned_key = _rotate(query), _rotate(key)
     torch.testing.assert_close(turned_query.norm(dim=-1), query.norm(dim=-1))
     scores = (turned_query @ turned_key.transpose(-1, -2))[0, 0]
     for distance in range(-8, 9):  # the same pair of vectors at every position: scores are constant on diagonals

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from madmax_lib.runs.read import with_nulls
-from madmax_lib.runs.summary import counted_steps, flops_per_sample, summarise
+from madmax_lib.runs.summary import _summarise, counted_steps, flops_per_sample
 from madmax_lib.specs import Transformer
 
 FLOPS = {"forward": 1e9, "model": 3e9, "hardware": 4e9}
@@ -21,7 +21,7 @@ def steps(total_s, samples=8, **columns) -> pd.DataFrame:
 
 
 def test_throughput_is_samples_over_wall_time():
-    summary = summarise(steps([0.5, 1.0, 1.5, 1.0]), flops=FLOPS, devices=2, peak_flops=1e11)
+    summary = _summarise(steps([0.5, 1.0, 1.5, 1.0]), flops=FLOPS, devices=2, peak_flops=1e11)
     assert summary["samples_per_s"] == pytest.approx(32 / 4) and summary["tokens_per_s"] == pytest.approx(320 / 4)
     assert summary["mfu"] == pytest.approx(8 * 3e9 / 2e11) and summary["hfu"] == pytest.approx(4 / 3 * summary["mfu"])
     assert summary["step_s"] == {"median": 1.0, "p25": 0.875, "p75": 1.125, "mean": 1.0}
@@ -31,7 +31,7 @@ def test_throughput_is_samples_over_wall_time():
 def test_warm_up_short_batches_and_overflow_do_not_count():
     table = steps([9.0, 9.0, 1.0, 0.1, 1.0, 0.2, 1.0], samples=[8, 8, 8, 8, 8, 3, 8])
     table.loc[3, "overflow"] = True
-    summary = summarise(table, flops=FLOPS, devices=1, warmup=2)
+    summary = _summarise(table, flops=FLOPS, devices=1, warmup=2)
     assert summary["steps_dropped"] == {"warm-up": 2, "short": 1, "overflow": 1, "profiled": 0}
     assert summary["samples_per_s"] == pytest.approx(8.0) and summary["steps_counted"] == 3
     assert isnan(summary["mfu"])  # no peak, no share of it
@@ -51,13 +51,13 @@ def test_each_start_of_a_run_warms_up():
 
 def test_nothing_left_is_unknown_not_an_error():
     for table in (steps([]), steps([1.0])):
-        summary = summarise(table, flops=FLOPS, devices=1, peak_flops=1e9, warmup=2)
+        summary = _summarise(table, flops=FLOPS, devices=1, peak_flops=1e9, warmup=2)
         assert summary["steps_counted"] == 0 and isnan(summary["samples_per_s"]) and isnan(summary["mfu"])
 
 
 def test_energy_per_step_sample_and_token():
     table = steps([2.0] * 5, energy_j=[100.0, 60, 60, 60, 60])
-    summary = summarise(table, flops=FLOPS, devices=1, warmup=1, power_cap_w=70.0)
+    summary = _summarise(table, flops=FLOPS, devices=1, warmup=1, power_cap_w=70.0)
     assert summary["power_w"] == pytest.approx(30) and summary["power_share"] == pytest.approx(3 / 7)
     assert summary["energy_per_step_j"] == pytest.approx(60)
     assert summary["energy_per_sample_j"] == pytest.approx(7.5) and summary["energy_per_token_j"] == pytest.approx(0.75)
@@ -65,7 +65,7 @@ def test_energy_per_step_sample_and_token():
 
 def test_a_table_without_the_columns_needed_is_refused():
     with pytest.raises(ValueError, match=r"steps lack the column\(s\) samples, overflow$"):
-        summarise(steps([1.0]).drop(columns=["samples", "overflow"]), flops=FLOPS, devices=1)
+        _summarise(steps([1.0]).drop(columns=["samples", "overflow"]), flops=FLOPS, devices=1)
 
 
 GPT = Transformer("gpt", layers=2, hidden=8, heads=2, ffn=32, sequence=16, vocab=100)

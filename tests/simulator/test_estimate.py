@@ -11,10 +11,10 @@ import madmax_lib as mm
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.plans import Plans, legal
-from madmax_lib.simulator.estimate import estimate, machine_fields, matrix_fields, model_fields, plan_fields
+from madmax_lib.simulator.estimate import _plan_fields, estimate, machine_fields, matrix_fields, model_fields
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, load, save, shipped
 from madmax_lib.simulator.schedule.engine import run
-from madmax_lib.simulator.simulate import lay_out
+from madmax_lib.simulator.simulate import _lay_out
 from madmax_lib.simulator.step.inputs import CLASSES, FIELDS, Work
 from madmax_lib.simulator.step.step_time import PARTS, layer_seconds
 
@@ -139,7 +139,7 @@ def test_engine_and_closed_form_are_equal_where_streams_are_uniform(plan, parame
     """All but gradients and update, in float seconds; without a vocabulary the stages are equal."""
     plan = Plan.parse(plan)
     model, cluster = replace(GPT, vocab=0), replace(CLUSTER, nodes=1, devices_per_node=plan.world_size)
-    _, program = lay_out(Case(model, cluster, plan, 64), parameters)
+    _, program = _lay_out(Case(model, cluster, plan, 64), parameters)
     ends = zip(run(program)[1], program.name, program.group, strict=True)
     engine_s = max(end for end, name, group in ends if name not in ("adam", "host work") and group != "dp")
     closed = estimate(model, cluster, plan, global_batch=64, parameters=parameters).iloc[0]
@@ -179,7 +179,7 @@ def test_engine_and_closed_form_update_the_same_parameters():
     plans = {plan for _ in range(300) if (plan := drawn_sharded_plan(draw, model, cluster))}
     assert sum(plan.ep > 1 and plan.zero > 0 for plan in plans) > 20
     for plan in plans:
-        _, program = lay_out(Case(model, cluster, plan, 64))
+        _, program = _lay_out(Case(model, cluster, plan, 64))
         updates = [s for s, name in zip(program.duration_s, program.name, strict=True) if name == "adam"]
         closed_s = estimate(model, cluster, plan, global_batch=64)["optimizer_s"][0]
         assert closed_s == pytest.approx(np.mean(updates), rel=2e-3), str(plan)
@@ -218,7 +218,7 @@ def test_vision_transformers_and_unknown_devices():
 
 def test_work_names_what_is_missing():
     fields, classes = machine_fields(CLUSTER)
-    fields |= model_fields(GPT) | matrix_fields(CLUSTER.device, "bf16") | plan_fields(Plan(tp=8, pp=8, dp=2), 64)
+    fields |= model_fields(GPT) | matrix_fields(CLUSTER.device, "bf16") | _plan_fields(Plan(tp=8, pp=8, dp=2), 64)
     work = Work(fields, classes | {"mixture": "none"})
     assert work.shape == (1,) and set(layer_seconds(work, IDEAL)) >= {"layer_s", "head_s", "weight_s", "send_s", "dp_s"}
     with pytest.raises(ValueError, match="field 'layers' of a step is missing"):

@@ -12,7 +12,7 @@ from support import local_or_skip, passes_held
 import madmax_lib as mm
 from madmax_lib import catalog
 from madmax_lib.case import Case
-from madmax_lib.plan_layers import stage_layers
+from madmax_lib.plan_layers import _stage_layers
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.memory.activations import in_flight, layer_bytes
 from madmax_lib.simulator.memory.memory import PHASES, memory, peak_bytes, stage_bytes, usable_bytes
@@ -257,7 +257,7 @@ def test_arrays_of_plans_give_what_single_plans_give():
         "dp2", "dp8.z3", "dp4.tp2.pp4.z1", "dp4.tp2.pp4.z1.nosp.full", "dp2.pp2.cp2.v2.selective.unfused",
         "dp8.ep4.z2.mb2", "dp8.tp2.z3.hs4", "dp4.pp4.zb", "dp8.z1.reduce-fp32")]  # fmt: skip
     table = Plans.from_table(pd.DataFrame([vars(plan) for plan in plans]))
-    layers = np.array([len(stage_layers(MIXTURE.layers, plan.pp)[0]) for plan in plans])
+    layers = np.array([len(_stage_layers(MIXTURE.layers, plan.pp)[0]) for plan in plans])
     for software in SOFTWARE:
         parts = stage_bytes(Case(MIXTURE, None, table, software=software), 0, layers, layers - 1)
         for i, plan in enumerate(plans):

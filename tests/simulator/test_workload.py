@@ -8,8 +8,8 @@ from oracles.op_table import blocks, ops
 from support import core_flops
 
 import madmax_lib as mm
-from madmax_lib.plan_layers import chunk_layers, stage_layers
-from madmax_lib.simulator.layers.moe import load_factor
+from madmax_lib.plan_layers import _stage_layers, chunk_layers
+from madmax_lib.simulator.layers.moe import _load_factor
 from madmax_lib.simulator.layers.ops import backward, gemm
 from madmax_lib.specs import Transformer
 
@@ -190,7 +190,7 @@ def test_expert_parallel_volume():
     for plan, factor in (("dp4.ep4", 1.5), ("dp4.ep4.cap125", 1.25)):
         assert moved(MLA, plan, imbalance=1.5)["forward", "all_to_all", "ep"] == factor * 2 * layers * each
     with pytest.raises(ValueError, match=r"imbalance=0.5 must be at least 1"):
-        load_factor(mm.Plan(), 0.5)
+        _load_factor(mm.Plan(), 0.5)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_uneven_stages_of_megatron(layers, plan, sizes):
 
 
 def test_stages_are_even_with_ends_not_longer_and_chunks_take_turns():
-    assert [len(layers) for layers in stage_layers(10, 4)] == [2, 3, 3, 2]
-    assert [i for layers in stage_layers(105, 35) for i in layers] == list(range(105))
+    assert [len(layers) for layers in _stage_layers(10, 4)] == [2, 3, 3, 2]
+    assert [i for layers in _stage_layers(105, 35) for i in layers] == list(range(105))
     stages = chunk_layers(8, mm.Plan(pp=2, interleave=2))
     assert stages == [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]
     uneven = chunk_layers(14, mm.Plan(pp=2, interleave=2, embedding_as_layer=True, head_as_layer=True))

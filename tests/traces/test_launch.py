@@ -13,7 +13,7 @@ from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import Timeline, concat
 from madmax_lib.traces import hta
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
-from madmax_lib.traces.waits.idle import CAUSES, idle, launch_bound
+from madmax_lib.traces.waits.idle import _CAUSES, idle, launch_bound
 from madmax_lib.traces.waits.launch import launch_floor, launches, queue_length, queue_series, short_kernels
 
 US = 1000
@@ -306,7 +306,7 @@ def test_idle_equals_htas(name):
     assert table["idle_s_hta"].notna().sum() == len(theirs) > 1
     np.testing.assert_allclose(table["idle_s"], table["idle_s_hta"].fillna(0), atol=1e-12)
     np.testing.assert_allclose(table["share"], table["share_hta"].fillna(0), atol=0.0051)  # HTA rounds to 0.01
-    assert set(table["cause"]) == set(CAUSES)
+    assert set(table["cause"]) == set(_CAUSES)
 
 
 @pytest.mark.parametrize("name", RIGHT)

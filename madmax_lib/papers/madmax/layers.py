@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from madmax_lib.papers.madmax.rules import GLOBAL, INTRA, MadmaxRules, Strategy, parse_classes
 
-__all__ = ["Collective", "DenseLayer", "DeviceStep", "Embedding", "GpuRates", "rates_of", "workload"]
+__all__ = ["Collective", "DenseLayer", "DeviceStep", "Embedding", "GpuRates", "workload"]
 
 TASKS = ("pretrain", "inference", "finetune")
 _PEAKS = {8: "f64_flops", 4: "f32_flops", 2: "f16_flops", 1: "i8_ops"}  # by bytes of a parameter
@@ -102,7 +102,7 @@ def workload(
     _check_inputs(model, system, task, global_batch)
     devices, is_dlrm = int(system["num_devices"]), model["type"].startswith("DLRM")
     split = parse_classes(strategy, _classes(model), devices, int(system["num_nodes"]))
-    rates = rates_of(system, model["bytes_per_nonemb_param"])
+    rates = _rates_of(system, model["bytes_per_nonemb_param"])
     batches = {name: global_batch * _degree(elements, "tp") / devices for name, elements in split.items()}
     layers = _layers(model, rates, split, batches, rules)
     embed = _sharded_embedding if is_dlrm else _replicated_embedding
@@ -250,7 +250,7 @@ def _first_gather(last: DenseLayer, rates: GpuRates, elements: Strategy, shardin
     return rates.collective("all_gather", last.weight_bytes / sharding * degree, level, "stray")
 
 
-def rates_of(system: Mapping, param_bytes: float) -> GpuRates:
+def _rates_of(system: Mapping, param_bytes: float) -> GpuRates:
     """Effective rates of a system: peak times utilisation; NVLink and NIC bandwidths are given for both ways.
 
     All2All runs at NVLink rate inside a node and at NIC rate globally; AllReduce mixes both by ar_perc_intra, AllGather

@@ -1,8 +1,8 @@
 """How does text become tokens and targets? Bytes or a Hugging Face tokenizer, chat template, masks, packing, a cache.
 
 Targets are shifted by one: targets[t] is the token that follows tokens[t]. MASKED (-100) are the targets that do not
-count: the question and the padding. Byte tokens are the bytes themselves, then PAD (256) and the marks of ChatML, the
-chat format of Qwen2.5 [its tokenizer_config.json].
+count: the question and the padding. Byte tokens are the bytes themselves, then the padding (256) and the marks of
+ChatML, the chat format of Qwen2.5 [its tokenizer_config.json].
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 from madmax_lib.atomic import replacing
 from madmax_lib.datasets import cache_folder
 
-__all__ = ["BYTES", "MASKED", "PAD", "cached_tokens", "chat", "example", "tokenizer", "windows"]
+__all__ = ["BYTES", "MASKED", "cached_tokens", "chat", "example", "tokenizer", "windows"]
 
 MASKED = -100
-PAD, _START, _END = 256, 257, 258
+_PAD, _START, _END = 256, 257, 258
 
 
 class _BytesTokenizer:
@@ -27,7 +27,7 @@ class _BytesTokenizer:
 
     name = "bytes"
     vocab = 259
-    pad = PAD
+    pad = _PAD
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text.
@@ -81,7 +81,7 @@ def tokenizer(name: str, allow_download: bool = False):
     return BYTES if name == "bytes" else _HubTokenizer(name, allow_download)
 
 
-def example(turns: list[tuple[list[int], list[int]]], sequence: int, pad: int = PAD) -> tuple[np.ndarray, np.ndarray]:
+def example(turns: list[tuple[list[int], list[int]]], sequence: int, pad: int = _PAD) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and targets (sequence,) int64 of questions with their answers, questions and padding masked.
 
     What is too long loses its beginning, so that the last answer stays.

@@ -18,7 +18,7 @@ from madmax_lib.runs.model.context import Exchange
 from madmax_lib.runs.model.experts import Mixture
 from madmax_lib.specs import Transformer
 
-__all__ = ["Attention", "FeedForward", "TransformerLayer", "norm", "rotate"]
+__all__ = ["Attention", "FeedForward", "TransformerLayer", "norm"]
 
 _EPSILON = {"layer": 1e-5, "rms": 1e-6}  # GPT-2's and Qwen2.5's own
 _rerun = partial(checkpoint, use_reentrant=False)
@@ -32,7 +32,7 @@ def norm(spec: Transformer) -> nn.Module:
     return kind(spec.hidden, eps=epsilon)
 
 
-def rotate(heads: Tensor) -> Tensor:
+def _rotate(heads: Tensor) -> Tensor:
     """Rotary positions: channel pairs (i, i + d/2) of heads (B, H, S, d) turned by position x base^(-2i/d)."""
     length, width = heads.shape[-2:]
     frequency = _ROPE_BASE ** (-torch.arange(0, width, 2, device=heads.device, dtype=torch.float32) / width)
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         heads = [project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value)]
         query, key, value = (part.transpose(1, 2) for part in self.exchange.to_heads(heads))
         if self.rope:
-            query, key = rotate(query), rotate(key)
+            query, key = _rotate(query), _rotate(key)
         mixed = _rerun(self._core, query, key, value) if self.recompute else self._core(query, key, value)
         return self.projection(self.exchange.to_sequence(mixed.transpose(1, 2)).flatten(-2))
 

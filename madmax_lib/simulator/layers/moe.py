@@ -12,7 +12,7 @@ from madmax_lib.plan import Plan
 from madmax_lib.plan_rules import RECOMMENDATION, enforce
 from madmax_lib.simulator.layers.ops import Block, Comm, Op, gemm, pointwise, storage_bytes, wide
 
-__all__ = ["dlrm_blocks", "load_factor", "mixture_blocks", "mlp_ops"]
+__all__ = ["dlrm_blocks", "mixture_blocks", "mlp_ops"]
 
 
 def mlp_ops(case: Case, tokens: float, width: float, prefix: str = "", experts: float = 1) -> tuple[Op, Op, Op]:
@@ -26,10 +26,10 @@ def mlp_ops(case: Case, tokens: float, width: float, prefix: str = "", experts: 
     )
 
 
-def load_factor(plan: Plan, imbalance: float) -> float:
+def _load_factor(plan: Plan, imbalance: float) -> float:
     """Tokens of the busiest device over the even share; experts of a capacity drop what is beyond it.
 
-    >>> load_factor(Plan(capacity=1.25), 1.5), load_factor(Plan(), 1.5)
+    >>> _load_factor(Plan(capacity=1.25), 1.5), _load_factor(Plan(), 1.5)
     (1.25, 1.5)
     """
     if not imbalance >= 1:
@@ -44,7 +44,7 @@ def mixture_blocks(
     model, plan, dtype, tokens = case.model, case.plan, case.dtype, case.tokens
     spread = plan.tp if plan.sequence_parallel else 1
     used, width, local = (
-        tokens * model.active_experts * load_factor(plan, imbalance),
+        tokens * model.active_experts * _load_factor(plan, imbalance),
         model.expert_ffn,
         model.experts / plan.ep,
     )

@@ -108,7 +108,9 @@ class Block:
 
 
 def wide(dtype: str) -> str:
-    """What attention, heads and memory keep when matrix products run in 8 or 4 bit."""
+    """What attention, heads and memory keep when matrix products run in 8 or 4 bit. Raises ValueError for others."""
+    if dtype not in BYTES:
+        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(BYTES)}")
     return dtype if BYTES[dtype] >= 2 else "bf16"
 
 

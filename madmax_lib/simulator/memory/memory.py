@@ -37,7 +37,6 @@ __all__ = [
     "FRAGMENTATION",
     "PHASES",
     "by_phase",
-    "dlrm_bytes",
     "fullest_stage",
     "held_layers",
     "memory",
@@ -90,7 +89,7 @@ def memory(
     """
     case = Case(model, None, plan, global_batch, sequence or 0, dtype, software or stack)
     if isinstance(model, DLRM):
-        stages, parts = np.zeros(1, dtype=int), dlrm_bytes(case, optimizer=optimizer, trainable=trainable)
+        stages, parts = np.zeros(1, dtype=int), _dlrm_bytes(case, optimizer=optimizer, trainable=trainable)
     else:
         if plan.schedule == "gpipe" and global_batch is None:
             raise ValueError("schedule='gpipe' keeps every micro-batch, global_batch is needed")
@@ -217,7 +216,7 @@ def stage_bytes(
     return parts | _overhead(p, parts)
 
 
-def dlrm_bytes(case: Case, *, optimizer: str = "adam", trainable: float = 1.0) -> dict[str, np.ndarray]:
+def _dlrm_bytes(case: Case, *, optimizer: str = "adam", trainable: float = 1.0) -> dict[str, np.ndarray]:
     """Bytes by component of a recommendation model: fp16 tables over all devices, fp32 dense layers by ZeRO stage.
 
     Tables are updated in their backward pass by row-wise Adagrad, one fp32 number per row [FBGEMM]. Fields of the plan

@@ -12,10 +12,10 @@ import numpy as np
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.inputs import Work
 
-__all__ = ["SPLITS", "UNKNOWN_FAMILY", "comparison_width", "known_width", "log_width", "split_of"]
+__all__ = ["SPLITS", "comparison_width", "known_width", "log_width", "split_of"]
 
 SPLITS = ("mixture", "sharded", "old model parallel", "model parallel", "data parallel")
-UNKNOWN_FAMILY = 2.5  # for a family without rows: known ones timed as if unknown err 2.2 x as much, of only three
+_UNKNOWN_FAMILY = 2.5  # for a family without rows: known ones timed as if unknown err 2.2 x as much, of only three
 
 
 def split_of(experts, zero, tp, pp, unfused) -> np.ndarray:
@@ -28,7 +28,7 @@ def known_width(residuals: Mapping[str, list[float]], family: str, split: str) -
     """Half-width of log(measured / predicted) of a kind; few rows: of its class, or of all; NaN if nothing is known."""
     names = f"{family} {split}", "mixture" if split == "mixture" else "dense", "all"
     found = next((residuals[name][1] for name in names if name in residuals), float("nan"))
-    return found * (UNKNOWN_FAMILY if family == "other" else 1.0)
+    return found * (_UNKNOWN_FAMILY if family == "other" else 1.0)
 
 
 def comparison_width(parameters: Parameters, mixture: bool) -> float:

@@ -15,15 +15,15 @@ from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["CAUSES", "idle", "launch_bound"]
+__all__ = ["idle", "launch_bound"]
 
-CAUSES = ("host_wait", "kernel_wait", "other")
+_CAUSES = ("host_wait", "kernel_wait", "other")
 
 
 def idle(timeline: Timeline, consecutive_kernel_delay_s: float = 30e-6) -> pd.DataFrame:
     """Idle time of each device stream between its first and last work: rank, stream, cause, count, idle_s, share.
 
-    One row per cause of CAUSES, with 0 where it does not occur. share is of the stream's idle time, NaN without any.
+    One row per cause of _CAUSES, with 0 where it does not occur. share is of the stream's idle time, NaN without any.
     count: gaps. A kernel without a launch cannot be host_wait. Work that overlaps on a stream (graphs) leaves no gap,
     where HTA subtracts the overlap from the idle time. Streams idle side by side each count.
     Raises ValueError for a negative delay.
@@ -36,10 +36,10 @@ def idle(timeline: Timeline, consecutive_kernel_delay_s: float = 30e-6) -> pd.Da
     reach_ns = end_ns.groupby(keys).cummax().groupby(keys).shift(fill_value=np.iinfo(np.int64).max).to_numpy()
     gap_ns = np.where(work["start_ns"] > reach_ns, work["start_ns"] - reach_ns, 0)
     late, short = work["launch_ns"] > reach_ns, gap_ns < consecutive_kernel_delay_s * NS_PER_S
-    cause = pd.Categorical.from_codes(np.where(late, 0, np.where(short, 1, 2)), CAUSES)
+    cause = pd.Categorical.from_codes(np.where(late, 0, np.where(short, 1, 2)), _CAUSES)
     gaps = work[["rank", "stream"]].assign(cause=cause, count=gap_ns > 0, idle_s=gap_ns / NS_PER_S)
     streams = gaps[["rank", "stream"]].drop_duplicates()
-    table = streams.merge(pd.DataFrame({"cause": CAUSES}), how="cross")
+    table = streams.merge(pd.DataFrame({"cause": _CAUSES}), how="cross")
     sums = gaps.groupby(["rank", "stream", "cause"], observed=True)[["count", "idle_s"]].sum().reset_index()
     table = table.merge(sums.astype({"cause": object}), on=["rank", "stream", "cause"], how="left")
     table = table.fillna({"count": 0, "idle_s": 0.0}).astype({"count": "int64", "idle_s": "float64"})

@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-__all__ = ["COLORS", "DARK", "DASHED", "GREY", "HATCH", "LABELS", "PAPER", "SERIES", "THEIRS", "UNFIT", "Fill"]
+__all__ = ["COLORS", "DARK", "DASHED", "GREY", "LABELS", "PAPER", "SERIES", "THEIRS", "UNFIT", "Fill"]
 __all__ += ["faded", "fill_of", "ink_on", "kinds_key", "line_key", "mark_key", "patch_key"]
 __all__ += ["percent", "plural", "shorten"]
 
@@ -27,7 +27,7 @@ COLORS = {  # also told apart by lightness alone, in print without colour
 }
 LABELS = {"compute": "compute", "comm": "communication", "memcpy": "copies", "other": "other", "idle": "idle"}
 SERIES = ("#3b75af", "#e1812c", "#529d3f", "#8d6bb8", "#c44e52", "#937860", "#c49a2c", "#2f9c95")  # of groups in order
-GREY, DARK, PAPER, HATCH = "#b9b9b9", "#4a4a4a", "#222222", "////"
+GREY, DARK, PAPER, _HATCH = "#b9b9b9", "#4a4a4a", "#222222", "////"
 DASHED = {"color": DARK, "lw": 0.9, "ls": "--"}  # a limit: the memory of a device, a budget
 UNFIT = {"facecolor": "none", "edgecolor": GREY, "linestyle": ":", "linewidth": 1.3}  # does not fit in memory
 THEIRS = {"facecolor": "white", "edgecolor": PAPER, "linewidth": 1.0}  # a published value as a bar
@@ -45,7 +45,7 @@ def fill_of(fill: Fill, source: str | None = None) -> dict:
     """
     if isinstance(fill, dict):
         return fill
-    hatch = HATCH if source == "simulated" else None
+    hatch = _HATCH if source == "simulated" else None
     return {"facecolor": COLORS.get(fill, fill), "edgecolor": "white", "linewidth": 0, "hatch": hatch}
 
 

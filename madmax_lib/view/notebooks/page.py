@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import html
+from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
 from madmax_lib.atomic import replacing
 
-__all__ = ["page", "paragraph", "write_page"]
+__all__ = ["Result", "page", "paragraph", "write_page"]
 
 _HERE = Path(__file__).parent
+
+
+@dataclass
+class Result:
+    """One executed notebook: its copy in build/, seconds it ran, figures written, the error of a failed cell."""
+
+    name: str
+    output: Path
+    seconds: float
+    figures: list[str] = field(default_factory=list)
+    error: str = ""
 
 
 def page(title: str, body: str, style: str = "") -> str:

@@ -8,27 +8,15 @@ import tempfile
 import time
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from madmax_lib.datasets import PROJECT
-from madmax_lib.view.notebooks.page import write_page
+from madmax_lib.view.notebooks.page import Result, write_page
 
-__all__ = ["Result", "notebooks", "parse_parameters", "run_notebook"]
+__all__ = ["notebooks", "parse_parameters", "run_notebook"]
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # fits solve small systems: more threads get in their way
 _TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict}
-
-
-@dataclass
-class Result:
-    """One executed notebook: its copy in build/, seconds it ran, figures written, the error of a failed cell."""
-
-    name: str
-    output: Path
-    seconds: float
-    figures: list[str] = field(default_factory=list)
-    error: str = ""
 
 
 def notebooks() -> dict[str, Path]:

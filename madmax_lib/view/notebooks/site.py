@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import nbformat
 from nbconvert import HTMLExporter
@@ -16,10 +15,7 @@ from pygments.formatters import HtmlFormatter
 
 from madmax_lib import __version__
 from madmax_lib.datasets import PROJECT
-from madmax_lib.view.notebooks.page import page, paragraph, write_page
-
-if TYPE_CHECKING:
-    from madmax_lib.view.notebooks.runner import Result
+from madmax_lib.view.notebooks.page import Result, page, paragraph, write_page
 
 __all__ = ["notebook_page", "write_site"]
 
