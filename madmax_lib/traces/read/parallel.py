@@ -30,6 +30,10 @@ _RETRIES = 2  # of a file whose process died
 _PATIENCE_S = 60  # without any dask worker
 
 
+class _LostError(TimeoutError):
+    """No worker executes the task of a file, though there are workers."""
+
+
 def read_all(
     read: Callable[[Path], Result], paths: Sequence[Path], client: Client | None = None
 ) -> dict[Path, Result | Exception]:
@@ -43,7 +47,7 @@ def read_all(
     if client is not None:
         executor = client.get_executor(retries=_RETRIES, pure=False)
         results = _gather(executor, read, paths, client)
-        for path in _whose_process_died(results):  # dask blames every task of a worker that dies
+        for path in _whose_process_died(results):  # dask blames every task of a worker that dies, and may lose one
             results |= _gather(executor, read, [path], client)
         return results
     import loky  # unlike multiprocessing it neither forks a threaded process nor runs the caller's script again
@@ -59,7 +63,7 @@ def read_all(
 
 def _whose_process_died(results: dict) -> list[Path]:
     def died(result) -> bool:
-        return isinstance(result, BrokenProcessPool) or type(result).__name__ == "KilledWorker"  # dask's
+        return isinstance(result, (BrokenProcessPool, _LostError)) or type(result).__name__ == "KilledWorker"  # dask's
 
     return [path for path, result in results.items() if died(result)]
 
@@ -71,21 +75,29 @@ def _gather(executor: Executor, read, paths: Sequence[Path], client: Client | No
         try:
             results[futures[future]] = future.result()
         except CancelledError:
-            results[futures[future]] = TimeoutError(f"no dask worker for {_PATIENCE_S} s")
+            none = not client.scheduler_info()["workers"]
+            kind, what = (TimeoutError, "no dask worker") if none else (_LostError, "no dask worker at work")
+            results[futures[future]] = kind(f"{what} for {_PATIENCE_S} s")
         except Exception as reason:  # the process is gone, or its result does not travel
             results[futures[future]] = reason
     return results
 
 
 def _as_they_end(pending: set, client: Client | None) -> Iterator:
-    """Futures in the order in which they end; those that no worker is left to do are cancelled."""
+    """Futures in the order in which they end; those that no worker does are cancelled."""
     while pending:
         done, pending = wait(pending, timeout=_PATIENCE_S if client else None, return_when="FIRST_COMPLETED")
-        if not done and not client.scheduler_info()["workers"]:
+        if not done and not _at_work(client):
             for future in pending:
                 future.cancel()
             done, pending = pending, set()
         yield from done
+
+
+def _at_work(client: Client) -> bool:
+    """Whether a worker is executing anything: dask may wait for ever for a task whose worker died and came back."""
+    counts = [worker["metrics"].get("task_counts", {}) for worker in client.scheduler_info()["workers"].values()]
+    return any(count.get(state) for count in counts for state in ("executing", "long-running"))
 
 
 def _outcome(read: Callable[[Path], Result], path: Path) -> Result | Exception:
