@@ -135,8 +135,13 @@ def test_parts_of_a_table_are_views():
     assert gaps.zero.tolist() == [3, 0, 0] and gaps.qwz.tolist() == [True, False, False]
     assert gaps.offload.tolist() == [None, None, "all"] and gaps.sequence_parallel.tolist() == [True, False, True]
     assert Plans.from_table(pd.DataFrame({"dp": []})).shape == (0,)
+    small = Plans.from_table(pd.DataFrame({"cp": np.array([8], dtype="int8"), "bucket_bytes": [np.inf]}))
+    assert small.cp.dtype == np.int64 and small.bucket_bytes[0] == np.inf
     with pytest.raises(ValueError, match="'tensor' is not a field of Plan"):
         Plans.from_table(pd.DataFrame({"tensor": [8]}))
+    for column in (["8", "4"], [8, "4"]):
+        with pytest.raises(ValueError, match=r"column 'dp' must hold numbers, but holds '[48]'"):
+            Plans.from_table(pd.DataFrame({"dp": column}))
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,7 @@ def test_dlrm_step_has_its_exchanges_and_hides_bottom_layers():
         ({"imbalance": 0.5, "model": replace(TINY, experts=2, active_experts=1)}, "imbalance=0.5 must be at least 1"),
         ({"global_batch": 12}, "global_batch=12 is not a multiple of dp x micro_batch = 8 x 1"),
         ({"model": mm.model("dlrm-a"), "plan": mm.Plan(dp=4, tp=2)}, "split by dp only"),
+        ({"dtype": "BF16"}, "dtype='BF16' is not one of fp64, fp32, tf32, fp16, bf16"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused(change, message):

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pandas as pd
@@ -66,6 +67,34 @@ def test_a_cluster_without_workers_does_not_hang(tmp_path, monkeypatch):
     with LocalCluster(n_workers=0, dashboard_address=":0", processes=False) as cluster, Client(cluster) as client:
         results = parallel.read_all(length, files(tmp_path, "a", "b"), client)
     assert {str(reason) for reason in results.values()} == {"no dask worker for 0.05 s"}
+
+
+class LosingClient:
+    """A client whose workers are idle, and whose executor never starts the first task of a file called lost."""
+
+    def __init__(self):
+        self.lost = []
+
+    def scheduler_info(self):
+        return {"workers": {"tcp://a": {"metrics": {"task_counts": {"memory": 2}}}}}
+
+    def get_executor(self, **_):
+        return self
+
+    def submit(self, function, *args):
+        future = Future()
+        if args[1].name == "lost" and args[1] not in self.lost:
+            self.lost.append(args[1])
+        else:
+            future.set_result(function(*args))
+        return future
+
+
+def test_a_task_that_no_worker_does_is_given_up_and_done_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel, "_PATIENCE_S", 0.01)
+    client, paths = LosingClient(), files(tmp_path, "a", "lost", "c")
+    assert parallel.read_all(length, paths, client) == dict(zip(paths, (1, 2, 3), strict=True))
+    assert client.lost == [paths[1]]
 
 
 def test_read_trace_is_the_same_everywhere_and_reports_a_failing_rank(tmp_path, place):
