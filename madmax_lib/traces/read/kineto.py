@@ -1,7 +1,8 @@
 """What did every rank do, according to its PyTorch-profiler trace? Kineto/Chrome JSON in, one `Timeline` out.
 
-`spans` says what the rows mean; here files are found, read once (then from the cache), in parallel where that pays, and
-put together. `hta_compatible=True` follows HTA 0.5.0: rows by stream, its kernel kinds, rounding and last-step rule.
+`timeline_rows` says what the rows mean; here files are found, read once (then from the cache), in parallel where that
+pays, and put together. `hta_compatible=True` follows HTA 0.5.0: rows by stream, its kernel kinds, rounding and
+last-step rule.
 """
 
 from __future__ import annotations
