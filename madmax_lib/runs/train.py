@@ -214,3 +214,6 @@ def _write_power(path: Path, rows: list[tuple]) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all is written; threads that torch leaves behind have aborted processes that shut down slowly
