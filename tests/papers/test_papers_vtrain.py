@@ -266,19 +266,14 @@ def test_half_of_the_rows_predict_the_other_half(oracle, seed):
     assert np.abs(ours_ms / rest[TIME] - 1)[known].mean() < 1e-6
 
 
-def test_rows_that_differ_in_data_parallelism_differ_by_table_entries(oracle):
-    """Why the table is output of the simulator: no measured system repeats to the nanosecond."""
+@pytest.mark.parametrize("switch", [{"ring_factor": True}, {"whole_mib": False}])
+def test_that_check_has_teeth(oracle, switch):
+    """By other rules of the all-reduces the same rows miss: the table is output of this simulator, no measurement."""
     table, nccl = oracle
-    pairs = vtrain.data_parallel_pairs(table, nccl)
-    assert len(pairs) == 247 and (pairs["given_ms"] - pairs["table_ms"]).abs().max() < 1.5e-6
-    assert pairs["beyond"].sum() == 69
-
-
-@pytest.mark.parametrize(("switch", "broken"), [({"ring_factor": True}, 53), ({"whole_mib": False}, 150)])
-def test_that_check_has_teeth(oracle, switch, broken):
-    table, nccl = oracle
-    pairs = vtrain.data_parallel_pairs(table, nccl, replace(RELEASED, **switch))
-    assert ((pairs["given_ms"] - pairs["table_ms"]).abs() > 1.5e-6).sum() >= broken
+    half = table.groupby([TABLE[name] for name in GROUP]).sample(frac=0.5, random_state=0)
+    rest = table.drop(half.index)
+    ours_ms = predict(fit(half, nccl, replace(RELEASED, **switch)), rest) * 1e3
+    assert (np.abs(ours_ms - rest[TIME]) > 1e-3).sum() > 20
 
 
 def test_graph_reproduces_the_table(oracle):

@@ -18,7 +18,7 @@ import pandas as pd
 from madmax_lib.papers.vtrain.config import Config, Shape, VTrainRules, parse_rules
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["RINGS", "Nccl", "communication", "communication_s", "gradient_s", "load_nccl", "send_s", "tensor_s"]
+__all__ = ["RINGS", "Nccl", "communication_s", "gradient_s", "load_nccl", "send_s", "tensor_s"]
 
 _MIB = 2**20
 _NAME = re.compile(r"AR_GPU(\d+)_1M_(\d+)M_LUT(?:\.csv)?")
@@ -104,22 +104,6 @@ def communication_s(config: Config | Mapping, nccl: Nccl, rules: str | VTrainRul
     first, middle, last = (float(np.nan_to_num(part)) for part in gradient_s(shape, nccl, rules))
     of_tensor = 4 * shape.layers * shape.micro_batches * float(tensor_s(shape, nccl, rules))
     return of_tensor + first + max(shape.pp - 2, 0) * middle + last
-
-
-def communication(table: pd.DataFrame, nccl: Nccl) -> pd.DataFrame:
-    """Communication of each row of seed 000's table by the released rules beside its own, in ms, and the error.
-
-    A row whose fields are no valid configuration has NaN and the reason.
-    """
-    rows = []
-    for row in table.to_dict("records"):
-        try:
-            ours_ms, reason = 1e3 * communication_s(row, nccl), ""
-        except ValueError as error:
-            ours_ms, reason = np.nan, str(error)
-        rows.append((row["group"], row["tag"], row["comm_total_ms"], ours_ms, reason))
-    result = pd.DataFrame(rows, columns=["group", "tag", "theirs_ms", "ours_ms", "reason"], index=table.index)
-    return result.assign(error=result["ours_ms"] / result["theirs_ms"] - 1)
 
 
 def _all_reduce_s(shape: Shape, nccl: Nccl, rules: VTrainRules, ranks, size_bytes, stride, leaves_node):

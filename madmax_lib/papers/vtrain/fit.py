@@ -21,7 +21,7 @@ import pandas as pd
 from madmax_lib.papers.vtrain.comm import Nccl, gradient_s, send_s, tensor_s
 from madmax_lib.papers.vtrain.config import TABLE, Shape, VTrainRules, parse_rules, shape_of
 
-__all__ = ["GROUP", "TIME", "Profile", "data_parallel_pairs", "fit", "network_s", "predict", "terms"]
+__all__ = ["GROUP", "TIME", "Profile", "fit", "network_s", "predict", "terms"]
 
 CONSTANTS = ("layer_s", "embedding_s", "output_s", "layer_update_s", "embedding_update_s")
 GROUP = ("hidden", "heads", "sequence", "tp", "micro_batch")
@@ -107,27 +107,6 @@ def predict(profile: Profile, table: pd.DataFrame) -> np.ndarray:
             covered = rows[group.covers(columns[rows])]
             result[covered] = rest_s[covered] + columns[covered] @ group.values
     return result
-
-
-def data_parallel_pairs(table: pd.DataFrame, nccl: Nccl, rules: str | VTrainRules = "released") -> pd.DataFrame:
-    """Pairs of rows that differ in data parallelism only, with as many sequences per replica.
-
-    Columns: dp_1, dp_2, given_ms (difference of the table's times), table_ms (difference of two all-reduces), beyond
-    (one of them is larger than the tables). Output of the simulator agrees to its rounding, no measurement would.
-    """
-    rules, shape = parse_rules(rules), shape_of(table)
-    gradient_ms = 1e3 * np.fmax.reduce(np.broadcast_arrays(*gradient_s(shape, nccl, rules)))
-    largest = shape.gradient_bytes(first=True, last=shape.pp == 1)  # the first stage has the most parameters
-    rows = pd.DataFrame({name: table[TABLE[name]].to_numpy() for name in (*GROUP, "layers", "pp", "dp")}).assign(
-        micro_batches=shape.micro_batches,
-        given_ms=table[TIME].to_numpy(float),
-        table_ms=gradient_ms,
-        beyond=(largest > 1024.5 * 2**20) & (shape.dp > 1),
-    )
-    pairs = rows.merge(rows, on=[*GROUP, "layers", "pp", "micro_batches"], suffixes=("_1", "_2"))
-    pairs = pairs[pairs["dp_1"] < pairs["dp_2"]].reset_index(drop=True)
-    change = {name: pairs[f"{name}_2"] - pairs[f"{name}_1"] for name in ("given_ms", "table_ms")}
-    return pairs[["dp_1", "dp_2"]].assign(**change, beyond=pairs["beyond_1"] | pairs["beyond_2"])
 
 
 def network_s(shape: Shape, nccl: Nccl, rules: VTrainRules) -> np.ndarray:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullFormatter
 
 from madmax_lib.view import drawing as draw
 
@@ -15,11 +12,7 @@ __all__ = [
     "plot_compute_optimal",
     "plot_costs",
     "plot_layouts",
-    "plot_measured",
-    "plot_pairs",
     "plot_rules",
-    "plot_scheduling",
-    "plot_seed",
     "plot_space",
 ]
 
@@ -27,68 +20,9 @@ _TP = {4: ("#529d3f", "o"), 8: (draw.COLORS["compute"], "s"), 16: (draw.COLORS["
 _PLANS = {"given": (8, 8, 35), "found": (8, 12, 21)}  # of MT-NLG
 
 
-def plot_pairs(pairs: pd.DataFrame) -> Axes:
-    """Differences of rows that differ in data parallelism, over the differences of two all-reduces.
-
-    pairs: of `data_parallel_pairs`.
-    """
-    ax = draw.new_axes(height=4.2, width=5.0)
-    for beyond, mark, kind, name in ((False, "o", "compute", "inside the tables"), (True, "s", "comm", "beyond them")):
-        part = pairs[pairs["beyond"] == beyond]
-        style = {"ms": 4, "mfc": "none", "mec": draw.COLORS[kind], "label": f"{name} ({len(part)})"}
-        ax.plot(part["table_ms"], part["given_ms"], mark, **style)
-    ends = pairs["table_ms"].agg(["min", "max"])
-    ax.plot(ends, ends, color=draw.DARK, lw=0.8, zorder=0)
-    worst_ns = 1e6 * (pairs["given_ms"] - pairs["table_ms"]).abs().max()
-    title = f"{len(pairs)} pairs agree to {worst_ns:.1f} ns: this is no measurement"
-    axes = {"x": "difference of two gradient all-reduces [ms]", "y": 'difference of two "measured" steps [ms]'}
-    return _finish(ax, pairs, title, **axes)
-
-
-def plot_measured(table: pd.DataFrame, quoted: float) -> Axes:
-    """Ours against measured steps, a colour and mark per model; quoted: vTrain's own mean error.
-
-    table: model, measured_s, predicted_s.
-    """
-    table = table[["model", "measured_s", "predicted_s"]]
-    ax = draw.new_axes(height=4.4, width=5.2)
-    errors = (table["predicted_s"] / table["measured_s"] - 1).abs()
-    models = sorted(table["model"].unique(), key=lambda name: float(name.split()[1][:-1]))
-    by_model = errors.groupby(table["model"]).agg(["mean", "size"])
-    names = {model.Index: f"{model.Index}: {model.mean:.1%} off, {model.size} runs" for model in by_model.itertuples()}
-    styles = dict(zip(models, zip(draw.SERIES, "os^D", strict=False), strict=False))
-    options = {"within": (quoted, f"vTrain's mean error, {quoted:.1%}"), "room": 1.2}
-    draw.ours_and_theirs(ax, table, "measured_s", "predicted_s", by="model", styles=styles, names=names, **options)
-    _ticks(ax, (5, 10, 20, 50))
-    title = f"Our simulator misses measured steps by {errors.mean():.1%}, vTrain by {quoted:.1%}"
-    axes = {"x": "measured [s per step]", "y": "simulated, its model not seen by the fit [s per step]"}
-    return _finish(ax, table, title, **axes)
-
-
-def plot_seed(table: pd.DataFrame) -> Axes:
-    """Our step on formulas over seed 000's prediction, a colour and mark per tp; table: theirs_s, ours_s, tp."""
-    ax = draw.new_axes(height=4.2, width=5.2)
-    names = {tp: f"tp {tp}" for tp in _TP}
-    draw.ours_and_theirs(ax, table, "theirs_s", "ours_s", by="tp", styles=_TP, names=names)
-    _ticks(ax, (0.5, 1, 2, 5, 10, 20))
-    rest = table[table["tp"] != 4]
-    error = (rest["ours_s"] / rest["theirs_s"] - 1).abs().mean()
-    title = f"Without tp 4 our formulas are {error:.0%} from seed 000's profiles"
-    return _finish(ax, table, title, x="seed 000's prediction [s]", y="ours on formulas [s]")
-
-
 def _finish(ax: Axes, table: pd.DataFrame, title: str, *, where: str = "upper left", **options) -> Axes:
     """With a legend of all that was drawn with a label."""
     return draw.finish(ax, table, title, key=ax.get_legend_handles_labels()[0], where=where, **options)
-
-
-def _ticks(ax: Axes, x: Sequence[float], y: Sequence[float] = ()) -> None:
-    """Ticks at these values of logarithmic axes, on both at those of x if y is empty; limits stay."""
-    for axis, values in ((ax.xaxis, x), (ax.yaxis, y or x)):
-        low, high = axis.get_view_interval()
-        values = [value for value in values if low <= value <= high]
-        axis.set_ticks(values, [f"{value:g}" for value in values])
-        axis.set_minor_formatter(NullFormatter())
 
 
 def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
@@ -155,12 +89,12 @@ def plot_compute_optimal(table: pd.DataFrame, quoted: pd.DataFrame, budget_days:
     for row, text in ((largest, "largest within the budget"), (naive, "at full utilisation")):
         size = row["parameters"] / 1e9
         draw.note(ax, size, row["days"], f"{size:.2f} B, {text}", dx=10, dy=-8)
-    axes = {"x": "parameters [B], 20 tokens for each", "y": "days on 3,360 A100", "xscale": "log", "yscale": "log"}
+    for which, values in (("x", table["parameters"] / 1e9), ("y", table["days"])):
+        draw.log_axis(ax, which, values.min(), values.max(), "{:g}".format)
+    axes = {"x": "parameters [B], 20 tokens for each", "y": "days on 3,360 A100"}
     share = largest["parameters"] / naive["parameters"]
     title = f"In {budget_days:g} days one trains {share:.0%} of the size that peak FLOP/s promise"
-    _finish(ax, table, title, **axes)
-    _ticks(ax, (20, 50, 100, 200), (2, 5, 10, 30, 100, 200))
-    return ax
+    return _finish(ax, table, title, **axes)
 
 
 def plot_layouts(table: pd.DataFrame) -> Axes:
@@ -188,18 +122,3 @@ def plot_rules(effects: pd.DataFrame) -> Axes:
     ax.margins(x=0.12)
     title = f"As released a step of MT-NLG takes {step_s.iloc[0]:.1f} s, corrected {step_s.iloc[-1]:.1f} s"
     return draw.finish(ax, effects, title, x="longer step than as released [%]", rows=single["what"])
-
-
-def plot_scheduling(table: pd.DataFrame) -> Axes:
-    """Best over heuristic plans on generated jobs: each trace a point, means as bars; table: of `scheduling_study`."""
-    mean = table.groupby("what", sort=False)[["change", "published"]].mean()
-    rows = list(mean.index)
-    ax = draw.new_axes(height=0.9 + 0.45 * len(rows))
-    draw.bars(ax, 100 * mean["change"], source="simulated")
-    ax.plot(100 * table["change"], table["what"].map(rows.index), "o", ms=3, color=draw.PAPER, zorder=3)
-    draw.published(ax, 100 * mean["published"], range(len(rows)))
-    ax.axvline(0, color=draw.DARK, lw=0.8)
-    key = [draw.patch_key("ours", "#9a9a9a", "simulated"), draw.mark_key("published, other jobs")]
-    text = "best plans over heuristic plans [%]; points are traces"
-    title = "Best plans serve more jobs in time (our jobs, trend only)"
-    return draw.finish(ax, table, title, x=text, rows=rows, key=key, where="lower right")

@@ -2,7 +2,7 @@
 
 MT-NLG over (t, d, p), the cost of its plans, the compute-optimal model under a time budget, and what seed 000, a
 student project on a fork of vTrain [CSCE-614 Group 2, 2024], configured and predicted. Its files give the bandwidth of
-whole systems where vTrain wants that of a node or a GPU; `unit_findings` notices.
+whole systems where vTrain wants that of a node or a GPU.
 
 No trace of these models is public, so the operators come from `vtrain.formulas`; order and collectives are vTrain's
 [Bang et al., MICRO 2024], inside a node at the bandwidth of its configuration files, because the NCCL tables are not
@@ -28,24 +28,8 @@ from madmax_lib.papers.vtrain.formulas import Formulas, formula_operators, opera
 from madmax_lib.papers.vtrain.graph import iteration_s
 from madmax_lib.specs import Transformer
 
-__all__ = [
-    "SEED",
-    "as_meant",
-    "claims",
-    "compute_optimal",
-    "design_space",
-    "kernel_rates",
-    "layouts",
-    "optional_local",
-    "plan_grid",
-    "plan_table",
-    "published",
-    "rule_effects",
-    "seed_predictions",
-    "seed_steps",
-    "steps",
-    "unit_findings",
-]
+__all__ = ["SEED", "as_meant", "claims", "compute_optimal", "design_space", "layouts", "optional_local", "plan_table"]
+__all__ += ["published", "rule_effects", "seed_steps"]
 
 SEED = Config(  # of seed 000's GPT with 96 layers on 2,048 A100
     tensor_parallel_size=8,
@@ -87,7 +71,7 @@ def optional_local(relative: str, what: str) -> Path | None:
         return None
 
 
-def steps(model: Transformer, plans: pd.DataFrame, *, global_batch: int, **network: float) -> pd.DataFrame:
+def _steps(model: Transformer, plans: pd.DataFrame, *, global_batch: int, **network: float) -> pd.DataFrame:
     """Plans (columns tp, dp, pp, micro_batch) with gpus, step_s, utilisation (dense model FLOPs) and memory_bytes.
 
     By the corrected rules on A100-80. memory_bytes: states of the optimizer, stored inputs of layers in flight and one
@@ -110,7 +94,7 @@ def steps(model: Transformer, plans: pd.DataFrame, *, global_batch: int, **netwo
     )
 
 
-def plan_grid(model: Transformer, gpus: int, global_batch: int) -> pd.DataFrame:
+def _plan_grid(model: Transformer, gpus: int, global_batch: int) -> pd.DataFrame:
     """Every plan of vTrain's rules on a number of GPUs: tp up to 8, dp, pp, micro_batch up to 4."""
     tps = [t for t in (1, 2, 4, 8) if model.heads % t == 0]
     pps = [p for p in range(1, model.layers + 1) if model.layers % p == 0]
@@ -127,7 +111,7 @@ def design_space() -> pd.DataFrame:
 
 
 def _priced(plans: pd.DataFrame) -> pd.DataFrame:
-    table = steps(_MTNLG, plans.assign(micro_batch=1), global_batch=_BATCH)
+    table = _steps(_MTNLG, plans.assign(micro_batch=1), global_batch=_BATCH)
     days = published("mtnlg_tokens") / (_BATCH * _MTNLG.sequence) * table["step_s"] / _DAY_S
     return table.assign(days=days, cost_usd=days * 24 * table["gpus"] / 8 * published("node_usd_per_hour"))
 
@@ -152,7 +136,7 @@ def compute_optimal(days: float = 30.0) -> pd.DataFrame:
     sizes = product(range(6144, 14_337, 2048), range(40, 101, 20))
     for hidden, layers in ((h, n) for h, n in sizes if 100 <= h / n <= 200):
         model = Transformer(f"gpt-{hidden}-{layers}", layers, hidden, hidden // 128, 4 * hidden, 2048, 50257)
-        table = steps(model, plan_grid(model, _GPUS, _GPUS), global_batch=_GPUS)
+        table = _steps(model, _plan_grid(model, _GPUS, _GPUS), global_batch=_GPUS)
         best = table[table["memory_bytes"] <= machine.memory_bytes].nsmallest(1, "step_s")
         rows.append(best.assign(hidden=hidden, layers=layers, parameters=model.parameters, sequence=model.sequence))
     table = pd.concat(rows).sort_values("parameters", ignore_index=True)
@@ -176,7 +160,7 @@ def layouts(hidden: int = 8192, layers: Sequence[int] = (16, 32, 48, 96, 128)) -
     for depth in layers:
         plans = pd.DataFrame([plan for plan in _LAYOUTS if depth % plan[2] == 0], columns=["tp", "dp", "pp"])
         model = replace(SEED, num_layers=depth, hidden_size=hidden).model
-        part = steps(model, plans.assign(micro_batch=1), global_batch=SEED.global_batch_size, **network)
+        part = _steps(model, plans.assign(micro_batch=1), global_batch=SEED.global_batch_size, **network)
         parts.append(part.assign(hidden=hidden, layers=depth))
     table = pd.concat(parts, ignore_index=True)
     keys = [f"seed_{r.layers}_{r.hidden}_{r.tp}_{r.dp}_{r.pp}" for r in table.itertuples()]
@@ -203,61 +187,6 @@ def seed_steps(nccl: Nccl = RINGS) -> pd.DataFrame:
         mfu = flops / (theirs_s * config.num_gpus * device(config.gpu_name).peak("fp16"))
         rows.append((key, f"({t}, {d}, {p})", theirs_s, own_s, shared_s, mfu))
     return pd.DataFrame(rows, columns=["key", "layout", "theirs_s", "ours_s", "shared_s", "mfu"])
-
-
-def seed_predictions(table: pd.DataFrame, nccl: Nccl) -> pd.DataFrame:
-    """Steps of seed 000's table as it configured them, on formulas and by the released rules, beside its predictions.
-
-    Columns: group, tag, tp, layers, hidden, layout, theirs_s, ours_s. Left out are rows with more than 10,000 passes of
-    micro-batches through stages (its "DLRM") and those that are no valid configuration.
-    """
-    rows = []
-    for row in table.to_dict("records"):
-        t, d, p = (int(row[f"{name}_parallel_size"]) for name in ("tensor", "data", "pipeline"))
-        if row["num_gpus"] != t * d * p or p * row["global_batch_size"] // (d * row["micro_batch_size"]) > 10_000:
-            continue
-        config = Config.of(row)
-        ours_s = iteration_s(config, formula_operators(config), nccl, "released")
-        about = (row["group"], row["tag"], t, config.num_layers, config.hidden_size, f"({t}, {d}, {p})")
-        rows.append((*about, row["predicted_iteration_ms"] / 1e3, ours_s))
-    return pd.DataFrame(rows, columns=["group", "tag", "tp", "layers", "hidden", "layout", "theirs_s", "ours_s"])
-
-
-def kernel_rates(table: pd.DataFrame) -> pd.DataFrame:
-    """Share of the A100's 16-bit peak that the kernels of a middle stage reach: group, tag, hidden, tp, share.
-
-    FLOPs of its layers, forward twice and backward, over its compute time and the peak. More than 1 cannot be: likely
-    the trace was recorded with less work, as vTrain's name of a trace does not tell the sequence.
-    """
-    rows = []
-    for row in table[table["pipeline_parallel_size"] > 2].to_dict("records"):
-        try:
-            config = Config.of(row)
-        except ValueError:
-            continue
-        s, one = config.shape, replace(config, vocab_size=1).model
-        flops = 4 * one.forward_flops(s.micro_batch * s.micro_batches, s.sequence) / (s.pp * s.tp)
-        peak = device(config.gpu_name).peak("fp16")
-        rows.append((row["group"], row["tag"], s.hidden, s.tp, flops / (row["compute_stage1_ms"] / 1e3 * peak)))
-    return pd.DataFrame(rows, columns=["group", "tag", "hidden", "tp", "share"])
-
-
-def unit_findings(config: Config) -> list[str]:
-    """What in a configuration looks like the total of a system in a field of a DGX A100, one line each."""
-    meant = as_meant(config)
-    size, findings = meant.node_size, []
-    nodes = config.num_gpus / size
-    if config.node_size != size and config.node_size == nodes:
-        findings.append(f"node_size={config.node_size} is the number of nodes; a dgx-a100 has {size} GPUs")
-    totals = {
-        "intra_node_bandwidth": ("GB/s", "TB/s", size * meant.intra_node_bandwidth),
-        "inter_node_bandwidth": ("Gb/s", "Tb/s", meant.inter_node_bandwidth),
-    }
-    for name, (unit, larger, of_node) in totals.items():
-        value = getattr(config, name)
-        if nodes > 1 and abs(value * 1e3 / (nodes * of_node) - 1) < 0.01:
-            findings.append(f"{name}={value:g} {unit} is {nodes:.0f} nodes x {of_node:g} {unit} in {larger}")
-    return findings
 
 
 def as_meant(config: Config) -> Config:
