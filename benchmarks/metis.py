@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from madmax_lib.papers.metis import NODE_ORDERS, generate_profiles, nodes_of, search, table1
+from madmax_lib.papers.metis import generate_profiles, search, studies
 from madmax_lib.planner.hetero import write_cluster, write_profiles
 
 ABOUT_S = {4: 1800.0}
@@ -23,7 +23,7 @@ def measure(row, folder):
     """One line: steps, best cost, CPU seconds of ours and of the original."""
     host, cluster, profile = folder / "hostfile", folder / "clusterfile.json", folder / "profile"
     write_profiles(generate_profiles(row.layers), profile)
-    write_cluster(nodes_of(row.gpus), host, cluster)
+    write_cluster(studies.nodes_of(row.gpus), host, cluster)
     began = time.process_time()
     result = search(
         profile,
@@ -31,7 +31,7 @@ def measure(row, folder):
         cluster,
         layers=row.layers,
         global_batch=128,
-        node_order=NODE_ORDERS[0],
+        node_order=studies.NODE_ORDERS[0],
         model_profile="A100_tp4_bs4",
         strategy=row.mode == "strategy",
         max_permute_len=128,
@@ -61,7 +61,7 @@ def main():
     rows = [int(text) for text in sys.argv[1:]] or [1, 2, 4]
     print("| row | layers x GPUs | mode | steps | best cost (ms) | ours, CPU s | original, CPU s | ratio | peak GB |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for row in table1()[lambda table: table["row"].isin(rows)].itertuples():
+    for row in studies.table1()[lambda table: table["row"].isin(rows)].itertuples():
         with tempfile.TemporaryDirectory() as folder:
             measure(row, Path(folder))
 

@@ -8,14 +8,13 @@ import pytest
 from support import local_or_skip
 
 from madmax_lib.catalog import cluster
-from madmax_lib.papers import madmax
+from madmax_lib.papers.madmax import studies
 from madmax_lib.papers.madmax.model import evaluate
 from madmax_lib.papers.madmax.rules import STRATEGIES
 from madmax_lib.papers.madmax.suite import (
     best,
     cases,
     catalog_systems,
-    class_strategies,
     published,
     steps,
     suite,
@@ -40,7 +39,7 @@ def test_every_typed_row_has_a_source(name):
 
 
 def test_recorded_numbers_follow_to_their_digits_and_what_does_not_says_why():
-    claims = madmax.claims().set_index("key")
+    claims = studies.claims().set_index("key")
     off = (claims["ours"] - claims["theirs"]).abs()
     assert off[claims["figure"] == "7"].max() < 0.0051 and len(off[claims["figure"] == "7"]) == 14  # ms
     assert off[off.index.str.startswith("gain/")].max() < 6e-4 and off.index.str.startswith("gain/").sum() == 11
@@ -49,27 +48,27 @@ def test_recorded_numbers_follow_to_their_digits_and_what_does_not_says_why():
 
 
 def test_published_cloud_rows_within_printed_rounding():
-    table = madmax.cloud_comparison().dropna(subset="published_mqps")
+    table = studies.cloud_comparison().dropna(subset="published_mqps")
     assert len(table) == 21
     assert (table["mqps"] - table["published_mqps"]).abs().max() <= 0.0051
 
 
 def test_vit_errors_are_relative_and_leave_the_run_out():
-    table = madmax.vit_mfu()
+    table = studies.vit_mfu()
     paper, ours, fitted = (table[f"{who}_error"].abs().mean() for who in ("paper", "ours", "fitted"))
     assert fitted < paper < 1 < ours  # constant utilisation: honest and far off
     assert (table["paper"] - table["measured"]).abs().mean() == pytest.approx(1 - published("vit_accuracy"), abs=5e-5)
 
 
 def test_share_of_fsdp_communication_that_prefetching_hides():
-    shares = madmax.prefetch_overlap().set_index(["model", "schedule"])["overlapped_share"]
+    shares = studies.prefetch_overlap().set_index(["model", "schedule"])["overlapped_share"]
     expected = {"LLaMA-65B": (0.3006, 0.9018), "LLaMA2-70B 4K": (0.3313, 0.9932)}
     for model, pair in expected.items():
         assert shares[model][["pre-optimised", "optimised"]].tolist() == pytest.approx(pair, abs=6e-5)
 
 
 def test_memory_decides_and_nothing_is_left_out():
-    table = madmax.strategies_over_fsdp()
+    table = studies.strategies_over_fsdp()
     dlrm = table[table["model"] == "DLRM-A"].set_index("dense_strategy")
     assert not dlrm.loc["ddp", "fits"] and dlrm.loc["tp,ddp", "fits"]
     assert len(table) == len(STRATEGIES[:-1]) * table["model"].nunique()
@@ -78,7 +77,7 @@ def test_memory_decides_and_nothing_is_left_out():
 
 
 def test_tp_inside_fsdp_across_needs_the_memory_of_fsdp():
-    table = madmax.tp_inside_fsdp_across().set_index(["model", "dense_strategy"])
+    table = studies.tp_inside_fsdp_across().set_index(["model", "dense_strategy"])
     for model in ("GPT-3", "GPT-1T", "DLRM-A"):
         inside, fsdp = table.loc[(model, "tp,fsdp")], table.loc[(model, "fsdp")]
         assert inside["memory_needed_gb"] == pytest.approx(fsdp["memory_needed_gb"])
@@ -86,7 +85,7 @@ def test_tp_inside_fsdp_across_needs_the_memory_of_fsdp():
 
 
 def test_scaling_everything_beats_scaling_anything():
-    table = madmax.scaling_study((1, 4))
+    table = studies.scaling_study((1, 4))
     table = table[(table["limit"] == "memory") & (table["factor"] == 4)].set_index(["model", "part"])["speedup"]
     for model in ("DLRM-A", "GPT-3"):
         assert table[model, "all three"] >= 4 - 1e-9 > table.loc[model].drop("all three").max()
@@ -104,10 +103,10 @@ def test_systems_and_cases():
 
 
 def test_tables_name_their_inputs():
-    for table in (madmax.validation_bars(), madmax.cloud_comparison(), madmax.context_scaling()):
+    for table in (studies.validation_bars(), studies.cloud_comparison(), studies.context_scaling()):
         inputs = table.attrs["provenance"]["files"]
         assert all(len(about["sha256"]) == 64 and about["name"] == name for name, about in inputs.items()) and inputs
-    assert madmax.one_step("DLRM-A", "ddp", "zionex-128").meta.provenance["files"]
+    assert studies.one_step("DLRM-A", "ddp", "zionex-128").meta.provenance["files"]
 
 
 # --- the typed tables against the release's rows
@@ -141,7 +140,7 @@ def test_prices_and_power_are_those_of_the_artifact():
 
 def test_a_strategy_per_layer_class_beats_one_for_all():
     """DLRM-A Transformer on 128 A100-40: no single strategy that fits gains more than 1.02x, a pair 1.12x."""
-    pairs = class_strategies("DLRM-A Transformer", "zionex-128")
+    pairs = studies.class_strategies("DLRM-A Transformer", "zionex-128")
     same = pairs[(pairs["mlp"] == pairs["transformer"]) & pairs["fits"]]
     assert same["gain"].max() < 1.02
     best_pair = pairs[pairs["fits"]].nlargest(1, "gain").iloc[0]

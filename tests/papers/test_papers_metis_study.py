@@ -85,17 +85,14 @@ def test_each_defect_changes_the_cost_it_is_about():
 def test_pictures_keep_their_tables(runs):
     choice = pd.DataFrame({"node_order": ["A100 first"], "optimizer_ms": [1.0], "cost_ms": [2.0]})
     shares = pd.DataFrame({"case": ["a", "b"], "defect": ["E1", "E1"], "share": [0.1, 0.2]})
-    logs = pd.DataFrame({"run": ["DP", "DP"], "elapsed_s": [1.0, 2.0], "loss": [3.0, 2.0]})
     drawn = [
         figure_data(ax)
         for ax in (
             plots.plot_orders(runs),
             plots.plot_profile_choice(choice),
             plots.plot_defects(shares),
-            plots.plot_search_time(study.search_times()),
             plots.plot_training(study.data_and_tensor()),
         )
     ]
     assert all(len(table) and table.attrs["provenance"]["files"] for table in drawn)
     assert "our_search_ms" not in drawn[0]
-    assert figure_data(plots.plot_training(study.data_and_tensor(), logs)).equals(logs)

@@ -38,6 +38,7 @@ from madmax_lib.timeline import Timeline
 
 __all__ = [
     "claims",
+    "class_strategies",
     "cloud_comparison",
     "context_scaling",
     "hardware_study",
@@ -233,6 +234,20 @@ def hardware_study(names: Sequence[str], *, nvlink_all: Sequence[str] = ()) -> p
 def _joined(one: Cluster) -> Cluster:
     size = min(256, one.world_size)
     return replace(one, name=f"{one.name} superpod", devices_per_node=size, nodes=one.world_size // size)
+
+
+def class_strategies(model: str, system: str) -> pd.DataFrame:
+    """Every pair of a strategy for the MLPs and one for the transformer blocks of a model on a system.
+
+    Columns of `steps`, with mlp and transformer; gain over fsdp for both classes.
+    """
+    pairs = list(product(("fsdp", "ddp", "tp,ddp", "fsdp,ddp"), repeat=2))
+    texts = [f"mlp={mlp}; transformer={blocks}" for mlp, blocks in pairs]
+    table = steps(cases([model], texts, [system]))
+    table[["mlp", "transformer"]] = pairs
+    fsdp = table.loc[(table["mlp"] == "fsdp") & (table["transformer"] == "fsdp"), "throughput_samples_per_s"]
+    table["gain"] = table["throughput_samples_per_s"] / fsdp.iloc[0]
+    return table
 
 
 def tp_inside_fsdp_across() -> pd.DataFrame:

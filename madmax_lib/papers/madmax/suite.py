@@ -22,7 +22,6 @@ __all__ = [
     "best",
     "cases",
     "catalog_systems",
-    "class_strategies",
     "published",
     "published_values",
     "released",
@@ -157,17 +156,3 @@ def best(table: pd.DataFrame) -> pd.DataFrame:
         fastest = rows.groupby(_SAME, sort=False)["throughput_samples_per_s"].idxmax()
         parts.append(table.loc[fastest].assign(limit=limit))
     return released(pd.concat(parts, ignore_index=True))
-
-
-def class_strategies(model: str, system: str) -> pd.DataFrame:
-    """Every pair of a strategy for the MLPs and one for the transformer blocks of a model on a system.
-
-    Columns of `steps`, with mlp and transformer; gain over fsdp for both classes.
-    """
-    pairs = list(product(("fsdp", "ddp", "tp,ddp", "fsdp,ddp"), repeat=2))
-    texts = [f"mlp={mlp}; transformer={blocks}" for mlp, blocks in pairs]
-    table = steps(cases([model], texts, [system]))
-    table[["mlp", "transformer"]] = pairs
-    fsdp = table.loc[(table["mlp"] == "fsdp") & (table["transformer"] == "fsdp"), "throughput_samples_per_s"]
-    table["gain"] = table["throughput_samples_per_s"] / fsdp.iloc[0]
-    return table

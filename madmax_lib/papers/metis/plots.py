@@ -8,10 +8,9 @@ from matplotlib.axes import Axes
 from madmax_lib.papers.origin import with_origin
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_defects", "plot_orders", "plot_profile_choice", "plot_search_time", "plot_training"]
+__all__ = ["plot_defects", "plot_orders", "plot_profile_choice", "plot_training"]
 
 _ORDERS = {"A100 first": ("compute", "o"), "V100 first": ("comm", "s")}  # colour and mark
-_RUNS = {"DP": "compute", "TP": "comm"}
 _MODES = {"base": "Metis", "strategy": "Ours"}
 
 
@@ -83,49 +82,13 @@ def plot_defects(shares: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
 
 
-def plot_search_time(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Figure 1: search time against layers on 8 x 4 GPUs, as published."""
-    ax = ax or draw.new_axes(height=3.0)
-    draw.lines(ax, table, "layers", "search_s", marker="D", ls="--", color=draw.PAPER, mfc="none", lw=1)
-    for row in table.itertuples():
-        draw.note(ax, row.layers, row.search_s, f"{row.search_s:,.0f} s", dx=7, dy=-8)
-    ax.margins(y=0.15)
-    return draw.finish(
-        ax,
-        _from_files(table, "search_time"),
-        "Published search times, settings unknown: hours from 24 layers on",
-        x="layers",
-        y="published search time [s]",
-        yscale="log",
-        xlim=(5, 90),
-    )
-
-
-def plot_training(summary: pd.DataFrame, logs: pd.DataFrame | None = None) -> Axes:
-    """Figure 3: time of an iteration as a bar, or with `logs` the smoothed loss against elapsed time."""
-    if logs is not None:
-        return _plot_losses(logs)
-    ax, times_s = draw.new_axes(height=1.7), summary["median_ms"] / 1e3
-    draw.bars(ax, times_s, [_RUNS[run] for run in summary["strategy"]], notes=[f"{time_s:.1f} s" for time_s in times_s])
-    ratio = times_s.iloc[1] / times_s.iloc[0]
-    return draw.finish(
-        ax,
-        _from_files(summary, "dp_tp"),
-        f"Two P100: tensor parallelism takes {ratio:.2f}x as long as data parallelism",
-        x="measured time of an iteration, median [s]",
-        rows=[f"{row.strategy} on {row.gpus} GPUs" for row in summary.itertuples()],
-        reach=1.15 * times_s.max(),
-    )
-
-
-def _plot_losses(logs: pd.DataFrame) -> Axes:
-    ax = draw.new_axes(height=2.9)
-    smooth = logs.groupby("run", sort=False)["loss"].transform(lambda loss: loss.ewm(alpha=0.1).mean())
-    styles = {run: draw.COLORS[fill] for run, fill in _RUNS.items()}
-    ends = {run: run for run in _RUNS}
-    draw.lines(ax, logs.assign(loss=smooth), "elapsed_s", "loss", by="run", styles=styles, ends=ends, ls="--", lw=1.5)
-    title = "Only the time axis compares: the two learning-rate schedules differ"
-    return draw.finish(ax, logs, title, x="elapsed time [s]", y="loss, smoothed", reach=1.06 * logs["elapsed_s"].max())
+def plot_training(summary: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Figure 3: time of an iteration. summary: of `data_and_tensor`."""
+    times_s, kinds = summary["median_ms"] / 1e3, summary["strategy"].map({"DP": "compute", "TP": "comm"})
+    title = f"Two P100: tensor parallelism takes {times_s[1] / times_s[0]:.2f}x as long as data parallelism"
+    rows, notes = summary["strategy"] + " on 2 GPUs", times_s.map("{:.1f} s".format)
+    x = "measured time of an iteration, median [s]"
+    return draw.bar_chart(ax, _from_files(summary, "dp_tp"), times_s, title, kinds, notes=notes, x=x, rows=rows)
 
 
 def _from_files(table: pd.DataFrame, *files: str) -> pd.DataFrame:

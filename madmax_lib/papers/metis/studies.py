@@ -12,7 +12,6 @@ from itertools import pairwise
 
 import pandas as pd
 
-from madmax_lib.datasets import local_data
 from madmax_lib.papers.metis.defects import DEFECTS, first_listed
 from madmax_lib.papers.metis.generate import generate_profiles
 from madmax_lib.papers.metis.walk import MetisResult, search
@@ -33,7 +32,6 @@ __all__ = [
     "search_times",
     "table1",
     "table1_errors",
-    "training_logs",
 ]
 
 NODE_ORDERS = (("A100", "V100"), ("V100", "A100"))
@@ -162,19 +160,6 @@ def defect_choices(plans: pd.DataFrame, layers: int, gpus: int) -> pd.DataFrame:
         text = _plan_text(plans.iloc[chosen])
         rows.append((name, cost.what, text, 1e3 * believed_s[chosen], correct_ms[chosen], min(correct_ms)))
     return pd.DataFrame(rows, columns=["defect", "what", "chosen", "believed_ms", "correct_ms", "best_correct_ms"])
-
-
-def training_logs() -> pd.DataFrame | None:
-    """The two logs of figure 3: run (DP or TP), elapsed_s, loss; None after saying that they were not found."""
-    runs = []
-    for run, name in (("DP", "fig3_tp1_dp2.csv"), ("TP", "fig3_tp2_dp1.csv")):
-        try:
-            log = pd.read_csv(local_data(f"metis/{name}"))
-        except FileNotFoundError as reason:
-            print(f"skipped the training curves of figure 3: {reason}")
-            return None
-        runs.append(pd.DataFrame({"run": run, "elapsed_s": log["elapsed_ms"].cumsum() / 1e3, "loss": log["lm_loss"]}))
-    return pd.concat(runs, ignore_index=True)
 
 
 @lru_cache

@@ -6,47 +6,33 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.view.drawing import (
-    COLORS,
-    DASHED,
-    GREY,
-    PAPER,
-    areas,
-    bars,
-    finish,
-    line_key,
-    lines,
-    mark_key,
-    new_axes,
-    note,
-    patch_key,
-    published,
-)
+from madmax_lib.view import drawing as draw
 from madmax_lib.view.plots.steps import COMPONENTS, OTHER
 
 __all__ = [
     "plot_gelu",
-    "plot_loss",
     "plot_memory_parts",
     "plot_memory_rows",
     "plot_mfu",
-    "plot_mlp",
     "plot_overlap",
-    "plot_phases",
     "plot_scaling",
     "plot_steps",
 ]
 
 _GIB = 2**30
 _BIN = 16  # logged steps per point of a curve
-_ORANGE = COLORS["comm"]
+_ORANGE = draw.COLORS["comm"]
 _MARKS = {  # columns of `hybrid.audit`: name, mark
     "mfu_reproduced": ("reproduced", {"marker": "x", "ms": 7}),
     "mfu_window": ("real batches", {"marker": "|", "ms": 9}),
     "mfu_wall": ("wall clock", {"marker": "o", "ms": 4}),
 }
 _STRATEGIES = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zeropp": "ZeRO++"}
-_LINES = {"zero2": (COLORS["compute"], "o"), "zero3": (COLORS["comm"], "s"), "zeropp": (COLORS["memcpy"], "^")}
+_LINES = {
+    "zero2": (draw.COLORS["compute"], "o"),
+    "zero3": (draw.COLORS["comm"], "s"),
+    "zeropp": (draw.COLORS["memcpy"], "^"),
+}
 _DASHES = {"one host": "-", "nodes of two": "--"}
 _PARTS = ("weights", "gradients", "optimizer", "buckets", "optimizer temporaries", "activations")
 _FILLS = {name: COMPONENTS[name] for name in _PARTS}
@@ -56,177 +42,141 @@ _PHASES = {"forward": "#9dbede", "backward": "compute", "update": "memcpy", "all
 
 def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """MFU of each row of `hybrid.audit`: as reported, from real batches, from the wall clock, corrected."""
-    ax = ax or new_axes(height=1.4 + 0.42 * len(table))
+    ax = ax or draw.new_axes(height=1.4 + 0.42 * len(table))
     rows = range(len(table))
-    bars(ax, 100 * table["mfu_corrected"], "compute", height=0.6)
-    published(ax, 100 * table["mfu_reported"], rows)
+    draw.bars(ax, 100 * table["mfu_corrected"], "compute", height=0.6)
+    draw.published(ax, 100 * table["mfu_reported"], rows)
     for column, (_, mark) in _MARKS.items():
         ax.plot(100 * table[column], rows, color=_ORANGE, mew=1.3, ls="none", **mark)
     for row, mfu, executed in zip(rows, table["mfu_corrected"], table["executed"], strict=True):
-        note(ax, 0, row, f"{'at most ' if executed < 1 else ''}{mfu:.1%}", color="white")
-    marks = [mark_key(name, color=_ORANGE, hollow=False, **mark) for name, mark in _MARKS.values()]
-    key = [mark_key("reported"), *marks, patch_key("useful tokens, usual FLOPs", "compute")]
+        draw.note(ax, 0, row, f"{'at most ' if executed < 1 else ''}{mfu:.1%}", color="white")
+    marks = [draw.mark_key(name, color=_ORANGE, hollow=False, **mark) for name, mark in _MARKS.values()]
+    key = [draw.mark_key("reported"), *marks, draw.patch_key("useful tokens, usual FLOPs", "compute")]
     title = f"The last, short batch was counted full: MFU came out up to {table['inflation'].max():.2f}x too high"
     reach = 115 * table["mfu_reported"].max()
-    return finish(ax, table, title, x="MFU [%]", rows=_row_names(table), reach=reach, key=key, columns=3)
-
-
-def plot_loss(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Loss after the same 5,000 samples against the time they took, one point per run that reports it."""
-    shown = table.dropna(subset=["loss"]).reset_index(drop=True)
-    ax = ax or new_axes(height=3.0, width=5.4)
-    time_s, names = shown["train_time_s"], _row_names(shown)
-    ax.plot(time_s, shown["loss"], "o", color=COLORS["compute"], ms=7)
-    for run, name in zip(shown.itertuples(), names, strict=True):
-        note(ax, run.train_time_s, run.loss, f"{name}\naccuracy {run.accuracy_pct:g} %", dx=8)
-    ax.margins(y=0.2)
-    ax.grid(True, axis="both")
-    title = f"{names[shown['loss'].idxmax()]} learns least from the same samples"
-    data = shown[["config", "batch_per_gpu", "train_time_s", "loss", "accuracy_pct"]]
-    limits = time_s.min() - 0.15 * np.ptp(time_s), time_s.max() + 0.45 * np.ptp(time_s)
-    return finish(ax, data, title, x="time for 5,000 samples [s]", y="loss at the end", xlim=limits, origin=table)
+    return draw.finish(ax, table, title, x="MFU [%]", rows=_row_names(table), reach=reach, key=key, columns=3)
 
 
 def plot_memory_rows(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Peak memory of each row, measured (filled) and predicted (hatched)."""
     within = (table["error"].abs() <= 0.1).sum()
     title = f"{within} of {len(table)} rows within 10 % of what the study measured"
-    ax = ax or new_axes(height=1.2 + 0.5 * len(table))
+    ax = ax or draw.new_axes(height=1.2 + 0.5 * len(table))
     key = _measured_and_simulated(ax, table, {"measured_gib": "measured", "predicted_gib": "predicted"})
-    return finish(ax, table, title, x="peak memory allocated on a GPU [GiB]", rows=_row_names(table), key=key)
+    return draw.finish(ax, table, title, x="peak memory allocated on a GPU [GiB]", rows=_row_names(table), key=key)
 
 
 def plot_gelu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Share of the memory bandwidth that each kernel of `hybrid.gelu` reaches, by shape."""
-    ax = ax or new_axes(height=3.0)
+    ax = ax or draw.new_axes(height=3.0)
     unfused_ms, ideal = table["unfused_ms"].map("{:.3f} ms".format), table["ideal_ms"].map(", ideal {:.3f} ms".format)
-    bars(ax, 100 * table["unfused_share"], "idle", slot=(0, 2), notes=unfused_ms)
-    bars(ax, 100 * table["fused_share"], slot=(1, 2), notes=table["fused_ms"].map("{:.3f} ms".format) + ideal)
+    draw.bars(ax, 100 * table["unfused_share"], "idle", slot=(0, 2), notes=unfused_ms)
+    draw.bars(ax, 100 * table["fused_share"], slot=(1, 2), notes=table["fused_ms"].map("{:.3f} ms".format) + ideal)
     shapes = [f"{row.batch} x {row.sequence} x {row.width}" for row in table.itertuples()]
     rows = [name + ("\nin L2 cache" if cached else "") for name, cached in zip(shapes, table["in_cache"], strict=True)]
     reached = table["fused_share"].iloc[-1]
     title = f"The fused kernel reaches {reached:.0%} of the bandwidth: the kernel is slow, not fusion"
-    key = [patch_key("two kernels of PyTorch", "idle"), patch_key("fused kernel of the study", "compute")]
+    key = [draw.patch_key("two kernels of PyTorch", "idle"), draw.patch_key("fused kernel of the study", "compute")]
     x = "bytes that the kernel moves per second, of 1,555 GB/s [%]"
-    return finish(ax, table, title, x=x, rows=rows, reach=100, key=key)
-
-
-def plot_mlp(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Time of each part of an MLP, with the share of the peak that products reach."""
-    parts = table[table["name"] != "full mlp"].reset_index(drop=True)
-    ax = ax or new_axes(height=2.6)
-    product = parts["flops_per_s"].notna()
-    rates = [
-        f", {part.flops_per_s / 1e12:.0f} TFLOP/s ({part.peak_share:.0%} of the peak)" if multiplies else ""
-        for part, multiplies in zip(parts.itertuples(), product, strict=True)
-    ]
-    notes = parts["share"].map("{:.1%}".format) + rates
-    bars(ax, parts["ms"], product.map({True: "compute", False: "comm"}), notes=notes)
-    gain = 1 / (1 - parts.set_index("name").at["gelu", "share"])
-    title = f"If GELU took no time at all, the MLP would be {gain:.2f}x as fast"
-    return finish(ax, table, title, x="time [ms]", rows=parts["name"], reach=1.6 * parts["ms"].max())
+    return draw.finish(ax, table, title, x=x, rows=rows, reach=100, key=key)
 
 
 def plot_steps(log: pd.DataFrame, ax: Axes | None = None, *, last: int, simulated_s: float) -> Axes:
     """Seconds of the logged steps by phase, means of 16; steps 2..last are the fit's, simulated_s its step."""
-    ax = ax or new_axes(height=3.4)
+    ax = ax or draw.new_axes(height=3.4)
     regular, overflow = log[log["kind"] == "regular"], log[log["kind"] == "overflow"]
     rest_s = regular.loc[regular["step"] > last, "step_s"].mean()
     shown = regular.groupby(regular["step"] // _BIN)[["step", *_PHASES]].mean().reset_index(drop=True)
-    areas(ax, shown["step"], shown, _PHASES)
+    draw.areas(ax, shown["step"], shown, _PHASES)
     tops = shown[list(_PHASES)].tail(2).mean().cumsum()
     for phase, top in tops.items():
         height_s = shown[phase].tail(2).mean()
-        note(ax, shown["step"].iloc[-1], top - height_s / 2, phase.replace("_", "-"), dx=5)
+        draw.note(ax, shown["step"].iloc[-1], top - height_s / 2, phase.replace("_", "-"), dx=5)
     fitted = {"color": "black", "alpha": 0.10, "lw": 0}
-    odd = {"mfc": "white", "mec": PAPER, "ms": 5, "ls": "none"}
+    odd = {"mfc": "white", "mec": draw.PAPER, "ms": 5, "ls": "none"}
     key = ax.plot(overflow["step"], overflow["step_s"], "v", **odd, label="overflow: no update")
     key.append(ax.axvspan(2, last, **fitted, label=f"fit: steps 2 to {last}"))
-    key.append(ax.axhline(simulated_s, **DASHED, label=f"simulated: {simulated_s:.3f} s"))
+    key.append(ax.axhline(simulated_s, **draw.DASHED, label=f"simulated: {simulated_s:.3f} s"))
     title = f"Fitted on steps 2 to {last}, the simulated step is {simulated_s / rest_s - 1:+.1%} off on the others"
     reach = log["step"].max() * 1.12
     ax.set_ylim(0, 3.0)
-    return finish(
+    return draw.finish(
         ax, shown, title, x="step", y="time [s]", reach=reach, key=key, where="upper center", columns=3, origin=log
     )
 
 
-def plot_phases(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Each phase of `vit_study.fit_and_predict`: measured on steps after those of the fit, and simulated."""
-    ax = ax or new_axes(height=3.0)
-    key = _measured_and_simulated(ax, table, {"rest_s": "measured, not seen by the fit", "simulated_s": "simulated"})
-    worst = table.loc[table["error"].abs().idxmax()]
-    title = f"Three shares of the data sheet give every phase; {worst['phase']} is {abs(worst['error']):.0%} off"
-    rows = table["phase"].str.replace("_", "-")
-    return finish(ax, table, title, x="time [s]", rows=rows, reach=1.12 * table["rest_s"].max(), key=key)
-
-
 def plot_overlap(simulated: pd.DataFrame, measured: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Share of communication under compute: simulated cases as bars, traced ranks as hollow marks."""
-    ax = ax or new_axes(height=3.0)
-    bars(ax, 100 * simulated["overlap"], "hidden", source="simulated")
+    ax = ax or draw.new_axes(height=3.0)
+    draw.bars(ax, 100 * simulated["overlap"], "hidden", source="simulated")
     as_run = ~simulated["strategy"].eq("zero2") | simulated["case"].str.startswith("one")
     for row, case in enumerate(simulated.itertuples()):
         traced = 100 * measured.loc[(measured["strategy"] == case.strategy) & as_run[row], "overlap"]
-        published(ax, traced, [row] * len(traced))
-        note(ax, 100 * case.overlap, row, f"{case.overlap:.0%}", dx=8)
+        draw.published(ax, traced, [row] * len(traced))
+        draw.note(ax, 100 * case.overlap, row, f"{case.overlap:.0%}", dx=8)
     rows = [f"{_STRATEGIES[case.strategy]}, {case.case}" for case in simulated.itertuples()]
-    key = [patch_key("simulated", "hidden", "simulated"), mark_key("traced, each rank")]
+    key = [draw.patch_key("simulated", "hidden", "simulated"), draw.mark_key("traced, each rank")]
     title, x = "ZeRO-2 hid nothing; sharding layer by layer hides most of it", "communication hidden under compute [%]"
-    return finish(ax, simulated, title, x=x, rows=rows, reach=112, key=key)
+    return draw.finish(ax, simulated, title, x=x, rows=rows, reach=112, key=key)
 
 
 def plot_memory_parts(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """What a GPU holds by strategy at its fullest moment, with the usable memory."""
-    ax = ax or new_axes(height=3.0)
+    ax = ax or draw.new_axes(height=3.0)
     by_strategy = table.groupby("strategy", sort=False)
     parts_gib = {strategy: _fullest(rows) / _GIB for strategy, rows in by_strategy}
     parts = pd.DataFrame(parts_gib).T.fillna(0.0)
     shown = {name: fill for name, fill in _FILLS.items() if name in parts and parts[name].any()}
     before_gib = by_strategy["before_update_bytes"].first() / _GIB
     notes = [f"{size:.1f} GiB\n{before_gib[name]:.1f} before the update" for name, size in parts.sum(axis=1).items()]
-    bars(ax, parts, shown, source="simulated", height=0.6, notes=notes)
+    draw.bars(ax, parts, shown, source="simulated", height=0.6, notes=notes)
     usable_gib = table["usable_bytes"].iloc[0] / _GIB
-    ax.axvline(usable_gib, **DASHED)
-    note(ax, usable_gib, -0.62, f"usable: {usable_gib:.2f} GiB")
-    rows, key = [_STRATEGIES[name] for name in parts.index], [patch_key(name, fill) for name, fill in shown.items()]
+    ax.axvline(usable_gib, **draw.DASHED)
+    draw.note(ax, usable_gib, -0.62, f"usable: {usable_gib:.2f} GiB")
+    rows, key = (
+        [_STRATEGIES[name] for name in parts.index],
+        [draw.patch_key(name, fill) for name, fill in shown.items()],
+    )
     title = "DDP runs out of memory when AdamW makes its temporaries, not before"
-    finish(ax, table, title, x="memory of a GPU [GiB]", rows=rows, reach=20, key=key, columns=4)
+    draw.finish(ax, table, title, x="memory of a GPU [GiB]", rows=rows, reach=20, key=key, columns=4)
     ax.set_ylim(top=-0.8)
     return ax
 
 
 def plot_scaling(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Predicted throughput against the number of GPUs: one host solid, nodes dashed, linear growth grey."""
-    ax = ax or new_axes(height=3.4, width=6.0)
+    ax = ax or draw.new_axes(height=3.4, width=6.0)
     styles = {
         (place, strategy): {"color": color, "marker": mark, "ls": dashes}
         for place, dashes in _DASHES.items()
         for strategy, (color, mark) in _LINES.items()
     }
-    lines(ax, table, "gpus", "samples_per_s", by=["place", "strategy"], styles=styles, mfc="white", ms=5)
+    draw.lines(ax, table, "gpus", "samples_per_s", by=["place", "strategy"], styles=styles, mfc="white", ms=5)
     zero2 = table[table["strategy"] == "zero2"]
     gpus = np.unique(table["gpus"])
     linear = gpus * zero2["samples_per_s"].iloc[0] / zero2["gpus"].iloc[0]
-    ax.plot(gpus, linear, color=GREY, lw=1)
-    note(ax, gpus[-1], linear[-1], "linear from ZeRO-2", color="#777777", dx=8)
+    ax.plot(gpus, linear, color=draw.GREY, lw=1)
+    draw.note(ax, gpus[-1], linear[-1], "linear from ZeRO-2", color="#777777", dx=8)
     ax.grid(True, axis="both")
-    key = [line_key(_STRATEGIES[name], color, marker=mark, mfc="white", ms=5) for name, (color, mark) in _LINES.items()]
-    key += [line_key("one host", PAPER), line_key("nodes of two, 10 Gb/s", PAPER, ls="--")]
+    key = [
+        draw.line_key(_STRATEGIES[name], color, marker=mark, mfc="white", ms=5)
+        for name, (color, mark) in _LINES.items()
+    ]
+    key += [draw.line_key("one host", draw.PAPER), draw.line_key("nodes of two, 10 Gb/s", draw.PAPER, ls="--")]
     kept = zero2[(zero2["gpus"] == gpus[-1]) & (zero2["place"] == "one host")]["efficiency"].item()
     title = f"ZeRO-2 keeps {kept:.0%} of its rate per GPU on {gpus[-1]} GPUs of one host"
     limits, y = {"xticks": gpus, "xlim": (0.8 * gpus[0], 1.35 * gpus[-1])}, "simulated throughput [samples/s]"
-    return finish(ax, table, title, x="GPUs", y=y, key=key, where="upper left", **limits)
+    return draw.finish(ax, table, title, x="GPUs", y=y, key=key, where="upper left", **limits)
 
 
 def _measured_and_simulated(ax: Axes, table: pd.DataFrame, names: dict[str, str]) -> list:
     """Two bars a row, with the relative error behind the longer one. names: of both columns; returns legend entries."""
     key = []
     for number, ((column, name), source) in enumerate(zip(names.items(), (None, "simulated"), strict=True)):
-        bars(ax, table[column], source=source, slot=(number, 2))
-        key.append(patch_key(name, "compute", source))
+        draw.bars(ax, table[column], source=source, slot=(number, 2))
+        key.append(draw.patch_key(name, "compute", source))
     for row, (end, error) in enumerate(zip(table[list(names)].max(axis=1), table["error"], strict=True)):
-        note(ax, end, row, f"{error:+.1%}", dx=5)
+        draw.note(ax, end, row, f"{error:+.1%}", dx=5)
     return key
 
 

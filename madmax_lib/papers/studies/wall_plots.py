@@ -11,26 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from madmax_lib.simulator.offload.hosts import ADAM_BYTES
-from madmax_lib.timeline import with_origin
-from madmax_lib.view.drawing import (
-    COLORS,
-    DASHED,
-    SERIES,
-    areas,
-    bars,
-    finish,
-    lines,
-    mark_key,
-    new_axes,
-    note,
-    patch_key,
-    plural,
-    published,
-)
+from madmax_lib.view import drawing as draw
 
 __all__ = [
     "plot_adam",
-    "plot_launch_gain",
     "plot_limits",
     "plot_methods",
     "plot_power",
@@ -50,13 +34,15 @@ _EXPOSED = {  # columns of `OffloadTimes`: name, kind
 
 def plot_methods(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Tokens per second of every model that a method can train. table: of `memory_wall.methods_table`, one machine."""
-    ax = ax or new_axes(height=3.6)
+    ax = ax or draw.new_axes(height=3.6)
     fitting, models = table[table["fits"]], table.drop_duplicates("model")
-    looks = zip(table["method"].unique(), _MARKERS, SERIES, strict=False)
+    looks = zip(table["method"].unique(), _MARKERS, draw.SERIES, strict=False)
     styles = {method: {"marker": marker, "color": color} for method, marker, color in looks}
     labels = {method: method for method in styles}
     shown = fitting.assign(billions=fitting["parameters"] / 1e9)
-    lines(ax, shown, "billions", "tokens_per_s", by="method", styles=styles, labels=labels, ms=5, mfc="white", lw=1.0)
+    draw.lines(
+        ax, shown, "billions", "tokens_per_s", by="method", styles=styles, labels=labels, ms=5, mfc="white", lw=1.0
+    )
     billions = models["parameters"] / 1e9
     ax.set(xscale="log", yscale="log")
     ax.set_xticks(billions, [_size(name) for name in models["model"]], fontsize=7)
@@ -71,111 +57,87 @@ def plot_methods(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         reach = f"{names} reach" if len(methods) > 1 else f"Only {names} reaches"
         title = f"{reach} {_size(largest['model'].iloc[0])}"
     x, y, key = "parameters, as the study names its shapes", "simulated throughput [tokens/s]", ax.get_lines()
-    return finish(
+    return draw.finish(
         ax, table, title, x=x, y=y, key=key, where="beside", xlim=(0.9 * billions.min(), 1.1 * billions.max())
     )
 
 
 def plot_limits(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Largest models: published beside ours. table: of `memory_wall.limits_table`."""
-    ax = ax or new_axes(height=1.2 + 0.42 * len(table))
+    ax = ax or draw.new_axes(height=1.2 + 0.42 * len(table))
     places, larger = range(len(table)), table[["published", "ours"]].max(axis=1)
-    ax.hlines(places, table["published"], table["ours"], color=COLORS["idle"], lw=2, zorder=1)
-    ax.plot(table["ours"], places, "o", ms=6, color=COLORS["compute"])
-    published(ax, table["published"], places)
+    ax.hlines(places, table["published"], table["ours"], color=draw.COLORS["idle"], lw=2, zorder=1)
+    ax.plot(table["ours"], places, "o", ms=6, color=draw.COLORS["compute"])
+    draw.published(ax, table["published"], places)
     for place, (end, row) in enumerate(zip(larger, table.itertuples(), strict=True)):
-        note(ax, end, place, f"{row.ratio:.2f}x, {row.bound} full", dx=6)
+        draw.note(ax, end, place, f"{row.ratio:.2f}x, {row.bound} full", dx=6)
     title = f"Our limits are {table['ratio'].median():.2f}x of the published sizes in the median"
     rows = [f"{row.system}\n{row.machine}" for row in table.itertuples()]
-    key = [mark_key("published"), mark_key("simulated limit", "o", COLORS["compute"], hollow=False)]
+    key = [draw.mark_key("published"), draw.mark_key("simulated limit", "o", draw.COLORS["compute"], hollow=False)]
     x, limits = "largest model [1e9 parameters]", (0.7 * table["published"].min(), 3 * table["ours"].max())
-    return finish(ax, table, title, x=x, rows=rows, key=key, where="upper right", xscale="log", xlim=limits)
+    return draw.finish(ax, table, title, x=x, rows=rows, key=key, where="upper right", xscale="log", xlim=limits)
 
 
 def plot_share(table: pd.DataFrame, best: float, ax: Axes | None = None) -> Axes:
     """Exposed seconds by the share of states that leaves the device. table: share and the seconds of `OffloadTimes`."""
-    ax = ax or new_axes(height=3.2)
+    ax = ax or draw.new_axes(height=3.2)
     fills = {column: kind for column, (_, kind) in _EXPOSED.items()}
     names = {column: name for column, (name, _) in _EXPOSED.items()}
-    areas(ax, table["share"], table, fills, source="simulated", labels=names)
-    ax.axvline(best, **DASHED, label="best that fits")
+    draw.areas(ax, table["share"], table, fills, source="simulated", labels=names)
+    ax.axvline(best, **draw.DASHED, label="best that fits")
     title = f"Fastest that fits: {best:.0%} of the states leave the device"
     x, y = "share of the states that leaves the device", "simulated time beyond the passes [s]"
     key = ax.get_legend_handles_labels()[0]
-    return finish(ax, table, title, x=x, y=y, key=key, where="beside", xlim=(0, 1), ylim=(0, None))
+    return draw.finish(ax, table, title, x=x, y=y, key=key, where="beside", xlim=(0, 1), ylim=(0, None))
 
 
 def plot_adam(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Measured seconds of CPU Adam by model size, quartiles as bars. table: of `benchmarks/host.py`."""
-    ax = ax or new_axes(height=3.2)
+    ax = ax or draw.new_axes(height=3.2)
     adam = table[table["what"] == "cpu adam"]
     for number, ((how, threads), part) in enumerate(adam.groupby(["how", "threads"], sort=False)):
         quartiles = [part["median_s"] - part["low_s"], part["high_s"] - part["median_s"]]
-        style = {"marker": _MARKERS[number], "ms": 4, "lw": 1, "capsize": 2, "color": SERIES[number]}
-        label = f"{how}, {plural(threads, 'thread')}"
+        style = {"marker": _MARKERS[number], "ms": 4, "lw": 1, "capsize": 2, "color": draw.SERIES[number]}
+        label = f"{how}, {draw.plural(threads, 'thread')}"
         ax.errorbar(part["size"], part["median_s"], yerr=quartiles, label=label, **style)
     copies = table.loc[table["what"] == "host memory", "bytes_per_s"].max()
     ends = np.array([adam["size"].min(), adam["size"].max()])
     label = f"{ADAM_BYTES} bytes per parameter at {copies / 1e9:.0f} GB/s, the best of copy and triad"
-    ax.plot(ends, ADAM_BYTES * ends / copies, **DASHED, label=label)
+    ax.plot(ends, ADAM_BYTES * ends / copies, **draw.DASHED, label=label)
     largest = adam[adam["size"] == ends[1]].set_index("how")["median_s"]
     pace_ns, ratio = largest.min() / ends[1] * 1e9, largest.max() / largest.min()
     title = f"A {largest.idxmin()} update takes {pace_ns:.2f} ns per parameter"
     title += f", {largest.idxmax()} {ratio:.0f} times as long"
     y, key = "measured time of an update [s]", ax.get_legend_handles_labels()[0]
-    return finish(ax, table, title, x="parameters", y=y, key=key, where="upper left", xscale="log", yscale="log")
+    return draw.finish(ax, table, title, x="parameters", y=y, key=key, where="upper left", xscale="log", yscale="log")
 
 
 def plot_token_energy(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Energy per token by method for one model, with its uncertainty. table: of `memory_wall.methods_table`."""
     shown = table[table["fits"]].reset_index(drop=True)
-    ax = ax or new_axes(height=1.2 + 0.34 * len(shown))
+    ax = ax or draw.new_axes(height=1.2 + 0.34 * len(shown))
     interval_mj = 1e3 * shown["token_low_j"], 1e3 * shown["token_high_j"]
     speeds = shown["tokens_per_s"].map("{:,.0f} tokens/s".format)
-    bars(ax, 1e3 * shown["token_j"], source="simulated", error=interval_mj, notes=speeds)
+    draw.bars(ax, 1e3 * shown["token_j"], source="simulated", error=interval_mj, notes=speeds)
     apart = shown["token_j"].max() / shown["token_j"].min() - 1
     title = f"{_size(shown['model'].iloc[0])}: methods differ by {apart:.0%} in energy"
     title += ", less than the model is sure of" if apart < 0.25 else ""
     x = "simulated energy per token, devices and processors [mJ]"
-    return finish(ax, table, title, x=x, rows=shown["method"], reach=1.35 * interval_mj[1].max())
+    return draw.finish(ax, table, title, x=x, rows=shown["method"], reach=1.35 * interval_mj[1].max())
 
 
 def plot_power(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Power of a device over the phases of a step, with its uncertainty. table: of `power.power_phases`."""
-    ax = ax or new_axes(height=2.6)
+    ax = ax or draw.new_axes(height=2.6)
     end_s, phases = table["seconds"].cumsum(), list(zip(_KINDS, table.itertuples(), strict=True))
     for (kind, phase), end in zip(phases, end_s, strict=True):
         bar = {"places": [end - phase.seconds / 2], "height": phase.seconds, "error": ([phase.low_w], [phase.high_w])}
-        bars(ax, [phase.power_w], kind, source="simulated", upright=True, **bar)
+        draw.bars(ax, [phase.power_w], kind, source="simulated", upright=True, **bar)
     ax.set_ylim(0, 1.3 * table["high_w"].max())
-    key = [patch_key(phase.phase, kind) for kind, phase in phases]
+    key = [draw.patch_key(phase.phase, kind) for kind, phase in phases]
     title = f"A device draws {table['energy_j'].sum() / end_s.iloc[-1]:.0f} W on average"
     x, y = "time in the step, phase by phase [s]", "simulated power of a device [W]"
-    return finish(ax, table, title, x=x, y=y, reach=end_s.iloc[-1], key=key, where="upper right", columns=3)
-
-
-def plot_launch_gain(tables: dict[str, pd.DataFrame], ax: Axes | None = None) -> Axes:
-    """Measured steps, and replayed with cheaper launches. tables: of `launch_gain`, by the name of the trace."""
-    shown = pd.concat([table.assign(trace=name) for name, table in tables.items()], ignore_index=True)
-    ax = ax or new_axes(height=1.1 + 0.3 * len(shown))
-    measured, step_ms = shown["scenario"] == "as measured", 1e3 * shown["step_s"]
-    for source, part in (("measured", measured), ("simulated", ~measured)):
-        bars(ax, step_ms[part], source=source, places=np.flatnonzero(part))
-    for place, (end, speedup) in enumerate(zip(step_ms, shown["speedup"], strict=True)):
-        note(ax, end, place, "" if measured[place] else f"{speedup:.2f}x")
-    title = f"A host that is always ahead would gain at most {shown['speedup'].max():.2f}x"
-    rows, x = shown["trace"] + ": " + shown["scenario"], "step [ms]; hatched: replayed, not measured"
-    return finish(ax, _with_files(shown, tables), title, x=x, rows=rows, reach=1.15 * step_ms.max())
-
-
-def _with_files(shown: pd.DataFrame, tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """One table of several, with the files of all."""
-    files = {}
-    for name, table in tables.items():
-        of_trace = table.attrs.get("provenance", {}).get("files", {})
-        files |= {f"{name} {key}": about for key, about in of_trace.items()}
-    shown.attrs.clear()
-    return with_origin(shown, {"files": files})
+    return draw.finish(ax, table, title, x=x, y=y, reach=end_s.iloc[-1], key=key, where="upper right", columns=3)
 
 
 def _size(model: str) -> str:
