@@ -7,7 +7,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.view import drawing as draw
-from madmax_lib.view.plots.steps import COMPONENTS, OTHER
 
 __all__ = [
     "plot_gelu",
@@ -35,8 +34,8 @@ _LINES = {
 }
 _DASHES = {"one host": "-", "nodes of two": "--"}
 _PARTS = ("weights", "gradients", "optimizer", "buckets", "optimizer temporaries", "activations")
-_FILLS = {name: COMPONENTS[name] for name in _PARTS}
-_FILLS |= {"other": OTHER, "context and fragmentation": COMPONENTS["context"]}
+_FILLS = {name: draw.COMPONENTS[name] for name in _PARTS}
+_FILLS |= {"other": draw.OTHER, "context and fragmentation": draw.COMPONENTS["context"]}
 _PHASES = {"forward": "#9dbede", "backward": "compute", "update": "memcpy", "all_gather": "comm"}
 
 

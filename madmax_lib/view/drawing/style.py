@@ -13,9 +13,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-__all__ = ["COLORS", "DARK", "DASHED", "GREY", "LABELS", "PAPER", "SERIES", "THEIRS", "UNFIT", "Fill"]
-__all__ += ["faded", "fill_of", "ink_on", "kinds_key", "line_key", "mark_key", "patch_key"]
-__all__ += ["percent", "plural", "shorten"]
+__all__ = ["COLORS", "COMPONENTS", "DARK", "DASHED", "GREY", "LABELS", "OTHER", "PAPER", "SERIES", "THEIRS", "UNFIT"]
+__all__ += ["Fill", "components_key", "faded", "fill_of", "ink_on", "kinds_key", "line_key", "mark_key", "patch_key"]
+__all__ += ["percent", "plural", "short_name", "shorten"]
 
 COLORS = {  # also told apart by lightness alone, in print without colour
     "compute": "#3b75af",
@@ -27,6 +27,13 @@ COLORS = {  # also told apart by lightness alone, in print without colour
 }
 LABELS = {"compute": "compute", "comm": "communication", "memcpy": "copies", "other": "other", "idle": "idle"}
 SERIES = ("#3b75af", "#e1812c", "#529d3f", "#8d6bb8", "#c44e52", "#937860", "#c49a2c", "#2f9c95")  # of groups in order
+COMPONENTS = {  # of memory, the same colour everywhere; neighbours differ in lightness
+    "weights": "#3b75af", "gathered weights": "#7ba3cf", "gradients": "#b9cfe6", "gradients on their way": "#9fc0c8",
+    "optimizer": "#17615c", "optimizer temporaries": "#4fa8a1", "buckets": "#c7b3e0", "activations": "#e1812c",
+    "checkpoints on their way": "#f0b27a", "logits": "#f8d9bd", "block at work": "#b5433f", "context": "#d9d9d9",
+    "fragmentation": "#a6a6a6", "chunk tails": "#dcc27a", "staging": "#9a7d1f",
+}  # fmt: skip
+OTHER = "#6b6b6b"  # components that have no colour of their own
 GREY, DARK, PAPER, _HATCH = "#b9b9b9", "#4a4a4a", "#222222", "////"
 DASHED = {"color": DARK, "lw": 0.9, "ls": "--"}  # a limit: the memory of a device, a budget
 UNFIT = {"facecolor": "none", "edgecolor": GREY, "linestyle": ":", "linewidth": 1.3}  # does not fit in memory
@@ -67,6 +74,11 @@ def ink_on(color) -> str:
 def kinds_key(kinds: Iterable[str]) -> dict[str, Fill]:
     """Legend entries of those LABELS that are among the kinds."""
     return {label: kind for kind, label in LABELS.items() if kind in set(kinds)}
+
+
+def components_key(names: Iterable[str]) -> dict[str, Fill]:
+    """Legend entries of components of memory, each once."""
+    return {name: COMPONENTS.get(name, OTHER) for name in names}
 
 
 def patch_key(label: str, fill: Fill, source: str | None = None) -> Patch:
@@ -113,3 +125,13 @@ def shorten(text: object, most: int = 38, *, keep_end: bool = False) -> str:
     if len(text) <= most:
         return text
     return f"…{text[1 - most :]}" if keep_end else f"{text[: most - 1]}…"
+
+
+def short_name(name: str) -> str:
+    """An operator's name that fits beside a bar.
+
+    >>> short_name("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"), short_name("aten::mm")
+    ('AccumulateGrad', 'mm')
+    """
+    name = name.rpartition(": ")[2].removeprefix("torch::autograd::").removeprefix("aten::")
+    return shorten(name.replace("_scaled_dot_product_", "sdpa_"))

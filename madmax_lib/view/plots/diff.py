@@ -13,7 +13,6 @@ from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, op_names
 from madmax_lib.units import NS_PER_S, format_s
 from madmax_lib.view import drawing as draw
-from madmax_lib.view.plots.operators import short_name
 
 __all__ = ["plot_compare", "plot_ops", "plot_pair"]
 
@@ -90,7 +89,7 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
     """The operations of `compare_ops` that differ most: bars to the right take longer in `b`, colour by kind."""
     top = table[table["difference_s"] != 0].head(count)
-    names = [short_name(name if len(name) <= 40 else op_names([name])[0]) for name in top["name"]]
+    names = [draw.short_name(name if len(name) <= 40 else op_names([name])[0]) for name in top["name"]]
     title, (label_a, label_b) = f"{names[0]} differs most" if names else "No operation differs", table.attrs["labels"]
     width_ms = 2.1e3 * max(top["difference_s"].abs().max() if len(top) else 0.0, 1e-12)
     ending = {"x": f"time per step and rank: {label_b} minus {label_a} [ms]", "xlim": (-width_ms, width_ms)}

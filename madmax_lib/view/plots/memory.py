@@ -13,7 +13,6 @@ from madmax_lib.timeline import Timeline
 from madmax_lib.traces.operators.memory import BEFORE, CATEGORIES, held_at_peak, memory_timeline, peak
 from madmax_lib.units import bytes_unit, format_bytes, format_s
 from madmax_lib.view import drawing as draw
-from madmax_lib.view.plots.operators import short_name
 
 __all__ = ["plot_held", "plot_memory", "plot_memory_categories"]
 
@@ -91,7 +90,7 @@ def plot_held(
     part = part[(part["rank"] == rank) & (part["device"] == device)]
     unit, factor = bytes_unit(part["size_bytes"].max())
     counts = ["" if np.isnan(count) else f", {draw.plural(count, 'allocation')}" for count in part["count"]]
-    rows, older = [short_name(name) for name in part["operator"]], part["operator"] == BEFORE
+    rows, older = [draw.short_name(name) for name in part["operator"]], part["operator"] == BEFORE
     title = f"{rows[part['share'].argmax()]} holds {part['share'].max():.0%} of the peak"
     ending = {"notes": part["share"].map("{:.1%}".format) + counts, "rows": rows, "origin": table}
     ending["x"] = f"held at the peak of {device} of rank {rank} [{unit}]"
@@ -133,7 +132,7 @@ def _mark_steps(ax: Axes, table: pd.DataFrame) -> None:
 def _label_peak(ax: Axes, top: pd.Series, held: pd.DataFrame, factor: float) -> None:
     """A dot at the peak and a text on its wider side: who holds it."""
     held = held[(held["rank"] == top["rank"]) & (held["device"] == top["device"])]
-    holders = [f"{row.share:.0%} {short_name(row.operator)}" for row in held.itertuples()]
+    holders = [f"{row.share:.0%} {draw.short_name(row.operator)}" for row in held.itertuples()]
     time_ms, peak_size = top["time_s"] * 1e3, top["peak_bytes"] / factor
     ax.plot(time_ms, peak_size, "o", color="black", markersize=4)
     side = {"dx": -8, "ha": "right"} if time_ms > np.mean(ax.get_xlim()) else {"dx": 8, "ha": "left"}

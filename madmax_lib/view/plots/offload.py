@@ -9,7 +9,6 @@ from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.timeline import Timeline
 from madmax_lib.units import NS_PER_S
 from madmax_lib.view import drawing as draw
-from madmax_lib.view.plots.steps import COMPONENTS, OTHER
 
 __all__ = ["plot_levers", "plot_moments", "plot_places", "plot_streams"]
 
@@ -40,7 +39,7 @@ def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     room, margin = places["usable_bytes"], places["margin_bytes"]
     shares = table.pivot_table(index="place", columns="component", values="size_bytes", aggfunc="sum", sort=False)
     shares = shares.loc[places.index].div(room, axis=0).fillna(0.0)
-    key = {name: COMPONENTS.get(name, OTHER) for name in dict.fromkeys(table["component"])}
+    key = draw.components_key(table["component"])
     tight = (margin / room).idxmin()
     title = f"Tightest is {_PLACES[tight]}: {margin[tight] / 1e9:.1f} of {room[tight] / 1e9:.0f} GB are left"
     notes = ((room - margin) / 1e9).map("{:.1f} of ".format) + (room / 1e9).map("{:.0f} GB".format)

@@ -14,21 +14,10 @@ from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_kernel_types", "plot_kernels", "plot_mfu", "plot_modules", "plot_operators", "plot_roofline"]
-__all__ += ["short_name"]
 
 _DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64", "int8")
 _DTYPE_COLORS = dict(zip(_DTYPES, draw.SERIES, strict=False))
 _TALKS = re.compile(r"^(c10d|nccl|gloo|hccl):|^record_param_comms|^(all_|reduce_scatter|broadcast|send_recv)")
-
-
-def short_name(name: str) -> str:
-    """An operator's name that fits beside a bar.
-
-    >>> short_name("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"), short_name("aten::mm")
-    ('AccumulateGrad', 'mm')
-    """
-    name = name.rpartition(": ")[2].removeprefix("torch::autograd::").removeprefix("aten::")
-    return draw.shorten(name.replace("_scaled_dot_product_", "sdpa_"))
 
 
 def plot_kernels(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
@@ -73,7 +62,7 @@ def _longest(
         return draw.empty(ax, most, "No device time is recorded", table)
     counts = [draw.plural(n, {"count": "call", "modules": "module"}[number]) for n in most[number]]
     notes = most["share"].map("{:.1%}, ".format) + counts
-    rows, kinds = [short_name(name) for name in most["name"]], list(most["kind"])
+    rows, kinds = [draw.short_name(name) for name in most["name"]], list(most["kind"])
     key = draw.kinds_key(kinds) if len(set(kinds)) > 1 else None
     title = f"{rows[0]} takes {draw.percent(most['share'][0])} of the time"
     ending = {"notes": notes, "rows": rows, "key": key, "origin": table}
@@ -107,12 +96,12 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 8
     ax.grid(True, axis="both")
     _number(ax, intensity.head(count), rate)
     key = [
-        f"{number}  {short_name(row.name)}  {draw.percent(row.roof)} of its roof\n    {_shapes(row.shapes)}"
+        f"{number}  {draw.short_name(row.name)}  {draw.percent(row.roof)} of its roof\n    {_shapes(row.shapes)}"
         for number, row in enumerate(rows.head(count).itertuples(), start=1)
     ]
     ax.text(1.02, 1.0, "\n".join(key), transform=ax.transAxes, va="top", fontsize=6.5, linespacing=1.25)
     top, device = rows.iloc[0], table.attrs.get("device") or "its device"
-    title = f"{short_name(top['name'])} runs at {draw.percent(top['roof'])} of its {top['bound']} roof on {device}"
+    title = f"{draw.short_name(top['name'])} runs at {draw.percent(top['roof'])} of its {top['bound']} roof on {device}"
     return draw.finish(ax, rows, title, x="FLOPs per byte", y="TFLOP/s", origin=table)
 
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from madmax_lib.simulator.memory.memory import PHASES
 from madmax_lib.view import drawing as draw
 
-__all__ = ["COMPONENTS", "OTHER", "plot_components", "plot_parts", "plot_predicted_steps"]
+__all__ = ["plot_components", "plot_parts", "plot_predicted_steps"]
 
 _PARTS = {  # name: columns of `estimate`, kind
     "matrix products": (["gemm_s", "head_s"], "compute"),
@@ -24,13 +24,6 @@ _PARTS = {  # name: columns of `estimate`, kind
     "pipeline bubble": (["bubble_s"], "idle"),
     "launches and host": (["launch_s", "overhead_s"], "idle"),
 }
-COMPONENTS = {  # of memory, the same colour everywhere; neighbours differ in lightness
-    "weights": "#3b75af", "gathered weights": "#7ba3cf", "gradients": "#b9cfe6", "gradients on their way": "#9fc0c8",
-    "optimizer": "#17615c", "optimizer temporaries": "#4fa8a1", "buckets": "#c7b3e0", "activations": "#e1812c",
-    "checkpoints on their way": "#f0b27a", "logits": "#f8d9bd", "block at work": "#b5433f", "context": "#d9d9d9",
-    "fragmentation": "#a6a6a6", "chunk tails": "#dcc27a", "staging": "#9a7d1f",
-}  # fmt: skip
-OTHER = "#6b6b6b"
 _MOST_STAGES = 12
 
 
@@ -67,7 +60,7 @@ def plot_components(table: pd.DataFrame, room_bytes: float, ax: Axes | None = No
     stages = table["stage"].unique()
     shown = stages[:: -(-len(stages) // _MOST_STAGES)]
     size_gb = table.pivot_table(index="stage", columns="component", values="size_bytes", sort=False) / 1e9
-    fills = {name: COMPONENTS.get(name, OTHER) for name in PHASES if name in size_gb and size_gb[name].max() > 0}
+    fills = draw.components_key(name for name in PHASES if name in size_gb and size_gb[name].max() > 0)
     largest = size_gb[list(fills)].max()
     title = f"Largest component: {largest.idxmax()}, {largest.max():.1f} GB on a device"
     key = [draw.patch_key(name, color) for name, color in fills.items()]
