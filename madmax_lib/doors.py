@@ -1,13 +1,16 @@
 """How does a room name its public calls without loading what is behind them?
 
-The `__init__` of a room imports them under `TYPE_CHECKING`, as `from module import name as name`: editors and type
-checkers follow these lines, and `open_room` reads them from the source, so that a name is loaded when it is first used.
+The `__init__` of a room imports them under `TYPE_CHECKING`, as `from module import name as name`, or `import *` where
+all that a module makes public is a call of the room: editors and type checkers follow these lines, and `open_room`
+reads them from the source, so that a name is loaded when it is first used.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 __all__ = ["open_room"]
@@ -39,14 +42,22 @@ class _Room(ModuleType):
 def open_room(name: str) -> list[str]:
     """Turn the package `name` into a room, and give its public names: the value of its `__all__`."""
     room = sys.modules[name]
-    with open(room.__file__, encoding="utf-8") as file:
-        words = file.read().replace("(", " ").replace(")", " ").replace(",", " ").split()
+    words = re.sub("[(),]", " ", Path(room.__file__).read_text()).split()
     calls, module = {}, ""
     for before, word, after in zip(words, words[1:], words[2:], strict=False):
         if before == "from" and after == "import":
             module = word
         elif word == "as" and before == after:
             calls[before] = module
+        elif word == "*":
+            calls |= dict.fromkeys(_public_names(room, module), module)
     room._calls = calls
     room.__class__ = _Room
     return list(calls)
+
+
+def _public_names(room: ModuleType, module: str) -> list[str]:
+    """The `__all__` of a module inside a room, read from its source."""
+    path = Path(room.__file__).parent / (module.removeprefix(f"{room.__name__}.").replace(".", "/") + ".py")
+    lists = re.findall(r"^__all__ \+?= \[(.*?)\]", path.read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(r'"(\w+)"', "".join(lists))

@@ -6,6 +6,6 @@ A picture is a function from a table to Axes: it draws shapes (`bars`, `lines`, 
 
 from __future__ import annotations
 
-from madmax_lib.view.drawing.axes import *  # noqa: F403
-from madmax_lib.view.drawing.shapes import *  # noqa: F403
-from madmax_lib.view.drawing.style import *  # noqa: F403
+from madmax_lib.view.drawing.axes import *
+from madmax_lib.view.drawing.shapes import *
+from madmax_lib.view.drawing.style import *
