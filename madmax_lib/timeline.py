@@ -127,6 +127,16 @@ class Timeline:
             keep &= self.spans["step"].isin(steps).to_numpy()
         return self._part(keep, replace(self.meta, represents=represents))
 
+    def one_step(self, step: int | None = None) -> list[int]:
+        """The step, or if none is given the first with device work, as `select` takes it; empty where there is none.
+
+        Raises ValueError for a step that the timeline does not have.
+        """
+        if step is not None and step not in self.steps:
+            raise ValueError(f"step {step} is not in the timeline; it has {self.steps or 'no steps'}")
+        busy = self.spans.loc[self.spans["kind"].isin(BUSY_KINDS), "step"]
+        return [step] if step is not None else sorted(set(busy) - {-1})[:1]
+
     def where(self, keep: np.ndarray) -> Timeline:
         """The spans that a mask (n,) keeps, with all ranks; edges that leave the part are dropped."""
         return self._part(np.asarray(keep), self.meta)

@@ -137,9 +137,7 @@ def _graph_of_step(timeline: Timeline, step: int | None) -> Graph:
     """The graph of one step, with what earlier steps left running on the device."""
     spans = timeline.spans
     busy = spans["kind"].isin(BUSY_KINDS)
-    if step is not None and step not in timeline.steps:
-        raise ValueError(f"step {step} is not in the timeline; it has {timeline.steps or 'no steps'}")
-    steps = [step] if step is not None else sorted(set(spans.loc[busy, "step"]) - {-1})[:1]
+    steps = timeline.one_step(step)
     if not steps:
         return dependency_graph(timeline)
     chosen = (spans["step"] == steps[0]).to_numpy()

@@ -22,7 +22,7 @@ from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.call_metadata import call_metadata
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["arrivals", "by_group", "calls", "waiting"]
+__all__ = ["arrivals", "bandwidths", "by_group", "calls", "waiting"]
 
 _TELLS = ("collective", "group", "group_size", "dtype", "size_bytes", "sequence", "source_rank", "target_rank")
 _TIMES = {"total_s": "sum", "mean_s": "mean", "min_s": "min", "max_s": "max"}
@@ -91,8 +91,7 @@ def by_group(timeline: Timeline) -> pd.DataFrame:
     """
     every = calls(timeline)
     waits = _arrivals(timeline, every).set_index("row")[["wait_s", "skew_s"]]
-    own = pd.Series(-1 - np.arange(len(every)))
-    table = every.join(waits, on="row").assign(call=every["call"].where(every["call"] >= 0, own))
+    table = _with_every_call(every.join(waits, on="row"))
     spans = table.groupby(["group", "collective"], sort=False)
     each = _distinct_calls(table).groupby(["group", "collective"], sort=False)
     sums = each[["transfer_s", "sized_s", "sent_bytes", "bus_bytes"]].sum()
@@ -116,6 +115,28 @@ def by_group(timeline: Timeline) -> pd.DataFrame:
     )
     result = result.reset_index().sort_values("total_s", ascending=False, kind="stable").reset_index(drop=True)
     return with_origin(result, every)
+
+
+def bandwidths(table: pd.DataFrame) -> pd.DataFrame:
+    """Bandwidth of the `calls` that tell their size, what several ranks did together counting once.
+
+    collective, size_bytes (mean of the ranks), bus_bytes_per_s of the rank with the shortest time, which hardly waits,
+    and slowest_bytes_per_s of the one with the longest.
+    """
+    of_call = _with_every_call(table).groupby(["collective", "call"], sort=False)
+    points = of_call.agg(
+        size_bytes=("size_bytes", "mean"),
+        bus_bytes_per_s=("bus_bytes_per_s", "max"),
+        slowest_bytes_per_s=("bus_bytes_per_s", "min"),
+    )
+    sized = points[(points["size_bytes"] > 0) & (points["bus_bytes_per_s"] > 0)]
+    return with_origin(sized.reset_index().drop(columns="call"), table)
+
+
+def _with_every_call(table: pd.DataFrame) -> pd.DataFrame:
+    """`calls` in which one that was not matched has a number of its own."""
+    own = pd.Series(-1 - np.arange(len(table)), index=table.index)
+    return table.assign(call=table["call"].where(table["call"] >= 0, own))
 
 
 def _distinct_calls(table: pd.DataFrame) -> pd.DataFrame:

@@ -15,7 +15,7 @@ from madmax_lib.traces.operators.ops import operator_calls, operators, ratio
 from madmax_lib.traces.waits.step_times import step_periods
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["device_of", "mfu", "roofline"]
+__all__ = ["device_of", "mfu", "products", "roofline"]
 
 
 def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataFrame:
@@ -40,6 +40,16 @@ def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataF
     columns += ["flops_per_byte", "flops_per_s", "bytes_per_s", "peak_flops", "peak_bytes_per_s", "bound", "roof"]
     table = table[columns].sort_values(["device_s", "name", "shapes"], ascending=[False, True, True], ignore_index=True)
     return with_origin(table, work, device=specs.name if specs else "")
+
+
+def products(table: pd.DataFrame) -> pd.DataFrame:
+    """The operators of `roofline` with FLOPs, one row per shape of all ranks together, longest first."""
+    rows = table[(table["flops_per_byte"] > 0) & (table["flops_per_s"] > 0)]
+    rows = rows.assign(flops=rows["flops_per_s"] * rows["device_s"], roof=rows["roof"] * rows["device_s"])
+    same = ["name", "shapes", "dtype", "flops_per_byte", "peak_flops", "peak_bytes_per_s", "bound"]
+    rows = rows.groupby(same, dropna=False)[["count", "device_s", "flops", "roof"]].sum().reset_index()
+    rows = rows.assign(flops_per_s=rows["flops"] / rows["device_s"], roof=rows["roof"] / rows["device_s"])
+    return rows.sort_values(["device_s", "name", "shapes"], ascending=[False, True, True], ignore_index=True)
 
 
 def mfu(timeline: Timeline, device: str | Device | None = None, flops_per_step: float | None = None) -> pd.DataFrame:

@@ -17,10 +17,11 @@ from madmax_lib.view.drawing.axes import finish, new_axes, note
 from madmax_lib.view.drawing.style import DARK, Fill, fill_of, ink_on
 
 __all__ = ["areas", "bar_chart", "bars", "blocks", "grid", "lanes", "lines", "ours_and_theirs"]
-__all__ += ["rank_labels", "row_label", "rows_of"]
+__all__ += ["rank_labels", "row_label", "rows_of", "thinned"]
 
 _FEW_CELLS = 12  # rows of a grid up to which there is room for lines between them
 _LETTER = 0.014  # of the width of the axes, which a letter beside a bar takes
+_STRETCHES = 300  # of the time axis, of which each keeps four points
 _SMALLEST = 1 / 3000  # of the time axis: gaps below are not drawn, so that pictures of any trace stay small
 
 
@@ -185,6 +186,22 @@ def lines(
 
 def _text(texts: Mapping | Callable | None, value, part: pd.DataFrame) -> str | None:
     return texts(part) if callable(texts) else (texts or {}).get(value)
+
+
+def thinned(table: pd.DataFrame, column: str) -> pd.DataFrame:
+    """First, lowest, highest and last row of each of 300 stretches of time_s, so that pictures of any trace stay small.
+
+    >>> series = pd.DataFrame({"time_s": np.linspace(0, 1, 5000), "length": np.arange(5000) % 7})
+    >>> len(thinned(series, "length")) <= 4 * 301
+    True
+    """
+    time_s = table["time_s"].to_numpy()
+    width_s = max(time_s.max() - time_s.min(), 1e-12) / _STRETCHES
+    stretch = ((time_s - time_s.min()) / width_s).astype(np.int64)
+    values = table[column].reset_index(drop=True).groupby(stretch)
+    places = pd.Series(np.arange(len(table))).groupby(stretch)
+    rows = np.concatenate([values.idxmin(), values.idxmax(), places.min(), places.max()])
+    return table.iloc[np.unique(rows)].reset_index(drop=True)
 
 
 def areas(

@@ -45,9 +45,7 @@ class TraceExplorer(Explorer):
 
     def _chosen(self) -> Timeline:
         ranks, step = self.parameters["ranks"], self.parameters["step"]
-        if step >= 0 and step not in self.whole.steps:
-            raise ValueError(f"step {step} is not in the timeline; it has {self.whole.steps or 'no steps'}")
-        return self.whole.select(ranks=ranks or None, steps=None if step < 0 else [step])
+        return self.whole.select(ranks=ranks or None, steps=None if step < 0 else self.whole.one_step(step))
 
     @property
     def html(self) -> str:

@@ -22,8 +22,8 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, *, step: int | Non
 
     Raises ValueError for a step that the timeline does not have.
     """
-    part = _one_step(timeline, step)
-    spans = part.spans[part.spans["kind"].isin(BUSY_KINDS)]
+    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    spans = spans[spans["step"].isin(timeline.one_step(step) or [-1])]
     if not len(spans):
         raise ValueError("nothing to draw: no span of kind " + ", ".join(BUSY_KINDS))
     spans = spans.assign(start_ns=spans["start_ns"] - spans["start_ns"].min())
@@ -102,9 +102,9 @@ def plot_waiting(table: pd.DataFrame, ax: Axes | None = None, *, ranks: list[int
     return draw.finish(ax, table, title, x="rank that arrives last", y="rank that waits")
 
 
-def plot_advice(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 10) -> Axes:
-    """What each fix of `traces.advise` would gain at most per step, the largest `count` of them."""
-    shown = table.head(count)
+def plot_advice(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """What each fix of `traces.advise` would gain at most per step, the ten largest."""
+    shown = table.head(10)
     if not len(shown):
         return draw.empty(ax, shown, "No cause of lost time was found", table)
     kinds = ["comm" if cause in _TALK else "memcpy" if "copies" in cause else "idle" for cause in shown["cause"]]
@@ -112,11 +112,3 @@ def plot_advice(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 10)
     title, notes = f"{shown['cause'].iloc[0].capitalize()} costs most", shown["share"].map("{:.1%}".format)
     rows = [f"{row.cause}: {row.where}"[:60] for row in shown.itertuples()]
     return draw.bar_chart(ax, shown, shown["gain_s"] * 1e3, title, kinds, notes=notes, rows=rows, **ending)
-
-
-def _one_step(timeline: Timeline, step: int | None) -> Timeline:
-    if step is not None and step not in timeline.steps:
-        raise ValueError(f"step {step} is not in the timeline; it has {timeline.steps or 'no steps'}")
-    busy = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
-    steps = sorted(set(busy["step"]) - {-1})[:1] if step is None else [step]
-    return timeline.select(steps=steps) if steps else timeline

@@ -7,6 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.kinds import COLLECTIVES
+from madmax_lib.traces.comm.collectives import bandwidths
 from madmax_lib.units import format_bytes, format_s
 from madmax_lib.view import drawing as draw
 
@@ -46,14 +47,7 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
     The marker is the rank with the shortest time, which hardly waits; the line below it reaches to the slowest rank.
     """
-    own = pd.Series(-1 - np.arange(len(table)), index=table.index)  # a call that was not matched counts alone
-    calls = table.assign(call=table["call"].where(table["call"] >= 0, own)).groupby(["collective", "call"], sort=False)
-    points = calls.agg(
-        size_bytes=("size_bytes", "mean"),
-        bus_bytes_per_s=("bus_bytes_per_s", "max"),
-        slowest_bytes_per_s=("bus_bytes_per_s", "min"),
-    )
-    points = points[(points["size_bytes"] > 0) & (points["bus_bytes_per_s"] > 0)].reset_index().drop(columns="call")
+    points = bandwidths(table)
     if not len(points):
         return draw.empty(ax, points, "No bandwidth: no call tells its size", table)
     ax = ax or draw.new_axes(height=3.6)

@@ -15,7 +15,7 @@ __all__ = ["plot_idle", "plot_launch_floor", "plot_launches", "plot_queue", "plo
 
 _CAUSES = {"host_wait": "#525252", "kernel_wait": "#969696", "other": draw.COLORS["idle"]}  # shades of idle
 _SMALLEST_S = 1e-7  # below the resolution of most traces, and of no interest on a logarithmic axis
-_MOST_ROWS, _STRETCHES = 24, 600
+_MOST_ROWS = 24
 
 
 def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -42,17 +42,14 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return draw.finish(ax, data, title, origin=table, **labels, **limits)
 
 
-def plot_queue(series: pd.DataFrame, ax: Axes | None = None, *, rank: int | None = None) -> Axes:
-    """Launches that wait, over time, for each stream of one rank (the first) of `queue_series`."""
+def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Launches that wait, over time, for each stream of the first rank of `queue_series`."""
     if not len(series):
         return draw.empty(ax, series, "No queue: no launches in this trace")
-    rank = series["rank"].min() if rank is None else rank
+    ax, rank = ax or draw.new_axes(height=2.6), series["rank"].min()
     of_rank = series[series["rank"] == rank]
-    if not len(of_rank):
-        raise ValueError(f"rank {rank} has no launches; those with some are {sorted(series['rank'].unique())}")
-    ax = ax or draw.new_axes(height=2.6)
     of_rank = of_rank.assign(time_s=of_rank["time_s"] - of_rank["time_s"].min())
-    streams = [_outline(part) for _, part in of_rank.groupby("stream")]
+    streams = [draw.thinned(part, "length") for _, part in of_rank.groupby("stream")]
     busiest = sorted(streams, key=lambda part: -part["length"].max())[: len(draw.SERIES)]
     data = pd.concat(busiest, ignore_index=True)
     styles = dict(zip(data["stream"].unique(), draw.SERIES, strict=False))
@@ -120,10 +117,3 @@ def plot_launch_floor(table: pd.DataFrame, ax: Axes | None = None, *, launch_s: 
     title = f"Launches are {mean['share'].min():.0%} to {mean['share'].max():.0%} of a step"
     labels = {"x": "device speed, relative to the traced one", "y": "computation in a step [ms]"}
     return draw.finish(ax, mean, title, xscale="log", yscale="log", origin=table, **labels)
-
-
-def _outline(part: pd.DataFrame) -> pd.DataFrame:
-    """The highest and the last length in each of 600 stretches of time, so that a picture of any trace stays small."""
-    stretch = (part["time_s"] / max(part["time_s"].max(), 1e-12) * _STRETCHES).astype(int)
-    last = np.r_[part.index[:-1][np.diff(stretch) > 0], part.index[-1:]]
-    return part.loc[np.union1d(part.groupby(stretch)["length"].idxmax(), last)]

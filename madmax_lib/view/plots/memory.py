@@ -16,26 +16,23 @@ from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_held", "plot_memory", "plot_memory_categories"]
 
-_STRETCHES = 300  # of the time axis: each keeps its first, lowest, highest and last value, so that pictures stay small
 _NO_EVENTS = "No allocator events: record with profile_memory=True"
 _SHADES = ("#4c5b7a", "#8a7bb5", "#b9c6dd", "#d9cf8f", "#c2566e", "#5fa3a3", "#e3a7b3", draw.COLORS["idle"])
 _CATEGORY_COLORS = dict(zip(CATEGORIES, _SHADES, strict=True))
 _MOST_STEPS = 12  # up to which steps are numbered
 
 
-def plot_memory(
-    timeline: Timeline, ax: Axes | None = None, *, rank: int | None = None, device: str | None = None
-) -> Axes:
+def plot_memory(timeline: Timeline, ax: Axes | None = None, *, device: str | None = None) -> Axes:
     """Allocated and reserved memory of one device over time, steps marked, the peak labelled with its top holders.
 
-    Without rank or device: the one with the highest peak. Raises ValueError for a device that has no events.
+    The device with the highest peak, or of those so named. Raises ValueError for one that has no events.
     """
-    peaks = _chosen(peak(timeline), rank, device)
+    peaks = _named(peak(timeline), device)
     if not len(peaks):
         return draw.empty(ax, memory_timeline(timeline), _NO_EVENTS, timeline)
     top = peaks.loc[peaks["peak_bytes"].idxmax()]
-    table = _chosen(memory_timeline(timeline, top["device"]), top["rank"], None)
-    drawn = _thinned(table, "allocated_bytes")
+    table = memory_timeline(timeline, top["device"]).query("rank == @top['rank']")
+    drawn = draw.thinned(table, "allocated_bytes")
     unit, factor = bytes_unit(np.nanmax([top["peak_bytes"], top["reserved_bytes"]]))
     time_ms, older, reserved = drawn["time_s"] * 1e3, drawn["before_bytes"] / factor, drawn["reserved_bytes"] / factor
     parts = pd.DataFrame({"idle": older, "other": drawn["allocated_bytes"] / factor - older})
@@ -63,7 +60,7 @@ def plot_memory_categories(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         return draw.empty(ax, table, "An empty memory timeline")
     ax = ax or draw.new_axes(height=3.2)
     wide = wide.assign(total=wide.sum(axis=1), time_s=table["time_s"].to_numpy()[:: len(CATEGORIES)])
-    drawn, high = _thinned(wide, "total"), wide.loc[wide["total"].idxmax()]
+    drawn, high = draw.thinned(wide, "total"), wide.loc[wide["total"].idxmax()]
     unit, factor = bytes_unit(high["total"])
     fills = {name: color for name, color in _CATEGORY_COLORS.items() if drawn[name].max() > 0.003 * high["total"]}
     style = {"labels": {name: name.replace("_", " ") for name in fills}, "source": table.attrs.get("source")}
@@ -76,14 +73,12 @@ def plot_memory_categories(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return draw.finish(ax, data, title, x="time [ms]", y=f"memory [{unit}]", origin=table, **limits)
 
 
-def plot_held(
-    table: pd.DataFrame, ax: Axes | None = None, *, rank: int | None = None, device: str | None = None
-) -> Axes:
+def plot_held(table: pd.DataFrame, ax: Axes | None = None, *, device: str | None = None) -> Axes:
     """Bars of `held_at_peak` for one device: bytes of each operator, and their share as text.
 
-    Without rank or device: the one with the highest peak. Raises ValueError for a device that has no events.
+    The device with the highest peak, or of those so named. Raises ValueError for one that has no events.
     """
-    part = _chosen(table, rank, device)
+    part = _named(table, device)
     if not len(part):
         return draw.empty(ax, table, _NO_EVENTS)
     rank, device = part.groupby(["rank", "device"], sort=False)["size_bytes"].sum().idxmax()
@@ -98,26 +93,12 @@ def plot_held(
     return draw.bar_chart(ax, part, part["size_bytes"].clip(lower=0) / factor, title, kinds, **ending)
 
 
-def _chosen(table: pd.DataFrame, rank: int | None, device: str | None) -> pd.DataFrame:
-    """Rows of a rank and a device, where they are given."""
-    keep = np.ones(len(table), dtype=bool)
-    for column, value in (("rank", rank), ("device", device)):
-        keep &= True if value is None else (table[column] == value).to_numpy()
-    if len(table) and not keep.any():
-        devices = ", ".join(f"{d} of rank {r}" for r, d in table[["rank", "device"]].drop_duplicates().to_numpy())
-        raise ValueError(f"rank={rank}, device={device} has no allocator events; there are {devices}")
-    return table[keep]
-
-
-def _thinned(table: pd.DataFrame, column: str) -> pd.DataFrame:
-    """First, lowest, highest and last row of each stretch of time."""
-    time_s = table["time_s"].to_numpy()
-    width_s = max(time_s.max() - time_s.min(), 1e-12) / _STRETCHES
-    stretch = ((time_s - time_s.min()) / width_s).astype(np.int64)
-    values = table[column].reset_index(drop=True).groupby(stretch)
-    places = pd.Series(np.arange(len(table))).groupby(stretch)
-    rows = np.concatenate([values.idxmin(), values.idxmax(), places.min(), places.max()])
-    return table.iloc[np.unique(rows)].reset_index(drop=True)
+def _named(table: pd.DataFrame, device: str | None) -> pd.DataFrame:
+    """Rows of the devices of a name, all without one."""
+    part = table if device is None else table[table["device"] == device]
+    if len(table) and not len(part):
+        raise ValueError(f"device {device!r} has no allocator events; there are {', '.join(table['device'].unique())}")
+    return part
 
 
 def _mark_steps(ax: Axes, table: pd.DataFrame) -> None:

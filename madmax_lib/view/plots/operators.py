@@ -11,6 +11,7 @@ from matplotlib.colors import to_hex, to_rgb
 
 from madmax_lib.traces.diff import op_names
 from madmax_lib.traces.operators.ops import OUTSIDE
+from madmax_lib.traces.operators.roofline import products
 from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_kernel_types", "plot_kernels", "plot_mfu", "plot_modules", "plot_operators", "plot_roofline"]
@@ -20,15 +21,14 @@ _DTYPE_COLORS = dict(zip(_DTYPES, draw.SERIES, strict=False))
 _TALKS = re.compile(r"^(c10d|nccl|gloo|hccl):|^record_param_comms|^(all_|reduce_scatter|broadcast|send_recv)")
 
 
-def plot_kernels(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
+def plot_kernels(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """The kernels that take most device time over all ranks, coloured by kind, of `kernels` or `top_kernels`."""
     names = pd.Series(op_names(table["name"].astype(str)), index=table.index, dtype=object)
     rows = table.assign(name=names.replace("generic", "collective"), kind=table["kind"].astype(str))
-    columns = ["name", "kind", "total_s", "count"]
-    return _longest(ax, rows, columns, table, count, x="time, all ranks [ms]")
+    return _longest(ax, rows, ["name", "kind", "total_s", "count"], table, "time, all ranks [ms]")
 
 
-def plot_operators(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
+def plot_operators(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """The operators that take most device time of their own (without operators inside), of `operators`."""
     names = table["name"].astype(object)
     if table.attrs.get("source") == "simulated":
@@ -36,27 +36,25 @@ def plot_operators(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 
     kinds = np.where(names.map(lambda name: bool(_TALKS.search(name))).astype(bool), "comm", "compute")
     rows = table.assign(name=names, kind=np.where(names == OUTSIDE, "other", kinds))
     columns = ["name", "self_device_s", "count", "kind"]
-    return _longest(ax, rows, columns, table, count, x="time without operators inside, all ranks [ms]")
+    return _longest(ax, rows, columns, table, "time without operators inside, all ranks [ms]")
 
 
-def plot_modules(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
+def plot_modules(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """The types of modules that take most device time of their own (without modules inside), of `modules`."""
     rows = table.assign(name=table["type"], modules=1, kind="compute")
     columns = ["name", "self_device_s", "count", "modules", "kind"]
-    return _longest(ax, rows, columns, table, count, x="device time without modules inside, with backward [ms]")
+    return _longest(ax, rows, columns, table, "device time without modules inside, with backward [ms]")
 
 
-def _longest(
-    ax: Axes | None, rows: pd.DataFrame, columns: list[str], table: pd.DataFrame, count: int, *, x: str
-) -> Axes:
-    """Bars of the names with the largest sums of a time, each with its share of all and how many calls or modules.
+def _longest(ax: Axes | None, rows: pd.DataFrame, columns: list[str], table: pd.DataFrame, x: str) -> Axes:
+    """Bars of the twelve names with the largest sums of a time, each with its share of all and how many it counts.
 
     columns: of the data of the picture: name and kind, and among them the time first and what is counted last.
     """
     seconds, *_, number = sums = [column for column in columns if column not in ("name", "kind")]
     rows = rows.groupby(["name", "kind"])[sums].sum().reset_index()[columns]
     rows["share"] = rows[seconds] / max(rows[seconds].sum(), 1e-12)
-    most = rows.sort_values([seconds, "name"], ascending=[False, True]).head(count)
+    most = rows.sort_values([seconds, "name"], ascending=[False, True]).head(12)
     most = most[most["share"] >= 0.0005].reset_index(drop=True)
     if not len(most):
         return draw.empty(ax, most, "No device time is recorded", table)
@@ -69,12 +67,12 @@ def _longest(
     return draw.bar_chart(ax, most, most[seconds] * 1e3, title, kinds, x=x, **ending)
 
 
-def plot_roofline(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 8) -> Axes:
+def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Achieved FLOP/s over FLOPs per byte of each operator and shape of `roofline`, under the roofs of its device.
 
-    Ranks together. Area: device time; colour: dtype; the `count` longest are numbered. Only operators with FLOPs.
+    Ranks together. Area: device time; colour: dtype; the eight longest are numbered. Only operators with FLOPs.
     """
-    rows = _products(table)
+    rows = products(table)
     if not len(rows):
         return draw.empty(ax, rows, "No operator has FLOPs: shapes were not recorded", table)
     ax = ax or draw.new_axes(height=3.6, width=7.4)
@@ -94,10 +92,10 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 8
     limits = {"xlim": (low, high), "ylim": (rate.min() / 2, max([rate.max(), *(peaks / 1e12)]) * 2.5)}
     ax.set(xscale="log", yscale="log", **limits)
     ax.grid(True, axis="both")
-    _number(ax, intensity.head(count), rate)
+    _number(ax, intensity.head(8), rate)
     key = [
         f"{number}  {draw.short_name(row.name)}  {draw.percent(row.roof)} of its roof\n    {_shapes(row.shapes)}"
-        for number, row in enumerate(rows.head(count).itertuples(), start=1)
+        for number, row in enumerate(rows.head(8).itertuples(), start=1)
     ]
     ax.text(1.02, 1.0, "\n".join(key), transform=ax.transAxes, va="top", fontsize=6.5, linespacing=1.25)
     top, device = rows.iloc[0], table.attrs.get("device") or "its device"
@@ -154,16 +152,6 @@ def _number(ax: Axes, x: pd.Series, y: pd.Series) -> None:
         dx, dy = (free or places)[0]
         taken.append(np.add(center, (dx, dy)))
         draw.note(ax, *point, str(number), dx=dx, dy=dy, weight="bold", ha="center")
-
-
-def _products(table: pd.DataFrame) -> pd.DataFrame:
-    """Operators with FLOPs, ranks together, longest first."""
-    rows = table[(table["flops_per_byte"] > 0) & (table["flops_per_s"] > 0)]
-    rows = rows.assign(flops=rows["flops_per_s"] * rows["device_s"], roof=rows["roof"] * rows["device_s"])
-    same = ["name", "shapes", "dtype", "flops_per_byte", "peak_flops", "peak_bytes_per_s", "bound"]
-    rows = rows.groupby(same, dropna=False)[["count", "device_s", "flops", "roof"]].sum().reset_index()
-    rows = rows.assign(flops_per_s=rows["flops"] / rows["device_s"], roof=rows["roof"] / rows["device_s"])
-    return rows.sort_values(["device_s", "name", "shapes"], ascending=[False, True, True], ignore_index=True)
 
 
 def _shapes(text: str) -> str:
