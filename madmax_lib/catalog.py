@@ -1,8 +1,7 @@
 """Which devices, clusters and models are known? Names and spellings to specs, every number with unit, source and date.
 
-The tables are `data/devices.csv`, `links.csv`, `hosts.csv`, `clusters.csv`, `models.csv` and `aliases.csv`. Tables of
-the same names in the folder MADMAX_CATALOG come after ours and override them. Human units stand in the tables, SI units
-in the specs.
+The tables are those of `data/`, one per kind of thing, and `aliases.csv`. Tables of the same names in the folder
+MADMAX_CATALOG come after ours and override them. Human units stand in the tables, SI units in the specs.
 """
 
 from __future__ import annotations
@@ -12,16 +11,28 @@ import json
 import math
 import os
 import re
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import pandas as pd
 
+from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Device, Host, Link, Model, Transformer
 
-__all__ = ["cluster", "clusters", "data_file", "device", "device_named", "devices", "model", "models", "table"]
+__all__ = [
+    "cluster",
+    "clusters",
+    "data_file",
+    "device",
+    "device_named",
+    "devices",
+    "model",
+    "models",
+    "software",
+    "table",
+]
 
 _UNITS = {"": 1.0, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0, "us": 1e-6}
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
@@ -110,11 +121,33 @@ def model(name: str | Path) -> Model:
     kind = values.pop("kind")
     if kind not in _KINDS:
         raise ValueError(f"model {name}: kind={kind!r} is not one of {', '.join(_KINDS)}")
-    types = {f.name: f.type for f in fields(_KINDS[kind])}
-    if unknown := set(values) - set(types):
-        raise ValueError(f"model {name}: {sorted(unknown)[0]!r} is not a field of a {kind}")
-    typed = {key: value if types[key] == "str" else int(value) for key, value in values.items()}
-    return _KINDS[kind](name, **{key: bool(v) if types[key] == "bool" else v for key, v in typed.items()})
+    return _KINDS[kind](name, **_typed(_KINDS[kind], values, f"model {name}"))
+
+
+def software(name: str | None) -> Software:
+    """A training software by name or alias, any software for None. Raises ValueError for an unknown one.
+
+    >>> software("torchtitan").overlap_tp, software("dgxc nemo").overlap_tp_way
+    (False, 'user-buffers')
+    """
+    name, rows = _rows("software", name or "none")
+    values = dict(rows[["field", "value"]].to_numpy())
+    base = software(values.pop("like")) if "like" in values else Software()
+    return replace(base, name=name, **_typed(Software, values, f"software {name}"))
+
+
+def _typed(kind: type, values: dict[str, str], what: str) -> dict:
+    """Fields of a spec from their texts, each of the type of its default; those without one are whole numbers."""
+    defaults = {f.name: 0 if f.default is MISSING else f.default for f in fields(kind)}
+    if unknown := sorted(set(values) - set(defaults)):
+        raise ValueError(f"{what}: {unknown[0]!r} is not a field of {kind.__name__}")
+    return {name: _value(text, defaults[name]) for name, text in values.items()}
+
+
+def _value(text: str, like):
+    if isinstance(like, tuple):
+        return tuple(map(type(like[0]), text.split()))
+    return bool(int(text)) if isinstance(like, bool) else type(like)(text)
 
 
 def _rows(what: str, name: str) -> tuple[str, pd.DataFrame]:
@@ -122,7 +155,7 @@ def _rows(what: str, name: str) -> tuple[str, pd.DataFrame]:
 
     Raises ValueError with the three nearest names.
     """
-    rows, aliases = table(f"{what}s"), table("aliases")
+    rows, aliases = table(what if what == "software" else f"{what}s"), table("aliases")
     names = dict(aliases.loc[aliases["what"] == what, ["alias", "name"]].to_numpy()) | {n: n for n in rows["name"]}
     plain = re.sub(r"[\s_]+", "-", name.strip().lower())
     without_unit = re.sub(r"(\d+)-?gi?b\b", r"\1", plain)

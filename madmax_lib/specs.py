@@ -15,65 +15,40 @@ __all__ = ["DLRM", "Cluster", "Device", "Host", "Link", "Model", "Transformer"]
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder language model, or with `image` a vision transformer; with `experts` a mixture of experts.
-
-    layers, hidden, heads, ffn: blocks, channels, attention heads, inner channels of a dense feed-forward part.
-    sequence: tokens per sample (default 0; of images their patches and the class token).
-    vocab: rows of the token table, padding included (default 0).
-    kv_heads, head_dim: heads of keys and values, channels of a head (default 0: heads, hidden / heads).
-    gated: the feed-forward part has a gate (default False).
-    norm: layer (weight and bias) or rms (default layer).
-    positions: learned or rope (default learned).
-    attention_bias: of all products, of qkv, or none (default all).
-    qk_norm: rms norms of queries and keys per head (default False).
-    mlp_bias: of the feed-forward products (default True).
-    tied: the head is the token table (default True; False for images).
-    experts, active_experts, shared_experts: per mixture layer: all, used by a token, used by all tokens (default 0).
-    expert_ffn: inner channels of an expert (default 0: ffn).
-    dense_layers: first layers that are no mixtures (default 0).
-    router_bias: of the router (default False).
-    q_lora_rank, kv_lora_rank: ranks of the latents that queries, and keys and values, come from; with kv_lora_rank
-        attention is multi-head latent [DeepSeek-V2, arXiv 2405.04434] (default 0: directly).
-    rope_head_dim: further channels per head that carry positions (default 0).
-    v_head_dim: channels of values per head (default 0: head_dim).
-    window: tokens that a layer attends to (default 0: all); every full_every-th layer attends to all (default 0: none).
-    sinks: one learned score per head beside those of the keys (default False).
-    image, patch: edges in pixels (default 0: no image).
-    classes: outputs of the vision transformer's head (default 0).
-    """
+    """A decoder language model, or with `image` a vision transformer; with `experts` a mixture of experts."""
 
     name: str
     layers: int
-    hidden: int
+    hidden: int  # channels
     heads: int
-    ffn: int
-    sequence: int = 0
-    vocab: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    gated: bool = False
-    norm: str = "layer"
-    positions: str = "learned"
-    attention_bias: str = "all"
-    qk_norm: bool = False
-    mlp_bias: bool = True
-    tied: bool = True
-    experts: int = 0
-    active_experts: int = 0
-    shared_experts: int = 0
-    expert_ffn: int = 0
-    dense_layers: int = 0
+    ffn: int  # inner channels of a dense feed-forward part
+    sequence: int = 0  # tokens per sample; of images their patches and the class token
+    vocab: int = 0  # rows of the token table, padding included
+    kv_heads: int = 0  # heads of keys and values; 0: heads
+    head_dim: int = 0  # channels of a head; 0: hidden / heads
+    gated: bool = False  # the feed-forward part has a gate
+    norm: str = "layer"  # layer (weight and bias) or rms
+    positions: str = "learned"  # learned or rope
+    attention_bias: str = "all"  # of all products, of qkv, or none
+    qk_norm: bool = False  # rms norms of queries and keys per head
+    mlp_bias: bool = True  # of the feed-forward products
+    tied: bool = True  # the head is the token table; never for images
+    experts: int = 0  # of a mixture layer
+    active_experts: int = 0  # of them, used by a token
+    shared_experts: int = 0  # beside them, used by all tokens
+    expert_ffn: int = 0  # inner channels of an expert; 0: ffn
+    dense_layers: int = 0  # first layers that are no mixtures
     router_bias: bool = False
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    rope_head_dim: int = 0
-    v_head_dim: int = 0
-    window: int = 0
-    full_every: int = 0
-    sinks: bool = False
-    image: int = 0
-    patch: int = 0
-    classes: int = 0
+    q_lora_rank: int = 0  # of the latent that queries come from; 0: directly
+    kv_lora_rank: int = 0  # of that of keys and values: multi-head latent attention [DeepSeek-V2, arXiv 2405.04434]
+    rope_head_dim: int = 0  # further channels per head that carry positions
+    v_head_dim: int = 0  # channels of values per head; 0: head_dim
+    window: int = 0  # tokens that a layer attends to; 0: all
+    full_every: int = 0  # every layer of this number attends to all; 0: none
+    sinks: bool = False  # one learned score per head beside those of the keys
+    image: int = 0  # edge in pixels; 0: no image
+    patch: int = 0  # edge in pixels
+    classes: int = 0  # outputs of the vision transformer's head
 
     def __post_init__(self):
         check_positive(self, "layers", "hidden", "heads")

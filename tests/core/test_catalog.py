@@ -146,3 +146,36 @@ def test_bad_configurations(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         catalog.model(path)
+
+
+@pytest.mark.parametrize("name", sorted(set(catalog.table("software")["name"])))
+def test_every_software_can_be_read(name):
+    software = catalog.software(name)
+    assert software.name == name and software.forward_kernels >= 1
+    assert set(software.zero_under_pipeline) <= set(software.zero) and software.weights_sharded_from in (2, 3)
+    assert software.kernels in ("eager", "compiled", "fused", "legacy", "deepspeed", "xla", "graph")
+    assert software.overlap_tp_way in ("none", "ring", "async", "user-buffers")
+    assert not software.overlap_tp or software.overlap_tp_way != "none"
+    assert bool(software.schedules) >= software.interleave
+
+
+def test_every_fact_of_a_software_has_a_source_and_a_date():
+    facts = catalog.table("software")
+    assert (facts[["source", "date"]] != "").all(axis=None) and not facts.duplicated(["name", "field"]).any()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [(None, "none"), ("none", "none"), ("Megatron Core", "megatron-core"), ("nemo-automodel", "automodel"),
+     ("dgxc nemo", "nemo"), ("deepseek", "hai-llm"), ("fsdp", "fsdp2"), ("PaxML", "paxml"), ("torch", "fsdp2"),
+     ("megatron", "megatron-core"), ("megatron_deepspeed", "megatron-deepspeed")],
+)  # fmt: skip
+def test_software_by_spellings(text, name):
+    assert catalog.software(text).name == name
+
+
+def test_software_inherits_and_an_unknown_one_is_refused():
+    compiled = catalog.software("torchtitan-compiled")
+    assert (compiled.kernels, compiled.wire_bytes, compiled.weights_sharded_from) == ("compiled", 4, 2)
+    with pytest.raises(ValueError, match="unknown software 'torchtitane'; nearest: torchtitan"):
+        catalog.software("torchtitane")

@@ -14,7 +14,7 @@ from madmax_lib.datasets import PROJECT
 
 PACKAGE = Path(madmax_lib.__file__).parent
 LAYERS = [
-    {"units", "intervals", "atomic", "side_tables", "doors", "hardware"},
+    {"units", "intervals", "atomic", "side_tables", "doors", "hardware", "software"},
     {"specs", "case", "plans", "plan", "plan_flags", "plan_layers", "plan_rules", "timeline"},
     {"kinds", "catalog", "datasets", "accounting"},
     {"simulator", "traces", "runs"},

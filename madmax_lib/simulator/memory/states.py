@@ -13,11 +13,11 @@ from madmax_lib.plans import Plans, owned
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.specs import Transformer
 
-__all__ = ["SOFTWARE", "Software", "default_software", "software_of", "stage_parameters", "state_bytes", "width_of"]
+__all__ = ["SOFTWARE", "Habits", "default_software", "software_of", "stage_parameters", "state_bytes", "width_of"]
 
 
 @dataclass(frozen=True)
-class Software:
+class Habits:
     """What a training software holds in 16-bit training, in bytes per parameter unless said otherwise.
 
     copy: fp32 weights of the optimizer, 0 if the weights are fp32 themselves. casts: copies that compute uses instead
@@ -48,9 +48,9 @@ class Software:
 # deepspeed: 2 + 2 + 12 [arXiv 1910.02054]; the gradient shard becomes fp32 for the update; BF16_Optimizer adds fp32
 #   gradients; pipeline outputs live until their backward pass (Megatron frees them, arXiv 2205.05198 appendix B).
 SOFTWARE = {
-    "torch": Software(weights=4, gradients=4, casts=2, buckets=4, temporary=4, weights_from=2, logits=12),
-    "megatron": Software(weights=2, gradients=4, copy=4, stored_8bit=True),
-    "deepspeed": Software(weights=2, gradients=2, copy=4, accumulator=4, temporary=4, engine=True),
+    "torch": Habits(weights=4, gradients=4, casts=2, buckets=4, temporary=4, weights_from=2, logits=12),
+    "megatron": Habits(weights=2, gradients=4, copy=4, stored_8bit=True),
+    "deepspeed": Habits(weights=2, gradients=2, copy=4, accumulator=4, temporary=4, engine=True),
 }
 _MOMENTS = {"adam": 8, "momentum": 4, "sgd": 0}  # fp32 optimizer state, bytes per parameter
 _LIVE_PARAMETERS = 1e9  # DeepSpeed stage3_max_live_parameters, default
@@ -73,7 +73,7 @@ def width_of(dtype: str) -> float:
     return max(_known("dtype", dtype, BYTES), 2)
 
 
-def software_of(name: str, dtype: str) -> Software:
+def software_of(name: str, dtype: str) -> Habits:
     """Habits of a training software; in fp32 training everything is as wide as the weights and nothing is copied."""
     software = _known("software", name, SOFTWARE)
     if width_of(dtype) == 2:
@@ -115,7 +115,7 @@ def stage_parameters(model: Transformer, p: Plans, stage, layers, mixtures) -> S
     return StageParameters(dense, mixtures * experts, ends, block)
 
 
-def state_bytes(p: Plans, count: StageParameters, software: Software, optimizer: str, trainable: float) -> dict:
+def state_bytes(p: Plans, count: StageParameters, software: Habits, optimizer: str, trainable: float) -> dict:
     """Weights, gradients, optimizer and the buffers that move them.
 
     ZeRO shards over dp x cp, or `shard` of them, and experts over what of it expert parallelism leaves.
@@ -135,14 +135,14 @@ def state_bytes(p: Plans, count: StageParameters, software: Software, optimizer:
     }
 
 
-def _buckets(p: Plans, software: Software, whole):
+def _buckets(p: Plans, software: Habits, whole):
     """DDP copies all gradients into its buckets; DeepSpeed has one bucket to reduce and one to gather."""
     if software.engine:
         return np.where(p.zero >= 1, 2 * np.minimum(p.bucket_bytes, software.weights * whole), 0.0)
     return np.where(p.zero < 2, software.buckets * whole, 0.0)
 
 
-def _gathered(p: Plans, software: Software, count: StageParameters, whole, gradients):
+def _gathered(p: Plans, software: Habits, count: StageParameters, whole, gradients):
     """Weights beside the owned ones while a pass runs, and the gradients of a block before they are scattered.
 
     ZeRO 3: the block at work and those gathered ahead; torch keeps embedding and head whole, with their gradients.

@@ -1,0 +1,68 @@
+"""What does a training software do by itself: which kernels it has, what it overlaps, can launch and holds?
+
+The facts stand in `data/software.csv`, each with its source; `like` names the software whose facts hold where it has
+none itself. What is not there is assumed to be at its default. `catalog.software` reads the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Software"]
+
+
+@dataclass(frozen=True)
+class Software:
+    """A training software in 16-bit training; bytes are per parameter unless said otherwise."""
+
+    name: str = "none"
+
+    # kernels
+    kernels: str = "fused"  # class of constants: eager, compiled, fused, legacy, deepspeed, xla or graph
+    forward_kernels: int = 14  # launches of the forward pass of a dense LLaMA layer
+    legacy: bool = False  # of 2021: its products are slower than its kernels explain
+    unfused_attention: bool = False  # the scores of attention go through memory
+    fused_loss: bool = False  # cross entropy without fp32 logits
+    selective_products: float = 0.0  # share of the products that selective recompute repeats; 0: attention's core alone
+
+    # communication, where a plan does not say
+    overlap_tp: bool = False  # of tp, beside the products
+    overlap_tp_way: str = (
+        "none"  # none; ring: products in pieces; async: symmetric memory, weight gradient; user-buffers
+    )
+    overlap_ep: bool = False  # exchanges of tokens, beside the work of another batch
+    overlap_dp: bool = True  # of gradients, beside the backward pass
+    gathers_tensorwise: bool = False  # FSDP gathers tensor by tensor, not layer by layer
+    reduces_every_micro_batch: bool = False  # gradients are reduced with every micro-batch, without ZeRO too
+    sends_block: bool = False  # pipeline messages stop the host: shapes are sent before tensors
+    send_once: bool = False  # a token goes once to a rank that has several of its experts
+    wire_bytes: float = 2.0  # of a gradient in reductions: 4 is fp32
+
+    # what it can launch
+    tensor_parallel: bool = True
+    schedules: tuple[str, ...] = ("gpipe", "1f1b", "zero-bubble")  # of pipelines; empty: pp=1 alone
+    interleave: bool = True  # several chunks per stage
+    zero: tuple[int, ...] = (0, 1, 2, 3)  # 0 is DDP
+    zero_under_pipeline: tuple[int, ...] = (0, 1, 2, 3)
+    hybrid_shard: bool = True  # ZeRO in groups, with copies across
+    zero_plus_plus: bool = True  # qwz, hpz, qgz
+    context: tuple[str, ...] = ("ring", "ulysses")  # empty: cp=1 alone
+    expert_placement: tuple[str, ...] = ("dp-cp", "dp-cp-tp")  # its default first: etp=tp or etp=1; empty: ep=1 alone
+    ends_as_layers: bool = False  # embedding and head count as layers when stages are cut
+    frees_under_pipeline: bool = True  # FSDP frees weights after the forward pass where pp > 1 too
+
+    # what a device holds
+    weight_bytes: float = 2.0
+    gradient_bytes: float = 4.0
+    copy_bytes: float = 4.0  # fp32 weights of the optimizer; 0: the weights are fp32 themselves
+    moment_bytes: float = 4.0  # of each moment of the optimizer
+    cast_bytes: float = 0.0  # copies that compute uses instead of the weights
+    accumulator_bytes: float = 0.0  # fp32 gradients beside the others, if they are reduced in fp32
+    bucket_bytes: float = 0.0  # gradients once more, in DDP's buckets
+    temporary_bytes: float = 0.0  # while the optimizer runs, per parameter that it updates
+    weights_sharded_from: int = 3  # ZeRO stage
+    logit_bytes: float = 10.0  # per logit at the loss
+    engine: bool = (
+        False  # DeepSpeed's: keeps what it sent, buckets to reduce and to gather, gathers 1e9 weights at most
+    )
+    stored_8bit: bool = False  # fp8 products keep their inputs in 8 bits
