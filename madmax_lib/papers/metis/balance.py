@@ -85,22 +85,13 @@ class Balancer:
         """
         piece = self._piece
         end = min(max(bisect_left(self._before, room + self._before[at], at) - 1, at), bound)
-        rest = room
-        if end > at:
-            rest = reduce(sub, piece[at : end - 1], room)
-            if not rest > piece[end - 1]:  # rounding put the guess too far
-                return self._fits_slowly(room, at, bound)
-            rest -= piece[end - 1]
+        rest = reduce(sub, piece[at:end], room)
+        if rest <= 0:  # rounding put the guess too far
+            end, rest = at, room
         while end < bound and rest > piece[end]:
             rest -= piece[end]
             end += 1
         return end, rest
-
-    def _fits_slowly(self, room: float, at: int, bound: int) -> tuple[int, float]:
-        while at < bound and room > self._piece[at]:
-            room -= self._piece[at]
-            at += 1
-        return at, room
 
     def _fill_gaps(self, left: list[float], owner: list[int], starts: list[int], waiting: list[int]) -> None:
         """Each piece without owner, ascending, to the stage with most room among those around it.
@@ -150,7 +141,8 @@ class Balancer:
         most = max(room)
         for _ in range(3):
             taker = room.index(most)
-            giver = min((n for n in (taker - 1, taker + 1) if 0 <= n < len(room)), key=room.__getitem__)
+            before, after = taker - 1, taker + 1
+            giver = before if after == len(room) or (taker and room[before] <= room[after]) else after
             if len(held[giver]) <= 1:
                 return
             side = -1 if giver < taker else 0
