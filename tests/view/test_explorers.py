@@ -6,8 +6,9 @@ import pytest
 import madmax_lib as mm
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
+from madmax_lib.units import format_s
 from madmax_lib.view.explore.explorer import Later, doublings, message_html, slider
-from madmax_lib.view.explore.plan_card import plan_card
+from madmax_lib.view.explore.plan_card import plan_card, plan_card_html
 from madmax_lib.view.explore.space_explorer import SpaceExplorer
 from madmax_lib.view.explore.step_explorer import StepExplorer, transformers
 from madmax_lib.view.explore.trace_explorer import TraceExplorer
@@ -27,11 +28,11 @@ def test_a_plan_card_is_the_estimate_and_the_memory(plan):
     model, cluster, plan = mm.model("gpt2-large"), mm.cluster("dgx-a100", nodes=2), mm.Plan.parse(plan)
     card = plan_card(model, cluster, plan, global_batch=64)
     row = mm.estimate(model, cluster, plan, global_batch=64).iloc[0]
-    assert card.step_s == (row["low_s"], row["step_s"], row["high_s"])
-    assert sum(card.time_s.values()) == pytest.approx(row["step_s"])
-    assert card.mfu[1] * card.step_s[1] == pytest.approx(card.mfu[0] * card.step_s[2]) and card.mfu[1] <= card.mfu[2]
-    assert card.peak_bytes == pytest.approx(peak_bytes(memory(model, plan, global_batch=64)))
-    assert min(card.memory_bytes.values()) >= 0 and card.fits == (card.peak_bytes <= usable_bytes(cluster.device))
+    assert card.row.equals(row) and card.time_s.sum() == pytest.approx(row["step_s"])
+    assert all(text in card.step_text for text in map(format_s, row[["low_s", "step_s", "high_s"]]))
+    peak = peak_bytes(memory(model, plan, global_batch=64))
+    assert card.memory_bytes.sum() == pytest.approx(peak) and card.memory_bytes.min() >= 0
+    assert ("does not fit" in plan_card_html(card)) == (peak > usable_bytes(cluster.device))
 
 
 @pytest.mark.parametrize(

@@ -24,23 +24,18 @@ class Explorer:
     controls: by the parameters' names
     html: the numbers, as a line of HTML or a table
     error: why the last change was not possible, empty where it was
+    figure: draws the static picture
+    turn: takes over the value of a control, by its name, that was turned by hand
+    follow: brings controls and views to the parameters as they stand
     """
 
     controls: dict
     html: str
     error: str = ""
+    figure: Callable[[], plt.Figure]
+    turn: Callable[[str, object], None]
+    follow: Callable[[], None]
     _following = False  # while controls are brought to the parameters, their changes are not requests
-
-    def figure(self) -> plt.Figure:
-        """The static picture."""
-        raise NotImplementedError
-
-    def turn(self, name: str, value) -> None:
-        """Take over the value of a control that was turned by hand."""
-        raise NotImplementedError
-
-    def follow(self) -> None:
-        """Bring controls and views to the parameters as they stand."""
 
     def attempt(self, action: Callable[[], None]) -> None:
         """Do something and show the numbers after it; a failure becomes `error`."""

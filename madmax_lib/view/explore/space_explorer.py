@@ -87,8 +87,6 @@ class SpaceExplorer(WorkloadExplorer):
         shape = {"figsize": (9, 5.5 + 0.22 * rows), "height_ratios": [14, 3 + rows]}
         figure, axes = plt.subplots(2, 1, layout="constrained", **shape)
         plot_front(self.result.pareto, self.step.card.room_bytes, axes[0])
-        step_s = self.result.pareto["step_s"]
-        axes[0].set_ylim(0.9 * step_s.min(), 1.1 * step_s.max())
         plot_timeline(self.step.view.timelines[0], axes[1])
         axes[1].set_title(f"{self.step.parameters['plan']}, simulated, one rank per stage")
         return figure

@@ -98,23 +98,19 @@ class StepExplorer(WorkloadExplorer):
 
     def _timeline(self):
         plan, batch = self.plan, self.batch
-        batch["global_batch"] = min(batch["global_batch"], self._drawn * plan.dp * plan.micro_batch)
+        batch["global_batch"] = min(batch["global_batch"], self._drawn[0] * plan.dp * plan.micro_batch)
         timeline = simulate(self.model, self.cluster, plan, **batch)
         return timeline.select(ranks=timeline.ranks[:: len(timeline.ranks) // plan.pp])
 
     @property
-    def _micro_batches(self) -> int:
-        return self.plan.micro_batches(self.parameters["global_batch"])
-
-    @property
-    def _drawn(self) -> int:
-        """Micro-batches of the timeline: a multiple of the stages, which interleaved schedules want."""
-        stages = self.plan.pp
-        return min(self._micro_batches, stages * math.ceil(_DRAWN / stages))
+    def _drawn(self) -> tuple[int, int]:
+        """Micro-batches of the timeline, a multiple of the stages as interleaved schedules want it, and of the step."""
+        stages, whole = self.plan.pp, self.plan.micro_batches(self.parameters["global_batch"])
+        return min(whole, stages * math.ceil(_DRAWN / stages)), whole
 
     @property
     def _caption(self) -> str:
-        return f"{self._drawn} of {self._micro_batches} micro-batches, one rank per stage"
+        return "{} of {} micro-batches, one rank per stage".format(*self._drawn)
 
     @property
     def html(self) -> str:
