@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from madmax_lib.view.plots.comm import *
     from madmax_lib.view.plots.diff import *
     from madmax_lib.view.plots.fits import *
-    from madmax_lib.view.plots.hetero import *
     from madmax_lib.view.plots.launch import *
     from madmax_lib.view.plots.memory import *
-    from madmax_lib.view.plots.offload import *
     from madmax_lib.view.plots.operators import *
     from madmax_lib.view.plots.path import *
+    from madmax_lib.view.plots.plans import *
+    from madmax_lib.view.plots.predicted import *
     from madmax_lib.view.plots.runs import *
-    from madmax_lib.view.plots.search import *
-    from madmax_lib.view.plots.steps import *
 
 __all__ = open_room(__name__)

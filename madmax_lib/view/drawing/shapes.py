@@ -17,7 +17,7 @@ from madmax_lib.view.drawing.axes import finish, new_axes, note
 from madmax_lib.view.drawing.style import DARK, Fill, fill_of, ink_on
 
 __all__ = ["areas", "bar_chart", "bars", "blocks", "grid", "lanes", "lines", "ours_and_theirs"]
-__all__ += ["rank_labels", "row_label", "rows_of", "thinned"]
+__all__ += ["rank_labels", "row_label", "thinned"]
 
 _FEW_CELLS = 12  # rows of a grid up to which there is room for lines between them
 _LETTER = 0.014  # of the width of the axes, which a letter beside a bar takes
@@ -126,20 +126,18 @@ def ours_and_theirs(
     *,
     styles: Mapping[str, tuple[str, str]],
     by: str,
-    names: Mapping[str, str] | None = None,
     within: tuple[float, str] | None = None,
     room: float = 1.3,
 ) -> None:
     """Points of ours over theirs in equal logarithmic axes, with the line where both agree.
 
-    styles: colour and mark of each value of the column `by`; names: their labels, by default the value.
-    within: a relative error to shade, and its label. room: factor that the axes reach beyond the points.
+    styles: colour and mark of each value of the column `by`. within: a relative error to shade, and its label.
+    room: factor that the axes reach beyond the points.
     """
     for value, (color, mark) in styles.items():
         part = table[table[by] == value]
         if len(part):
-            label = (names or {}).get(value, str(value))
-            ax.plot(part[theirs], part[ours], mark, ms=4, mfc="none", mew=0.8, color=color, label=label)
+            ax.plot(part[theirs], part[ours], mark, ms=4, mfc="none", mew=0.8, color=color, label=str(value))
     ends = np.array([table[theirs].min() / room, table[theirs].max() * room]) if len(table) else np.array([0.1, 10])
     ax.plot(ends, ends, color=DARK, lw=0.8, zorder=0)
     if within:
@@ -268,23 +266,20 @@ def _visible_blocks(intervals: np.ndarray, reach_ns: int) -> np.ndarray:
     return visible
 
 
-def rows_of(spans: pd.DataFrame) -> list[tuple[int, int]]:
-    """(rank, stream) of each row to draw: by rank, device before host, computing before communicating, then number."""
+def lanes(spans: pd.DataFrame) -> pd.DataFrame:
+    """Rank, stream, place and label of each row to draw.
+
+    By rank, device before host, computing before communicating, then number.
+    """
     rows = spans.assign(comm=spans["kind"].eq("comm")).groupby(["rank", "stream"])["comm"].mean().reset_index()
-    rows["host"], rows["talks"], rows["number"] = rows["stream"] < 0, rows["comm"] > 0.5, rows["stream"].abs()
-    rows = rows.sort_values(["rank", "host", "talks", "number"])
-    return list(rows[["rank", "stream"]].itertuples(index=False, name=None))
+    rows = rows.assign(host=rows["stream"] < 0, talks=rows["comm"] > 0.5, number=rows["stream"].abs())
+    rows = rows.sort_values(["rank", "host", "talks", "number"], ignore_index=True)[["rank", "stream"]]
+    return rows.assign(place=rows.index, label=[row_label(*row) for row in rows.itertuples(index=False)])
 
 
 def row_label(rank: int, stream: int) -> str:
     """Text for a row of a timeline."""
     return f"rank {rank} · " + (f"stream {stream}" if stream >= 0 else f"thread {-stream}")
-
-
-def lanes(spans: pd.DataFrame) -> pd.DataFrame:
-    """Rank, stream, place and label of each row to draw."""
-    rows = pd.DataFrame(rows_of(spans), columns=["rank", "stream"])
-    return rows.assign(place=rows.index, label=[row_label(*row) for row in rows.itertuples(index=False)])
 
 
 def rank_labels(ranks: Iterable[int]) -> list[str]:

@@ -18,7 +18,7 @@ from madmax_lib.view.explore.explorer import message_html
 from madmax_lib.view.explore.step_explorer import StepExplorer, WorkloadExplorer
 from madmax_lib.view.explore.widgets import widget_class
 from madmax_lib.view.plots.breakdown import plot_timeline
-from madmax_lib.view.plots.search import plot_front
+from madmax_lib.view.plots.plans import plot_front
 
 __all__ = ["SpaceExplorer"]
 

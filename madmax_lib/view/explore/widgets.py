@@ -25,7 +25,7 @@ from pandas.api.types import union_categoricals
 from madmax_lib.accounting import breakdown_between
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.units import NS_PER_S, format_s
-from madmax_lib.view.drawing import COLORS, LABELS, row_label, rows_of
+from madmax_lib.view.drawing import COLORS, LABELS, lanes
 from madmax_lib.view.notebooks.environment import shell
 from madmax_lib.view.plots.breakdown import plot_timeline
 
@@ -107,7 +107,7 @@ class TimelineView:
 
     def static(self) -> plt.Figure:
         """The static picture: one step of each timeline, one above the other over one axis."""
-        rows = [len(rows_of(_busy_spans(timeline))) for timeline in self.timelines]
+        rows = [len(lanes(_busy_spans(timeline))) for timeline in self.timelines]
         shape = {"figsize": (9, 1.2 * len(rows) + 0.22 * sum(rows)), "height_ratios": rows}
         figure, axes = plt.subplots(len(rows), 1, sharex=True, squeeze=False, layout="constrained", **shape)
         for ax, timeline, title in zip(axes[:, 0], self.timelines, self.titles, strict=True):
@@ -197,12 +197,11 @@ def _canvas_rows(timelines, titles, busy: list[pd.DataFrame]) -> tuple[list[dict
     """The rows of all timelines with the range of their spans, and the row of each span."""
     rows, places = [], []
     for panel, (timeline, title, spans) in enumerate(zip(timelines, titles, busy, strict=True)):
-        keys = rows_of(spans)
-        of_span = pd.MultiIndex.from_frame(spans[["rank", "stream"]])
-        places.append(len(rows) + pd.MultiIndex.from_tuples(keys).get_indexer(of_span))
+        drawn = lanes(spans)
+        places.append(len(rows) + spans[["rank", "stream"]].merge(drawn, how="left")["place"])
         about = {"title": "", "panel": panel, "simulated": timeline.meta.source == "simulated"}
-        rows += [{"label": row_label(*key)} | about for key in keys]
-        rows[-len(keys)]["title"] = title
+        rows += [{"label": label} | about for label in drawn["label"]]
+        rows[-len(drawn)]["title"] = title
     row = np.concatenate(places)
     ends = np.bincount(row, minlength=len(rows)).cumsum().tolist()
     ranges = [{"first": first, "end": end} for first, end in pairwise([0, *ends])]

@@ -17,6 +17,7 @@ _STATE_STYLES = {state: style for state, *style in zip(STATES, _STATE_COLORS, "o
 _FAMILIES = {"ampere": (draw.SERIES[0], "o"), "hopper": (draw.SERIES[1], "s"), "blackwell": (draw.SERIES[2], "^")}
 _INSIDE = 1.645  # standard deviations of a 90 % interval
 _WITHIN = 10  # per cent, shaded
+_STRONG = 0.4  # least correlation that is drawn
 _RED, _PALE = "#c44e52", "#efefef"
 _PRIOR = {"color": "#dedede", "lw": 6}
 _SLOWER = "measured over predicted [%]"
@@ -92,18 +93,18 @@ def plot_spread(table: pd.DataFrame, by: str, ax: Axes | None = None) -> Axes:
     return draw.finish(ax, data, title, x=_SLOWER, rows=rows, origin=table)
 
 
-def plot_correlations(matrix: pd.DataFrame, ax: Axes | None = None, *, least: float = 0.4) -> Axes:
-    """Correlation of the constants that have a partner with at least that correlation."""
+def plot_correlations(matrix: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Correlation of the constants that have a partner with at least 0.4."""
     strong = matrix.abs().where(~np.eye(len(matrix), dtype=bool), 0.0)
-    names = matrix.index[(strong >= least).any(axis=1)]
+    names = matrix.index[(strong >= _STRONG).any(axis=1)]
     part = matrix.loc[names, names]
     ax = ax or draw.new_axes(height=1.8 + 0.21 * len(names), width=2.6 + 0.21 * len(names))
     draw.grid(ax, part, colors="RdBu_r", limits=(-1, 1), label="correlation")
     ax.set_aspect("equal")
     ax.tick_params(labelsize=6.5)
     ax.tick_params(axis="x", rotation=90)
-    pairs = int((np.triu(strong.to_numpy()) >= least).sum())
-    title = f"{pairs} pairs of constants share what the rows say (|r| of {least} and more)"
+    pairs = int((np.triu(strong.to_numpy()) >= _STRONG).sum())
+    title = f"{pairs} pairs of constants share what the rows say (|r| of {_STRONG} and more)"
     return draw.finish(ax, part.rename_axis("constant").reset_index(), title, origin=matrix)
 
 

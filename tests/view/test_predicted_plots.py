@@ -6,7 +6,7 @@ from madmax_lib.planner.compare import lever_table
 from madmax_lib.simulator.memory.memory import PHASES
 from madmax_lib.simulator.offload.fits import fits, moments
 from madmax_lib.view.drawing import COMPONENTS, OTHER, figure_data
-from madmax_lib.view.plots.offload import plot_levers, plot_moments, plot_places, plot_streams
+from madmax_lib.view.plots.predicted import plot_levers, plot_moments, plot_places, plot_streams
 
 CLUSTER, MODEL = mm.cluster("hetero-4xv100"), wall.shape("gpt2_3b")
 RUN = MODEL, CLUSTER, mm.Plan.parse("dp4.mb16.full.offload-chunks")

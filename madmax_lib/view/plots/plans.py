@@ -1,4 +1,4 @@
-"""What has a search found? The front of time and memory, the best plans side by side, the worth of each resource."""
+"""What has a planner found? The front of time and memory, the best plans, the worth of each resource, a mixed fleet."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_front", "plot_parallel", "plot_shortlist", "plot_value"]
+__all__ = ["plot_alone", "plot_front", "plot_parallel", "plot_shortlist", "plot_stage_memory", "plot_stages"]
+__all__ += ["plot_value"]
 
 _CHOICES = ("tp", "pp", "dp", "cp", "zero", "micro_batch", "interleave")
 _RECOMPUTE = {
@@ -93,3 +95,59 @@ def plot_value(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ending = {"x": "faster step, with the plan that is then best [%]", "rows": rows, "origin": table}
     ending |= {"notes": shown["plan"], "source": "simulated"}
     return draw.bar_chart(ax, shown, 100 * (shown["speedup"] - 1), title, **ending)
+
+
+def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
+    """Which ranks hold which layers: a block per stage, its colour the GPU type, mixed groups in two."""
+    table, fleet = planned.stages, planned.costs.fleet
+    ax = ax or draw.new_axes(height=1.4 + 0.34 * len(table))
+    for row in table.itertuples():
+        kinds = fleet.type_of(np.arange(row.first_rank, row.first_rank + row.gpus))
+        for kind in np.unique(kinds):
+            ranks = row.first_rank + np.flatnonzero(kinds == kind)
+            color = _color(fleet.types[kind], fleet.types)
+            draw.bars(ax, [len(ranks)], color, places=[row.stage], left=ranks[0], height=0.8)
+        text = f"dp {row.dp} · tp {row.tp} · {draw.plural(row.layers, 'layer')}"
+        text += "" if row.recompute == "none" else f" · recompute {row.recompute}"
+        if len(table) == 1:
+            draw.note(ax, fleet.size / 2, row.stage, text, dx=0, ha="center", color="white")
+        elif row.first_rank + row.gpus / 2 < fleet.size / 2:
+            draw.note(ax, row.first_rank + row.gpus, row.stage, text)
+        else:
+            draw.note(ax, row.first_rank, row.stage, text, dx=-4, ha="right")
+    key = {name: _color(name, fleet.types) for name in fleet.types}
+    stages, batches = draw.plural(len(table), "stage"), planned.plan.batches
+    title = f"{stages} on {fleet.size} GPUs, {batches} micro-batches: {planned.cost_ms:,.0f} ms"
+    ending = {"rows": [f"stage {stage}" for stage in table["stage"]], "reach": fleet.size, "key": key}
+    return draw.finish(ax, table, title, x="rank", origin=planned.provenance, **ending)
+
+
+def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
+    """Memory of the fullest GPU of each stage and type beside what it has."""
+    table, types = planned.memory, planned.costs.fleet.types
+    colors, share = [_color(name, types) for name in table["device"]], table["used_mb"] / table["capacity_mb"]
+    ax = ax or draw.new_axes(height=1.2 + 0.3 * len(table), width=6.0)
+    outlines = [{"facecolor": "none", "edgecolor": color} for color in colors]
+    draw.bars(ax, table["capacity_mb"] / 1024, outlines, notes=share.map("{:.0%}".format))
+    draw.bars(ax, table["used_mb"] / 1024, colors, source="simulated")
+    rows = [f"stage {row.stage} · {row.device}" for row in table.itertuples()]
+    title = f"The fullest GPU, {rows[share.argmax()]}, needs {share.max():.0%} of its memory"
+    x = "memory of one GPU [GiB]: needed (hatched) of what it has (outline)"
+    return draw.finish(ax, table, title, x=x, rows=rows, origin=planned.provenance)
+
+
+def plot_alone(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Cost of the best plan of each GPU type alone and of all, see `hetero.alone`."""
+    cost_ms = table["cost_ms"].where(np.isfinite(table["cost_ms"]))
+    notes = cost_ms.map("{:,.0f} ms".format).where(cost_ms.notna(), "no feasible plan")
+    title = "No plan is feasible"
+    if cost_ms.notna().any():
+        title = f"Cheapest: {table['types'][cost_ms.idxmin()]}, {cost_ms.min():,.0f} ms"
+    ending = {"rows": [f"{row.gpus} GPUs · {row.types}" for row in table.itertuples()], "origin": table}
+    ending |= {"notes": notes, "x": "cost of the best plan [ms per step]", "source": "simulated"}
+    return draw.bar_chart(ax, table.drop(columns="plan"), cost_ms.fillna(0), title, **ending)
+
+
+def _color(name: str, types: tuple[str, ...]) -> str:
+    """The same for a type whatever its place in the plan."""
+    return draw.SERIES[sorted(types).index(name) % len(draw.SERIES)]
