@@ -3,7 +3,7 @@
     python benchmarks/metis.py [ROW ...]
 
 The original is not installed here: its figures are those recorded for the unmodified fork on a 2-core machine
-(`papers/metis/data/published.csv`); for row 4 there is only its authors' "about 30 minutes". Files are made by our
+(`papers/metis/data/table1.csv`); for row 4 there is only its authors' "about 30 minutes". Files are made by our
 own generator and read again; reading is inside our time. Steps must equal the published ones, else this fails.
 """
 
@@ -61,7 +61,7 @@ def main():
     rows = [int(text) for text in sys.argv[1:]] or [1, 2, 4]
     print("| row | layers x GPUs | mode | steps | best cost (ms) | ours, CPU s | original, CPU s | ratio | peak GB |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for row in studies.table1()[lambda table: table["row"].isin(rows)].itertuples():
+    for row in studies.published("table1")[lambda table: table["row"].isin(rows)].itertuples():
         with tempfile.TemporaryDirectory() as folder:
             measure(row, Path(folder))
 

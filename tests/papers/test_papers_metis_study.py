@@ -28,10 +28,11 @@ def test_both_modes_find_the_same_cost_in_the_same_order(runs):
 
 
 def test_published_tables():
-    table = study.table1().pivot(index="row", columns="mode", values="steps")
+    table = study.published("table1").pivot(index="row", columns="mode", values="steps")
     reduction = 1 - table["strategy"] / table["base"]
     assert (100 * reduction).round(1).tolist() == [8.2, 29.0, 6.7, 9.4]
-    assert len(study.search_times()) == 5 and study.data_and_tensor()["median_ms"].tolist() == [82404.8, 117202.8]
+    assert len(study.published("search_time")) == 5
+    assert study.published("dp_tp")["median_ms"].tolist() == [82404.8, 117202.8]
 
 
 @pytest.mark.parametrize("order, low, high", [(0, 1793.55, 1804.62), (1, 1898.09, 2080.09)])
@@ -91,7 +92,7 @@ def test_pictures_keep_their_tables(runs):
             plots.plot_orders(runs),
             plots.plot_profile_choice(choice),
             plots.plot_defects(shares),
-            plots.plot_training(study.data_and_tensor()),
+            plots.plot_training(study.published("dp_tp")),
         )
     ]
     assert all(len(table) and table.attrs["provenance"]["files"] for table in drawn)

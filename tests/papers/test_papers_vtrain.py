@@ -215,9 +215,9 @@ def test_unknown_groups_and_no_rows():
     [
         ({TABLE["tp"]: None}, r"lacks the column\(s\) tensor parallelism"),
         ({TIME: None}, "lacks the column iteration"),
-        ({TABLE["pp"]: 5}, "# layers=12 is not a multiple of 5"),
-        ({TABLE["micro_batch"]: 3}, "global batch=2 is not a"),
-        ({TABLE["hidden"]: -1}, "hidden size=-1 of row 0 is not a positive"),
+        ({TABLE["pp"]: 5}, "row 0: num_layers=12 is not a multiple of pipeline_parallel_size=5"),
+        ({TABLE["micro_batch"]: 3}, "row 0: global_batch_size=2 is not a multiple of"),
+        ({TABLE["hidden"]: -1}, "row 0: hidden_size=-1 is not a positive"),
         ({TIME: 0.0}, "of row 0 is not a positive"),
     ],
 )

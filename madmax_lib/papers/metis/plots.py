@@ -29,7 +29,7 @@ def plot_orders(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
     draw.published(ax, near["cost_ms"], first.index + 0.4 * second - 0.2)
     return draw.finish(
         ax,
-        _from_files(table, "profiles", "published"),
+        _from_files(table, "profiles", "table1"),
         "The cost column follows the order of GPU types, not the method",
         x="cost of the best plan [ms]",
         rows=[f"{row.layers} layers, {row.gpus} GPUs, “{_MODES[row.mode]}”" for row in first.itertuples()],
@@ -55,7 +55,7 @@ def plot_profile_choice(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.margins(y=0.18)
     return draw.finish(
         ax,
-        _from_files(table, "profiles", "published"),
+        _from_files(table, "profiles", "table1"),
         "The file that happens to be listed first moves the best cost too",
         x="optimizer time in the profile listed first [ms]",
         y="best cost [ms]",
@@ -73,7 +73,7 @@ def plot_defects(shares: pd.DataFrame, ax: Axes | None = None) -> Axes:
         draw.bars(ax, 100 * part, fill, source="simulated", slot=(slot, len(fills)), notes=notes)
     return draw.finish(
         ax,
-        _from_files(shares, "profiles", "published"),
+        _from_files(shares, "profiles", "table1"),
         "Most plans that Metis costs have stages without layers",
         x="share of the costed plans [%]",
         rows=defects,
@@ -83,7 +83,7 @@ def plot_defects(shares: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_training(summary: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Figure 3: time of an iteration. summary: of `data_and_tensor`."""
+    """Figure 3: time of an iteration. summary: the published table dp_tp."""
     times_s, kinds = summary["median_ms"] / 1e3, summary["strategy"].map({"DP": "compute", "TP": "comm"})
     title = f"Two P100: tensor parallelism takes {times_s[1] / times_s[0]:.2f}x as long as data parallelism"
     rows, notes = summary["strategy"] + " on 2 GPUs", times_s.map("{:.1f} s".format)

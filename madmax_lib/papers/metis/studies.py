@@ -22,15 +22,13 @@ from madmax_lib.planner.hetero.profiles import Profiles
 
 __all__ = [
     "NODE_ORDERS",
-    "data_and_tensor",
     "defect_choices",
     "defect_shares",
     "model_profiles",
     "nodes_of",
+    "published",
     "run_row",
     "run_rows",
-    "search_times",
-    "table1",
     "table1_errors",
 ]
 
@@ -38,19 +36,9 @@ NODE_ORDERS = (("A100", "V100"), ("V100", "A100"))
 _BATCH, _MODEL_PROFILE = 128, "A100_tp4_bs4"
 
 
-def table1() -> pd.DataFrame:
-    """Table 1: row, layers, gpus, mode, steps, search_ms, cost_ms; original_cpu_s of the unmodified fork; source."""
-    return read_table("metis/published").copy()
-
-
-def search_times() -> pd.DataFrame:
-    """Figure 1 as published: layers, gpus, search_s."""
-    return read_table("metis/search_time").copy()
-
-
-def data_and_tensor() -> pd.DataFrame:
-    """Two training runs on two P100, summarised: median_ms of an iteration, losses and learning-rate schedules."""
-    return read_table("metis/dp_tp").copy()
+def published(name: str) -> pd.DataFrame:
+    """A table of the report, with its source: "table1", "search_time" (figure 1) or "dp_tp" (figure 3)."""
+    return read_table(f"metis/{name}").copy()
 
 
 def nodes_of(gpus: int) -> list[Node]:
@@ -83,8 +71,8 @@ def run_rows(rows: Iterable[int]) -> pd.DataFrame:
     Ours: our_steps, our_cost_ms, our_plans, best (text of the best plan), stages, counted (stages in its cost),
     our_search_ms.
     """
-    published, runs = table1(), []
-    for row in published[published["row"].isin(list(rows))].to_dict("records"):
+    table, runs = published("table1"), []
+    for row in table[table["row"].isin(list(rows))].to_dict("records"):
         for order in NODE_ORDERS:
             result = run_row(row["layers"], row["gpus"], order, row["mode"])
             best = result.plans.iloc[0]

@@ -61,7 +61,9 @@ def plot_memory_rows(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     within = (table["error"].abs() <= 0.1).sum()
     title = f"{within} of {len(table)} rows within 10 % of what the study measured"
     ax = ax or draw.new_axes(height=1.2 + 0.5 * len(table))
-    key = _measured_and_simulated(ax, table, {"measured_gib": "measured", "predicted_gib": "predicted"})
+    draw.bars(ax, table["measured_gib"], slot=(0, 2))
+    draw.bars(ax, table["predicted_gib"], source="simulated", slot=(1, 2), notes=table["error"].map("{:+.1%}".format))
+    key = [draw.patch_key("measured", "compute"), draw.patch_key("predicted", "compute", "simulated")]
     return draw.finish(ax, table, title, x="peak memory allocated on a GPU [GiB]", rows=_row_names(table), key=key)
 
 
@@ -166,17 +168,6 @@ def plot_scaling(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     title = f"ZeRO-2 keeps {kept:.0%} of its rate per GPU on {gpus[-1]} GPUs of one host"
     limits, y = {"xticks": gpus, "xlim": (0.8 * gpus[0], 1.35 * gpus[-1])}, "simulated throughput [samples/s]"
     return draw.finish(ax, table, title, x="GPUs", y=y, key=key, where="upper left", **limits)
-
-
-def _measured_and_simulated(ax: Axes, table: pd.DataFrame, names: dict[str, str]) -> list:
-    """Two bars a row, with the relative error behind the longer one. names: of both columns; returns legend entries."""
-    key = []
-    for number, ((column, name), source) in enumerate(zip(names.items(), (None, "simulated"), strict=True)):
-        draw.bars(ax, table[column], source=source, slot=(number, 2))
-        key.append(draw.patch_key(name, "compute", source))
-    for row, (end, error) in enumerate(zip(table[list(names)].max(axis=1), table["error"], strict=True)):
-        draw.note(ax, end, row, f"{error:+.1%}", dx=5)
-    return key
 
 
 def _fullest(rows: pd.DataFrame) -> pd.Series:

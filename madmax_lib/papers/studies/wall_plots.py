@@ -17,13 +17,11 @@ __all__ = [
     "plot_adam",
     "plot_limits",
     "plot_methods",
-    "plot_power",
     "plot_share",
     "plot_token_energy",
 ]
 
 _MARKERS = "os^Dv<>P"
-_KINDS = ("compute", "comm", "idle")  # of the phases of `power_phases`
 _EXPOSED = {  # columns of `OffloadTimes`: name, kind
     "passes_s": ("passes wait for weights", "memcpy"),
     "drain_s": ("gradients drain", "comm"),
@@ -124,20 +122,6 @@ def plot_token_energy(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     title += ", less than the model is sure of" if apart < 0.25 else ""
     x = "simulated energy per token, devices and processors [mJ]"
     return draw.finish(ax, table, title, x=x, rows=shown["method"], reach=1.35 * interval_mj[1].max())
-
-
-def plot_power(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Power of a device over the phases of a step, with its uncertainty. table: of `power.power_phases`."""
-    ax = ax or draw.new_axes(height=2.6)
-    end_s, phases = table["seconds"].cumsum(), list(zip(_KINDS, table.itertuples(), strict=True))
-    for (kind, phase), end in zip(phases, end_s, strict=True):
-        bar = {"places": [end - phase.seconds / 2], "height": phase.seconds, "error": ([phase.low_w], [phase.high_w])}
-        draw.bars(ax, [phase.power_w], kind, source="simulated", upright=True, **bar)
-    ax.set_ylim(0, 1.3 * table["high_w"].max())
-    key = [draw.patch_key(phase.phase, kind) for kind, phase in phases]
-    title = f"A device draws {table['energy_j'].sum() / end_s.iloc[-1]:.0f} W on average"
-    x, y = "time in the step, phase by phase [s]", "simulated power of a device [W]"
-    return draw.finish(ax, table, title, x=x, y=y, reach=end_s.iloc[-1], key=key, where="upper right", columns=3)
 
 
 def _size(model: str) -> str:

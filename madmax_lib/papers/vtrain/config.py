@@ -15,7 +15,6 @@ from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from madmax_lib.plan import Plan
@@ -214,23 +213,19 @@ def load_config(path: str | Path, *, derive_gpus: bool = False, rules: str | VTr
 def shape_of(table: pd.DataFrame) -> Shape:
     """The rows of a table in the columns of vTrain's ground truth, as arrays; the network of its configuration files.
 
-    Raises ValueError for a missing column, numbers that are not positive and whole, and batches or layers that the
-    plan does not divide.
+    Raises ValueError for a missing column and for a row that is no valid configuration.
     """
     if missing := [name for name in TABLE.values() if name not in table.columns]:
         raise ValueError(f"the table lacks the column(s) {', '.join(missing)}")
-    columns = {name: pd.to_numeric(table[column], errors="coerce") for name, column in TABLE.items()}
-    for name, values in columns.items():
-        if len(bad := table.index[~((values >= 1) & (values % 1 == 0))]):
-            raise ValueError(f"{TABLE[name]}={table.at[bad[0], TABLE[name]]} of row {bad[0]} is not a positive number")
-    sizes = {name: values.to_numpy(dtype="int64") for name, values in columns.items()}
-    share = sizes["dp"] * sizes["micro_batch"]
-    for name, part in (("global_batch", share), ("layers", sizes["pp"])):
-        if len(bad := np.flatnonzero(sizes[name] % part)):
-            rule = f"a multiple of {part[bad[0]]} (row {table.index[bad[0]]})"
-            raise ValueError(f"{TABLE[name]}={sizes[name][bad[0]]} is not {rule}")
-    names = ("tp", "dp", "pp", "micro_batch", "layers", "hidden", "sequence")
-    return Shape(micro_batches=sizes["global_batch"] // share, **{name: sizes[name] for name in names})
+    rows = table[list(TABLE.values())].rename(columns=_ALIASES).to_dict("records")
+    shapes = []
+    for index, row in zip(table.index, rows, strict=True):
+        try:
+            shapes.append(Config(**row).shape)
+        except ValueError as error:
+            raise ValueError(f"row {index}: {error}") from None
+    columns = pd.DataFrame(shapes, columns=Shape._fields)
+    return Shape(*(columns[name].to_numpy() for name in columns))
 
 
 def _from_content(content: object, derive_gpus: bool, rules: VTrainRules) -> Config:

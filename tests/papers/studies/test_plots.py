@@ -6,7 +6,6 @@ import pytest
 
 import madmax_lib as mm
 from madmax_lib.papers.studies import hybrid, memory_wall as wall, plots, vit_study, wall_plots
-from madmax_lib.simulator import power_phases
 from madmax_lib.view.drawing import figure_data
 
 methods = cache(lambda: wall.methods_table(mm.cluster("hetero-4xv100"), ["gpt2_3b", "gpt2_14b"]))
@@ -42,6 +41,3 @@ def test_pictures_of_a_step():
     cluster, model = mm.cluster("hetero-4xv100"), wall.shape("gpt2_3b")
     share = wall.share_table(model, cluster, mm.Plan.parse("dp4.mb16.full.offload-chunks"), global_batch=64)
     assert figure_data(wall_plots.plot_share(share, share.attrs["best"])).equals(share)
-    step = mm.estimate(model, cluster, mm.Plan.parse("dp4.z2.mb16.full"), global_batch=64).iloc[0]
-    power = power_phases(step, cluster.device)
-    assert figure_data(wall_plots.plot_power(power)).equals(power)
