@@ -10,20 +10,12 @@ from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_alone", "plot_front", "plot_parallel", "plot_shortlist", "plot_stage_memory", "plot_stages"]
-__all__ += ["plot_value"]
 
 _CHOICES = ("tp", "pp", "dp", "cp", "zero", "micro_batch", "interleave")
 _RECOMPUTE = {
     "none": {"color": draw.COLORS["compute"], "ls": "-"},
     "selective": {"color": draw.COLORS["memcpy"], "ls": "--"},
     "full": {"color": draw.COLORS["comm"], "ls": ":"},
-}
-_RESOURCES = {
-    "compute": "FLOP/s",
-    "memory_bandwidth": "memory bandwidth",
-    "memory": "memory size",
-    "intra": "bandwidth in node",
-    "inter": "bandwidth across nodes",
 }
 
 
@@ -85,16 +77,6 @@ def plot_shortlist(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     title = f"{int(worth.sum())} of {len(table)} layouts cannot be told from the best"
     x = "step over that of the first plan, 90 % interval"
     return draw.finish(ax, table.reset_index(drop=True), title, x=x, rows=table["plan"], origin=table)
-
-
-def plot_value(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """How much faster a step is with twice of each resource. table: the output of `codesign`."""
-    shown = table[table["factor"] == 2.0].sort_values("speedup", ascending=False).reset_index(drop=True)
-    rows = [f"2x {_RESOURCES[name]}" for name in shown["resource"]]
-    title = f"Worth most: {rows[0]}" if rows else "No resource was varied"
-    ending = {"x": "faster step, with the plan that is then best [%]", "rows": rows, "origin": table}
-    ending |= {"notes": shown["plan"], "source": "simulated"}
-    return draw.bar_chart(ax, shown, 100 * (shown["speedup"] - 1), title, **ending)
 
 
 def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
