@@ -82,26 +82,20 @@ def plot_shortlist(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
     """Which ranks hold which layers: a block per stage, its colour the GPU type, mixed groups in two."""
     table, fleet = planned.stages, planned.costs.fleet
-    ax = ax or draw.new_axes(height=1.4 + 0.34 * len(table))
+    ax, rows = ax or draw.new_axes(height=1.4 + 0.34 * len(table)), []
     for row in table.itertuples():
         kinds = fleet.type_of(np.arange(row.first_rank, row.first_rank + row.gpus))
         for kind in np.unique(kinds):
             ranks = row.first_rank + np.flatnonzero(kinds == kind)
             color = _color(fleet.types[kind], fleet.types)
             draw.bars(ax, [len(ranks)], color, places=[row.stage], left=ranks[0], height=0.8)
-        text = f"dp {row.dp} · tp {row.tp} · {draw.plural(row.layers, 'layer')}"
-        text += "" if row.recompute == "none" else f" · recompute {row.recompute}"
-        if len(table) == 1:
-            draw.note(ax, fleet.size / 2, row.stage, text, dx=0, ha="center", color="white")
-        elif row.first_rank + row.gpus / 2 < fleet.size / 2:
-            draw.note(ax, row.first_rank + row.gpus, row.stage, text)
-        else:
-            draw.note(ax, row.first_rank, row.stage, text, dx=-4, ha="right")
+        again = "" if row.recompute == "none" else f" · recompute {row.recompute}"
+        rows.append(f"stage {row.stage}: {draw.plural(row.layers, 'layer')}, dp {row.dp} · tp {row.tp}{again}")
     key = {name: _color(name, fleet.types) for name in fleet.types}
     stages, batches = draw.plural(len(table), "stage"), planned.plan.batches
     title = f"{stages} on {fleet.size} GPUs, {batches} micro-batches: {planned.cost_ms:,.0f} ms"
-    ending = {"rows": [f"stage {stage}" for stage in table["stage"]], "reach": fleet.size, "key": key}
-    return draw.finish(ax, table, title, x="rank", origin=planned.provenance, **ending)
+    ending = {"x": "rank", "rows": rows, "reach": fleet.size, "key": key, "origin": planned.provenance}
+    return draw.finish(ax, table, title, **ending)
 
 
 def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
