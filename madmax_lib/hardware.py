@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Cluster", "Device", "Host", "Link", "check_positive"]
+__all__ = ["DTYPES", "Cluster", "Device", "Host", "Link", "check_positive"]
 
-_DTYPE_FALLBACK = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp8": "bf16", "mxfp8": "fp8", "nvfp4": "fp8"}
+DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
+_WIDER = {"tf32": ("fp32",)} | dict.fromkeys(("fp16", "bf16", "fp8"), ("bf16", "fp16", "fp32"))
+_WIDER |= dict.fromkeys(("mxfp8", "nvfp4"), ("fp8", "bf16", "fp16", "fp32"))
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,14 @@ class Device:
     name: in the catalog.
     memory_bytes: capacity.
     memory_bandwidth_bytes_per_s: of that memory.
-    peak_flops: dense peak in FLOP/s by dtype (fp64 fp32 tf32 fp16 bf16 fp8 mxfp8 nvfp4 int8).
+    peak_flops: dense peak in FLOP/s by dtype of `DTYPES`, with fp32 accumulation; what is not in it, it cannot compute.
     tdp_w: power limit in W (default NaN: unknown).
     usd_per_hour: price of an hour (default NaN: unknown).
     family: architecture whose fitted constants it has (default other: none are fitted).
     rate_class: device whose fitted constant `device_rate` it has (default other: the family's rate is its own).
+    sms: streaming multiprocessors, of AMD compute units (default 0: unknown).
+    l2_bytes: second-level cache (default NaN: unknown).
+    scale_up_bytes_per_s: of all its links to its peers (NVLink, Infinity Fabric), one way (default 0: none).
     """
 
     name: str
@@ -35,22 +40,30 @@ class Device:
     usd_per_hour: float = float("nan")
     family: str = "other"
     rate_class: str = "other"
+    sms: int = 0
+    l2_bytes: float = float("nan")
+    scale_up_bytes_per_s: float = 0.0
 
     def __post_init__(self):
         check_positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
 
-    def peak(self, dtype: str) -> float:
-        """Dense peak in FLOP/s; a dtype the device lacks runs at the next wider one it has.
+    def nearest(self, dtype: str) -> str:
+        """The dtype, or the one that stands for it where the device lacks it: fp16 for bf16 on a V100.
 
-        Raises ValueError for a dtype that is unknown, or where the device has no such wider one.
+        Raises ValueError for an unknown dtype, or where nothing stands for it.
         """
-        wanted, seen = dtype, set()  # fp16 and bf16 stand for each other
-        while wanted not in self.peak_flops:
-            if wanted in seen or wanted not in _DTYPE_FALLBACK:
-                raise ValueError(f"{self.name} has no peak for dtype {dtype!r}; it has {', '.join(self.peak_flops)}")
-            seen.add(wanted)
-            wanted = _DTYPE_FALLBACK[wanted]
-        return self.peak_flops[wanted]
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+        choices = [d for d in (dtype, *_WIDER.get(dtype, ())) if d in self.peak_flops]
+        if not choices:
+            raise ValueError(f"{self.name} does not compute in {dtype}; it does in {', '.join(self.peak_flops)}")
+        return choices[0]
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak in FLOP/s. Raises ValueError for a dtype that it does not compute in."""
+        if (nearest := self.nearest(dtype)) != dtype:
+            raise ValueError(f"{self.name} does not compute in {dtype}; give dtype={nearest!r}")
+        return self.peak_flops[dtype]
 
 
 @dataclass(frozen=True)
@@ -60,11 +73,13 @@ class Link:
     name: in the catalog.
     bandwidth_bytes_per_s: per device, one way.
     latency_s: of one hop (default 0).
+    in_network_reduction: switches add what passes, as NVLink SHARP and InfiniBand SHARP do (default False).
     """
 
     name: str
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
+    in_network_reduction: bool = False
 
     def __post_init__(self):
         check_positive(self, "bandwidth_bytes_per_s")
@@ -100,14 +115,20 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices.
+    """Equal nodes of equal devices, below leaf switches (or sets of rails), below a spine.
 
     name: in the catalog.
     device: what computes.
-    devices_per_node, nodes: how many.
+    devices_per_node: devices in one node or NVLink domain.
+    nodes: how many.
     intra: link between the devices of a node.
-    inter: link between nodes.
+    inter: link between nodes, at the rate that each device has when all of its node send.
     host: of each node (default None: not known).
+    nics_per_node: network ports of a node, each of inter x devices_per_node / nics_per_node (default None: one per
+        device).
+    leaf_devices: devices that reach each other without the spine, whole nodes (default None: all).
+    oversubscription: what leaves a leaf switch downwards over what leaves it upwards; traffic that crosses the spine
+        has inter / oversubscription (default 1: none).
     """
 
     name: str
@@ -117,9 +138,18 @@ class Cluster:
     intra: Link
     inter: Link
     host: Host | None = None
+    nics_per_node: int | None = None
+    leaf_devices: int | None = None
+    oversubscription: float = 1.0
 
     def __post_init__(self):
-        check_positive(self, "devices_per_node", "nodes")
+        for name in ("devices_per_node", "nodes", "nics_per_node", "leaf_devices"):
+            if (count := getattr(self, name)) is not None and not (count > 0 and count == int(count)):
+                raise ValueError(f"{self.name}: {name}={count} must be a whole number above zero")
+        if (leaf := self.leaf_devices) and leaf % self.devices_per_node:
+            raise ValueError(f"{self.name}: leaf_devices={leaf} are not whole nodes of {self.devices_per_node}")
+        if not self.oversubscription >= 1:
+            raise ValueError(f"{self.name}: oversubscription={self.oversubscription} must be 1 or more")
 
     @property
     def world_size(self) -> int:

@@ -84,14 +84,12 @@ def software_of(raw: dict, row: dict, device: Device) -> dict:
 
 
 def _dtype(text: str, device: Device) -> str:
-    """Data type of the matrix products by its first name in the text; a device without it runs the next wider one."""
+    """Data type of the matrix products by its first name in the text; a device without it runs the nearest."""
     first = text.split("(")[0] or text
     kind = "nvfp4" if "fp4" in first else "mxfp8" if re.search(r"mxfp8|fp8-mx", first) else "bf16"
     kind = "fp8" if kind == "bf16" and re.search(r"fp8|float8", text) else kind
     kind = "fp32" if re.fullmatch(r"fp32|float32", first.strip()) else kind
-    if kind == "nvfp4" and kind not in device.peak_flops:
-        kind = "fp8"
-    return "bf16" if kind in ("fp8", "mxfp8") and "fp8" not in device.peak_flops else kind
+    return device.nearest(kind)
 
 
 def _recompute(text: str, software: str) -> dict:

@@ -96,7 +96,8 @@ def _outcome(model: Transformer, cluster: Cluster, plan: Plan, global_batch: int
     used_gb = _used_gb(placement).reindex(list(PLACES), fill_value=0.0)
     step_s = float("nan")
     if placement.fits:
-        step_s = estimate(model, cluster, plan, global_batch=global_batch, policy=policy)["step_s"].item()
+        dtype = cluster.device.nearest("bf16")
+        step_s = estimate(model, cluster, plan, global_batch=global_batch, dtype=dtype, policy=policy)["step_s"].item()
     return {"plan": str(plan), **used_gb.add_suffix("_gb"), "fits": placement.fits, "step_s": step_s}
 
 

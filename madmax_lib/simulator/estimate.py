@@ -200,7 +200,7 @@ def machine_fields(cluster: Cluster, dtype: str = "bf16", *, kernels: str = "fus
 def matrix_fields(device: Device, dtype: str) -> dict[str, float]:
     """Peaks for matrix products of a dtype and for attention, which stays in 16 bits (32 where the products are)."""
     wide = dtype in ("fp32", "tf32", "fp64")
-    peak_16 = device.peak(dtype if wide else "bf16")
+    peak_16 = device.peak(dtype if wide else device.nearest("bf16"))
     return {"peak_gemm": device.peak(dtype), "peak_16": peak_16, "mx": float(dtype == "mxfp8")}
 
 

@@ -23,7 +23,8 @@ def read(**changes):
     ("changes", "reason"),
     [
         ({"layers": np.nan}, "layers is not stated"),
-        ({"gpu": "TPUv4"}, "unknown device 'TPUv4'"),
+        ({"gpu": "TPUv0"}, "unknown device 'TPUv0'"),
+        ({"gpu": "TPUv4"}, "no default cluster of tpu-v4"),
         ({"gpu": np.nan}, "gpu is not stated"),
         ({"n_gpus": np.nan, "dp": np.nan}, "neither n_gpus nor dp is stated"),
         ({"global_batch": np.nan, "micro_batch": np.nan}, "neither global batch nor micro-batch is stated"),

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 import madmax_lib as mm
+from madmax_lib import catalog
 from madmax_lib.specs import Cluster, Device, Link, Transformer
 
 
@@ -58,24 +61,46 @@ def test_dlrm_flops_of_the_paper():
     assert mm.model("dlrm-a").forward_flops(1) == pytest.approx(638.1e6, rel=1e-3)
 
 
-def test_peak_falls_back_to_the_next_wider_dtype():
-    device = Device("v100", 16e9, 900e9, {"fp32": 15.7e12, "fp16": 125e12})
-    assert device.peak("bf16") == device.peak("fp8") == device.peak("nvfp4") == 125e12
-    assert device.peak("tf32") == 15.7e12
-    assert Cluster("c", device, 8, 16, Link("a", 1), Link("b", 1)).world_size == 128
-
-
 V100, OLD = Device("v100", 16e9, 9e11, {"fp32": 2e13, "fp16": 1e14}), Device("old", 8e9, 2e11, {"fp32": 5e12})
+EIGHT = Cluster("c", V100, 8, 16, Link("a", 2), Link("b", 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "nearest"),
+    [
+        ("v100-32", "bf16", "fp16"), ("t4", "bf16", "fp16"), ("p100", "bf16", "fp16"), ("t4", "tf32", "fp32"),
+        ("t4", "fp8", "fp16"), ("a100-80", "tf32", "tf32"), ("a100-80", "fp8", "bf16"), ("h100-80", "fp8", "fp8"),
+        ("h100-80", "mxfp8", "fp8"), ("h100-80", "nvfp4", "fp8"), ("b200", "mxfp8", "mxfp8"),
+        ("mi300x", "fp8", "fp8"), ("mi355x", "mxfp8", "mxfp8"), ("tpu-v5p", "fp16", "bf16"), ("l40s", "nvfp4", "fp8"),
+        ("gb300", "nvfp4", "nvfp4"),
+    ],
+)  # fmt: skip
+def test_a_device_computes_in_what_its_silicon_has(name, dtype, nearest):
+    device = catalog.device(name)
+    assert device.nearest(dtype) == nearest
+    if nearest == dtype:
+        assert device.peak(dtype) == device.peak_flops[dtype]
+    else:
+        with pytest.raises(ValueError, match=f"^{name} does not compute in {dtype}; give dtype='{nearest}'$"):
+            device.peak(dtype)
+
+
+def test_a_cluster_is_one_flat_network_unless_told():
+    assert EIGHT.world_size == 128 and EIGHT.leaf_devices is EIGHT.nics_per_node is None
+    assert EIGHT.oversubscription == 1 and not EIGHT.inter.in_network_reduction
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: V100.peak("fp64"), "v100 has no peak for dtype 'fp64'; it has fp32, fp16"),
-        (lambda: OLD.peak("fp16"), "old has no peak for dtype 'fp16'; it has fp32"),
-        (lambda: OLD.peak("bf16"), "old has no peak for dtype 'bf16'; it has fp32"),
-        (lambda: OLD.peak("fp8"), "old has no peak for dtype 'fp8'; it has fp32"),
-        (lambda: OLD.peak("nvfp4"), "old has no peak for dtype 'nvfp4'; it has fp32"),
+        (lambda: V100.peak("fp64"), "v100 does not compute in fp64; it does in fp32, fp16"),
+        (lambda: V100.peak("fp12"), "dtype='fp12' is not one of fp64, fp32, tf32"),
+        (lambda: OLD.peak("fp16"), "old does not compute in fp16; give dtype='fp32'"),
+        (lambda: replace(EIGHT, nodes=1.5), "c: nodes=1.5 must be a whole number above zero"),
+        (lambda: replace(EIGHT, devices_per_node=0), "c: devices_per_node=0 must be a whole number above zero"),
+        (lambda: replace(EIGHT, nics_per_node=0), "c: nics_per_node=0 must be a whole number above zero"),
+        (lambda: replace(EIGHT, leaf_devices=12), "c: leaf_devices=12 are not whole nodes of 8"),
+        (lambda: replace(EIGHT, oversubscription=0.5), "c: oversubscription=0.5 must be 1 or more"),
         (lambda: Device("d", -1, 1, {}), "d: memory_bytes=-1 must be positive"),
         (lambda: Link("l", 0), "l: bandwidth_bytes_per_s=0 must be positive"),
         (lambda: Transformer("t", 2, 10, 3, 40), "t: hidden=10 is not a multiple of heads=3"),

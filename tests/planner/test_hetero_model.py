@@ -93,7 +93,7 @@ def test_a_homogeneous_plan_can_be_simulated():
     best = hetero.plan(model=GPT2, cluster=KAGGLE, global_batch=8, groups=[2, 4], progress=False)
     exported = hetero.as_json(best)
     plan = mm.Plan.parse(exported["plan"])
-    step = mm.simulate(GPT2, KAGGLE, plan, global_batch=exported["global_batch"])
+    step = mm.simulate(GPT2, KAGGLE, plan, global_batch=exported["global_batch"], dtype="fp16")
     assert step.meta.world_size == exported["world_size"] == 4
     assert plan.micro_batches(8) == exported["micro_batches"]
 
@@ -113,7 +113,7 @@ def test_text_of_a_plan(groups, strategies, cuts, text):
         assert written is None
     else:
         assert text in written
-        mm.simulate(GPT2, KAGGLE, mm.Plan.parse(written), global_batch=4)
+        mm.simulate(GPT2, KAGGLE, mm.Plan.parse(written), global_batch=4, dtype="fp16")
 
 
 def test_json_names_every_rank_once(mixed, tmp_path):

@@ -24,11 +24,13 @@ def step_s(timeline):
 
 
 def simulated(model, cluster, plan, batch, **policy):
-    return mm.simulate(model, cluster, mm.Plan.parse(plan), global_batch=batch, policy=Policy(**policy))
+    plan, dtype = mm.Plan.parse(plan), cluster.device.nearest("bf16")
+    return mm.simulate(model, cluster, plan, global_batch=batch, dtype=dtype, policy=Policy(**policy))
 
 
 def estimated(model, cluster, plan, batch, **policy):
-    return mm.estimate(model, cluster, mm.Plan.parse(plan), global_batch=batch, policy=Policy(**policy)).iloc[0]
+    plan, dtype = mm.Plan.parse(plan), cluster.device.nearest("bf16")
+    return mm.estimate(model, cluster, plan, global_batch=batch, dtype=dtype, policy=Policy(**policy)).iloc[0]
 
 
 def moved(timeline, stream, words):
@@ -151,7 +153,7 @@ def test_the_best_share_fits_and_one_byte_less_does_not():
     model, plan = gpt_shape(4096, 40), mm.Plan.parse("dp4.z2.full.mb4.offload-optimizer")
     case, room = Case(model, FOUR, plan, global_batch=64), room_bytes(FOUR, plan)
     shares = shares_that_fit(case, Policy(), room)
-    assert mm.estimate(model, FOUR, plan, global_batch=64)["offload_share"].item() in shares
+    assert mm.estimate(model, FOUR, plan, global_batch=64, dtype="fp16")["offload_share"].item() in shares
     assert not len(shares_that_fit(case, Policy(share=float(shares[0]) - 1e-6), room))
 
 

@@ -96,7 +96,7 @@ def catalog_systems(clusters: Iterable[Cluster]) -> pd.DataFrame:
         device = cluster.device
         rates = {
             "f32_flops": device.peak_flops.get("tf32", device.peak_flops.get("fp32", math.nan)),
-            "f16_flops": device.peak("bf16"),
+            "f16_flops": device.peak(device.nearest("fp16")),
             "mem_cap": device.memory_bytes,
             "mem_bw": device.memory_bandwidth_bytes_per_s,
             "num_nvlinks": 1,

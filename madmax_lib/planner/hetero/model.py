@@ -39,6 +39,7 @@ def simulated_prices(
 ) -> Prices:
     """Prices of a model on clusters, one per GPU type: tp within a node, pieces of powers of two up to the batch.
 
+    dtype: of the matrix products; a GPU type that lacks it runs the nearest, such as fp16 for bf16.
     Raises ValueError for a recommendation or vision model, experts, and a recompute that is no choice of Plan.
     """
     if not isinstance(model, Transformer) or model.image or model.experts:
@@ -50,7 +51,7 @@ def simulated_prices(
         rows = [(tp, way, batch) for way in recompute for tp in degrees for batch in _powers(global_batch)]
         tp, way, batch = map(np.array, zip(*rows, strict=True))
         plans = Plans(tp=tp, recompute=way, micro_batch=batch)
-        work = work_of(Case(model, cluster, plans, 1, sequence or 0, dtype))
+        work = work_of(Case(model, cluster, plans, 1, sequence or 0, cluster.device.nearest(dtype)))
         seconds = layer_seconds(work, parameters)
         layer_s, head_s, update_s = (
             np.broadcast_to(seconds[part], work.shape) for part in ("layer_s", "head_s", "optimizer_s")
@@ -74,7 +75,7 @@ def nodes_of(clusters: Sequence[Cluster], parameters: Parameters | None = None) 
     """The nodes of some clusters, with the memory a process can have and the bandwidth that collectives achieve."""
     nodes = []
     for cluster in clusters:
-        work = work_of(Case(catalog.model("gpt2"), cluster, Plans(), 1))
+        work = work_of(Case(catalog.model("gpt2"), cluster, Plans(), 1, dtype=cluster.device.nearest("bf16")))
         rates = achieved_rates(work, parameters or shipped())
         intra, inter = (float(np.ravel(rates[name])[0]) / GB_PER_S for name in ("link", "nic"))
         memory_gb = usable_bytes(cluster.device) / GB_BYTES

@@ -55,7 +55,8 @@ def peak_rates(device: str) -> PeakRates:
 def peak_flops(device: str, dtype: str) -> tuple[float, str]:
     """Peak FLOP/s of one device (cpu or cuda) in fp32, bf16 or fp16, and where the number comes from; collective."""
     if device == "cuda" and (sheet := catalog.device_named(torch.cuda.get_device_name())):
-        peak = "tf32" if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest" else dtype
+        asked = "tf32" if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest" else dtype
+        peak = sheet.nearest(asked)
         return sheet.peak(peak), f"data sheet of {sheet.name}, dense {peak}"
     side = _SIDE[device]
     rate = torch.tensor([_product_rate(device, TORCH_DTYPES[dtype], side)], dtype=torch.float64, device=device)

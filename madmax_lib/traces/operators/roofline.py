@@ -70,7 +70,7 @@ def mfu(timeline: Timeline, device: str | Device | None = None, flops_per_step: 
     by_dtype["peak_s"] = by_dtype["flops"] / [_peak(specs, dtype) for dtype in by_dtype["dtype"]]
     sums = by_dtype.groupby(["rank", "step"])[["flops", "peak_s"]].sum(min_count=1).reset_index()
     table = table.merge(sums, how="left")
-    peak = ratio(table["flops"], table.pop("peak_s")).fillna(_peak(specs, "bf16"))
+    peak = ratio(table["flops"], table.pop("peak_s")).fillna(_peak(specs, specs.nearest("bf16") if specs else "bf16"))
     if flops_per_step is not None:
         table["flops"] = float(flops_per_step)
     table = table[["rank", "step", "flops", "total_s"]]
@@ -80,7 +80,7 @@ def mfu(timeline: Timeline, device: str | Device | None = None, flops_per_step: 
 
 
 def device_of(timeline: Timeline, device: str | Device | None = None) -> Device:
-    """The catalog's device of a timeline, by the name in its trace (data/device_names.csv), or the one that is given.
+    """The catalog's device of a timeline, by the name in its trace, or the one that is given.
 
     Raises ValueError when the name is not known.
     """
@@ -88,11 +88,9 @@ def device_of(timeline: Timeline, device: str | Device | None = None) -> Device:
         return device
     if device is not None:
         return catalog.device(device)
-    name = timeline.meta.device
-    specs = catalog.device(name) if name in catalog.devices() else catalog.device_named(name)
-    if specs is None:
+    if (specs := catalog.device_named(name := timeline.meta.device)) is None:
         what = f"{name!r}, the timeline's device, is not in the catalog" if name else "the timeline names no device"
-        raise ValueError(f"{what}; give device=, one of {', '.join(catalog.devices())}")
+        raise ValueError(f"{what}; give device=, a name such as h100-80")
     return specs
 
 

@@ -15,7 +15,7 @@ from madmax_lib.plan import Plan
 from madmax_lib.planner.compare import EXPOSED
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.memory.memory import fullest_stage, memory, peak_bytes, usable_bytes
-from madmax_lib.specs import Cluster, Transformer
+from madmax_lib.specs import Cluster, Model
 from madmax_lib.units import format_bytes, format_s
 from madmax_lib.view.drawing import COLORS, DASHED, bars, patch_key
 
@@ -57,10 +57,10 @@ class PlanCard:
 
 
 def plan_card(
-    model: Transformer, cluster: Cluster, plan: Plan, *, global_batch: int, sequence: int | None = None
+    model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, sequence: int | None = None, dtype: str = "bf16"
 ) -> PlanCard:
     """The cost of a plan. Raises ValueError, as `estimate` and `memory` do, for one that cannot be laid out."""
-    row = estimate(model, cluster, plan, global_batch=global_batch, sequence=sequence).iloc[0]
+    row = estimate(model, cluster, plan, global_batch=global_batch, sequence=sequence, dtype=dtype).iloc[0]
     time_s = pd.Series({name: row[columns].sum() for name, columns in _TIME.items()})
     fullest = fullest_stage(memory(model, plan, sequence=sequence, global_batch=global_batch))
     always = fullest[fullest["phase"] == "always"].set_index("component")["size_bytes"]

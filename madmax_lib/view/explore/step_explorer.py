@@ -30,8 +30,6 @@ _CHOICES = {
     "recompute": ["none", "selective", "full"],
     "schedule": ["1f1b", "gpipe", "zero-bubble"],
 }
-_model = lru_cache(maxsize=64)(catalog.model)  # the catalog reads tables, a slider cannot wait for them
-_cluster = lru_cache(maxsize=64)(catalog.cluster)
 
 
 class WorkloadExplorer(Explorer):
@@ -42,17 +40,18 @@ class WorkloadExplorer(Explorer):
     @property
     def model(self) -> Transformer:
         """The model as it stands."""
-        return _model(self.parameters["model"])
+        return catalog.model(self.parameters["model"])
 
     @property
     def cluster(self) -> Cluster:
         """The cluster as it stands."""
-        return _cluster(self.parameters["cluster"], nodes=self.parameters["nodes"])
+        return catalog.cluster(self.parameters["cluster"], nodes=self.parameters["nodes"])
 
     @property
     def batch(self) -> dict:
-        """global_batch and sequence, None for the model's own."""
-        return {"global_batch": self.parameters["global_batch"], "sequence": self.parameters["sequence"] or None}
+        """global_batch, sequence (None for the model's own) and dtype: bf16, or fp16 on devices before it."""
+        batch, sequence = self.parameters["global_batch"], self.parameters["sequence"] or None
+        return {"global_batch": batch, "sequence": sequence, "dtype": self.cluster.device.nearest("bf16")}
 
 
 class StepExplorer(WorkloadExplorer):
@@ -170,7 +169,7 @@ class StepExplorer(WorkloadExplorer):
 @lru_cache(maxsize=1)
 def transformers() -> list[str]:
     """Names of the models that have a closed form: all but recommendation models."""
-    return [name for name in catalog.models() if isinstance(_model(name), Transformer)]
+    return [name for name in catalog.models() if isinstance(catalog.model(name), Transformer)]
 
 
 def _filling(plan: Plan, world_size: int, changes: dict) -> Plan:
