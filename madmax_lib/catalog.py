@@ -11,34 +11,26 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import MISSING, fields, replace
+from functools import lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import pandas as pd
 
+from madmax_lib.hardware import DTYPES
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Device, Host, Link, Model, Transformer
 
-__all__ = [
-    "cluster",
-    "clusters",
-    "data_file",
-    "device",
-    "device_named",
-    "devices",
-    "model",
-    "models",
-    "software",
-    "table",
-]
+__all__ = ["cluster", "clusters", "data_file", "device", "device_named", "model", "models", "software", "table"]
 
-_UNITS = {"": 1.0, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0, "us": 1e-6}
+_UNITS = {"": 1.0, "MiB": 2.0**20, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0, "us": 1e-6}
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
-_DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
 _DEVICE_CLASSES = ("family", "rate_class")  # text, no number
 _USER_FOLDER = "MADMAX_CATALOG"
+_MAKERS = re.compile(r"\b(nvidia|amd|instinct|tesla|geforce|intel|google|cloud|(?<!p100-)sxm\d*|oam|hbm\d\w?)\b")
 
 
 def data_file(name: str) -> Traversable:
@@ -53,21 +45,19 @@ def table(name: str, *, numbers: bool = False) -> pd.DataFrame:
     name: a file of `data_file` without its ending. numbers: columns of numbers as numbers, NaN where they are empty;
     otherwise everything is text.
     """
-    as_text = {} if numbers else {"dtype": str, "keep_default_na": False}
-    with data_file(f"{name}.csv").open(encoding="utf-8") as file:
-        rows = pd.read_csv(file, **as_text)
-    user = Path(os.environ.get(_USER_FOLDER, "")) / f"{name}.csv"
-    if os.environ.get(_USER_FOLDER) and user.exists():
-        own = pd.read_csv(user, **as_text)
-        if missing := [c for c in rows.columns if c not in own.columns and c not in ("source", "date")]:
-            raise ValueError(f"{user}: column(s) {', '.join(missing)} missing")
-        rows = pd.concat([rows, own.reindex(columns=rows.columns, fill_value="")], ignore_index=True)
-    return rows
+    rows, folder = _read(data_file(f"{name}.csv"), numbers).copy(), os.environ.get(_USER_FOLDER)
+    if not folder or not (user := Path(folder) / f"{name}.csv").exists():
+        return rows
+    own = _read.__wrapped__(user, numbers)  # which may change
+    if missing := [c for c in rows.columns if c not in own.columns and c not in ("nics_per_node", "source", "date")]:
+        raise ValueError(f"{user}: column(s) {', '.join(missing)} missing")
+    return pd.concat([rows, own.reindex(columns=rows.columns, fill_value="")], ignore_index=True)
 
 
-def devices() -> list[str]:
-    """Names of all devices."""
-    return sorted(table("devices")["name"].unique())
+@lru_cache(maxsize=64)
+def _read(path: Path | Traversable, numbers: bool) -> pd.DataFrame:
+    with path.open(encoding="utf-8") as file:
+        return pd.read_csv(file, **({} if numbers else {"dtype": str, "keep_default_na": False}))
 
 
 def clusters() -> list[str]:
@@ -83,27 +73,40 @@ def models() -> list[str]:
 def device(name: str) -> Device:
     """A device by name or alias. Raises ValueError for an unknown one."""
     name, rows = _rows("device", name)
-    is_class = rows["quantity"].isin(_DEVICE_CLASSES)
-    values, classes = _quantities(rows[~is_class]), dict(rows.loc[is_class, ["quantity", "value"]].to_numpy())
-    peaks = {key: value for key, value in values.items() if key in _DTYPES}
-    rest = (values.get(quantity, math.nan) for quantity in ("tdp", "price"))
-    return Device(name, values["memory"], values["memory_bandwidth"], peaks, *rest, **classes)
+    classes = {row["quantity"]: row["value"] for row in rows if row["quantity"] in _DEVICE_CLASSES}
+    values = _quantities(rows)
+    peaks = {dtype: values[dtype] for dtype in DTYPES if dtype in values}
+    tdp_w, price, l2_bytes = (values.get(quantity, math.nan) for quantity in ("tdp", "price", "l2"))
+    chip = {"sms": int(values.get("sms", 0)), "l2_bytes": l2_bytes, "scale_up_bytes_per_s": values.get("scale_up", 0.0)}
+    return Device(name, values["memory"], values["memory_bandwidth"], peaks, tdp_w, price, **classes, **chip)
 
 
 def device_named(text: str) -> Device | None:
     """The device of a name that CUDA or a trace gives, such as Tesla T4; None for an unknown one."""
-    rows = table("device_names").itertuples(index=False)
-    names = [row.name for row in rows if re.search(row.pattern, text, re.IGNORECASE)]
-    return device(names[-1]) if names else None
+    try:
+        return device(text)
+    except ValueError:
+        return None
 
 
-def cluster(name: str, *, nodes: int | None = None) -> Cluster:
-    """A cluster by name, with `nodes` nodes if given. Raises ValueError for an unknown one."""
+def cluster(name: str, *, nodes: int | None = None, devices: int | None = None) -> Cluster:
+    """A cluster by name.
+
+    nodes: how many (default: the catalog's). devices: over all nodes, which shrink to hold no more (default: whole).
+    Raises ValueError for an unknown name, or numbers that do not go together.
+    """
     name, rows = _rows("cluster", name)
-    row = rows.iloc[-1]
-    links = [_link(row["intra"]), _link(row["inter"])]
-    found = Cluster(name, device(row["device"]), int(row["devices_per_node"]), int(row["nodes"]), *links, _host(name))
-    return found if nodes is None else replace(found, nodes=nodes)
+    row = rows[-1]
+    whole = used = int(row["devices_per_node"])
+    if devices is not None:
+        nodes = max(1, devices // whole) if nodes is None else nodes
+        used = devices // nodes if nodes > 0 else 0
+        if not 0 < used <= whole or used * nodes != devices:
+            raise ValueError(f"{name}: devices={devices} are neither whole nodes of {whole} nor a part of each node")
+    links = [_link(row[place], used) for place in ("intra", "inter")]
+    nics = math.ceil(int(row["nics_per_node"]) * used / whole) if row["nics_per_node"] else None
+    nodes = int(row["nodes"]) if nodes is None else nodes
+    return Cluster(name, device(row["device"]), used, nodes, *links, _host(name), nics)
 
 
 def model(name: str | Path) -> Model:
@@ -117,7 +120,7 @@ def model(name: str | Path) -> Model:
     if str(name).endswith(".json"):
         return _from_hugging_face(Path(name))
     name, rows = _rows("model", str(name))
-    values = dict(rows[["field", "value"]].to_numpy())
+    values = {row["field"]: row["value"] for row in rows}
     kind = values.pop("kind")
     if kind not in _KINDS:
         raise ValueError(f"model {name}: kind={kind!r} is not one of {', '.join(_KINDS)}")
@@ -131,7 +134,7 @@ def software(name: str | None) -> Software:
     (False, 'user-buffers')
     """
     name, rows = _rows("software", name or "none")
-    values = dict(rows[["field", "value"]].to_numpy())
+    values = {row["field"]: row["value"] for row in rows}
     base = software(values.pop("like")) if "like" in values else Software()
     return replace(base, name=name, **_typed(Software, values, f"software {name}"))
 
@@ -150,37 +153,57 @@ def _value(text: str, like):
     return bool(int(text)) if isinstance(like, bool) else type(like)(text)
 
 
-def _rows(what: str, name: str) -> tuple[str, pd.DataFrame]:
-    """The catalog's spelling of a name, H100_80GB and H100 being h100-80, and its rows in the table of its kind.
-
-    Raises ValueError with the three nearest names.
-    """
-    rows, aliases = table(what if what == "software" else f"{what}s"), table("aliases")
-    names = dict(aliases.loc[aliases["what"] == what, ["alias", "name"]].to_numpy()) | {n: n for n in rows["name"]}
-    plain = re.sub(r"[\s_]+", "-", name.strip().lower())
-    without_unit = re.sub(r"(\d+)-?gi?b\b", r"\1", plain)
-    found = names.get(plain) or names.get(without_unit)
-    if not found:
-        near = difflib.get_close_matches(plain, names, n=3, cutoff=0.0)
-        raise ValueError(f"unknown {what} {name!r}; nearest: {', '.join(near)}")
-    return found, rows[rows["name"] == found]
+def _rows(what: str, name: str) -> tuple[str, list[dict]]:
+    """The catalog's spelling of a name, H100_80GB and H100 being h100-80, and its rows in the table of its kind."""
+    file = what if what == "software" else f"{what}s"
+    names, rows = (_index.__wrapped__ if os.environ.get(_USER_FOLDER) else _index)(what, file)
+    plain = _plain(what, name)
+    if not (found := names.get(plain)):
+        near = dict.fromkeys(names[key] for key in difflib.get_close_matches(plain, names, n=6, cutoff=0.0))
+        add = f"add it to {file}.csv in the folder {_USER_FOLDER}, or pass a {what.title()} of your own"
+        raise ValueError(f"unknown {what} {name!r}; nearest: {', '.join([*near][:3])}; {add}")
+    return found, rows[found]
 
 
-def _quantities(rows: pd.DataFrame) -> dict[str, float]:
+@lru_cache(maxsize=16)
+def _index(what: str, file: str) -> tuple[dict[str, str], dict[str, list[dict]]]:
+    """Names by plain spelling, and rows by name."""
+    aliases, rows = table("aliases"), {}
+    names = dict(aliases.loc[aliases["what"] == what, ["alias", "name"]].to_numpy())
+    for row in table(file).to_dict("records"):
+        name = next(iter(row.values()))
+        rows.setdefault(name, []).append(row)
+        names[name] = name
+        if row.get("quantity") == "memory":
+            names[f"{name}-{row['value']}"] = name  # T4-16GB
+    return {_plain(what, spelling): name for spelling, name in names.items()}, rows
+
+
+def _plain(what: str, name: str) -> str:
+    """A name in lower case; of hardware without its maker, and separators only where two numbers meet."""
+    if what in ("model", "software"):
+        return re.sub(r"[\s_]+", "-", name.strip().lower())
+    text = _MAKERS.sub("", re.sub(r"(\d)\s*gi?b\b", r"\1", name.lower().replace("_", "-")))
+    return re.sub(r"(?<!\d)-|-(?!\d)", "", re.sub(r"[^a-z0-9.]+", "-", text))
+
+
+def _quantities(rows: Iterable[dict]) -> dict[str, float]:
     """Values in SI units by quantity."""
-    return {row.quantity: float(row.value) * _UNITS[row.unit] for row in rows.itertuples()}
+    numbers = (row for row in rows if row["quantity"] not in _DEVICE_CLASSES)
+    return {row["quantity"]: float(row["value"]) * _UNITS[row["unit"]] for row in numbers}
 
 
-def _link(name: str) -> Link:
+def _link(name: str, devices: int) -> Link:
+    """A link with the rate of each of the devices of a node; the table gives that or the node's."""
     name, rows = _rows("link", name)
     values = _quantities(rows)
-    return Link(name, values["bandwidth_one_way_per_device"], values.get("latency", 0.0))
+    rate = values.get("bandwidth_one_way_per_device") or values["bandwidth_one_way_per_node"] / devices
+    return Link(name, rate, values.get("latency", 0.0), bool(values.get("in_network_reduction", 0)))
 
 
 def _host(cluster_name: str) -> Host | None:
     """Host of a cluster's nodes, None where the table has none."""
-    rows = table("hosts")
-    values = _quantities(rows[rows["cluster"] == cluster_name])
+    values = _quantities(row for row in table("hosts").to_dict("records") if row["cluster"] == cluster_name)
     if not values:
         return None
     try:
@@ -192,59 +215,22 @@ def _host(cluster_name: str) -> Host | None:
 
 
 def _from_hugging_face(path: Path) -> Transformer:
-    """Shapes of the GPT-2, LLaMA, Mistral, Mixtral, Qwen and ViT families from their configuration files."""
+    """A model from its configuration file, by the keys in `data/hugging_face.csv`."""
     try:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
-    kind = config.get("model_type", "")
-    reader = {"gpt2": _gpt2, "vit": _vit}.get(kind, _llama if kind in _LLAMA_LIKE else None)
-    if reader is None:
-        raise ValueError(f"{path}: model_type {kind!r} is not one of {', '.join(['gpt2', 'vit', *_LLAMA_LIKE])}")
-    try:
-        return reader(config.get("_name_or_path") or path.parent.name or path.stem, config)
-    except KeyError as error:
-        raise ValueError(f"{path}: field {error} is missing") from None
-
-
-_LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-
-
-def _shape(config: dict) -> tuple[int, int, int, int]:
-    """layers, hidden, heads, ffn."""
-    return tuple(config[f] for f in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"))
-
-
-def _gpt2(name: str, config: dict) -> Transformer:
-    hidden = config["n_embd"]
-    shape = config["n_layer"], hidden, config["n_head"], config.get("n_inner") or 4 * hidden
-    return Transformer(name, *shape, config["n_positions"], config["vocab_size"])
-
-
-def _vit(name: str, config: dict) -> Transformer:
-    classes = len(config.get("id2label", {})) or config.get("num_labels", 1000)
-    return Transformer(name, *_shape(config), image=config["image_size"], patch=config["patch_size"], classes=classes)
-
-
-def _llama(name: str, config: dict) -> Transformer:
-    kind = config["model_type"]
-    experts = config.get("num_local_experts") or config.get("num_experts") or 0
-    bias = "qkv" if kind in ("qwen2", "qwen2_moe") else "all" if config.get("attention_bias") else "none"
-    return Transformer(
-        name,
-        *_shape(config),
-        config["max_position_embeddings"],
-        config["vocab_size"],
-        kv_heads=config.get("num_key_value_heads") or 0,
-        head_dim=config.get("head_dim") or 0,
-        gated=True,
-        norm="rms",
-        positions="rope",
-        attention_bias=bias,
-        qk_norm=kind.startswith("qwen3"),
-        mlp_bias=config.get("mlp_bias", False),
-        tied=config.get("tie_word_embeddings", False),
-        experts=experts,
-        active_experts=config.get("num_experts_per_tok", 0) if experts else 0,
-        expert_ffn=config.get("moe_intermediate_size") or 0,
-    )
+    kind, values, rows = config.get("model_type", ""), {}, table("hugging_face")
+    kinds = rows["model_type"].str.split()
+    if kind not in (known := list(kinds.explode().unique())):
+        raise ValueError(f"{path}: model_type {kind!r} is not one of {', '.join(known)}")
+    for row in rows[[kind in names for names in kinds]].to_dict("records"):
+        given = [config[key] for key in row["key"].split() if config.get(key)]
+        if not given and not row["default"]:
+            raise ValueError(f"{path}: field {row['key']!r} is missing")
+        value = len(given[0]) if given and isinstance(given[0], dict) else given[0] if given else row["default"]
+        values[row["field"]] = "1" if value is True else str(value)
+    shape = _typed(Transformer, values, str(path))
+    shape["ffn"] = shape["ffn"] or 4 * shape["hidden"]
+    shape["attention_bias"] = shape.get("attention_bias", "all").replace("1", "all")
+    return Transformer(config.get("_name_or_path") or path.parent.name or path.stem, **shape)

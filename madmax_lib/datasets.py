@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
-from functools import lru_cache
 from pathlib import Path
 
 import pandas as pd
@@ -24,7 +23,6 @@ __all__ = ["PROJECT", "cache_folder", "dataset", "datasets", "local_data", "name
 PROJECT = Path(__file__).resolve().parents[1]  # the checkout; a plain installation has no traces/ there
 
 
-@lru_cache(maxsize=1)
 def datasets() -> pd.DataFrame:
     """The registry, one row per file: dataset, local_path, url, hashes, download_bytes, licence, description."""
     return catalog.table("datasets", numbers=True)

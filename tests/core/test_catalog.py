@@ -1,6 +1,9 @@
 import json
+import re
 
+import pandas as pd
 import pytest
+from support import local_or_skip
 
 from madmax_lib import catalog
 
@@ -51,11 +54,36 @@ def test_every_cluster_can_be_made(name):
     assert cluster.nodes == 3 and cluster.intra.bandwidth_bytes_per_s >= cluster.inter.bandwidth_bytes_per_s
 
 
-@pytest.mark.parametrize("name", catalog.devices())
+@pytest.mark.parametrize("name", catalog.table("devices")["name"].unique())
 def test_every_device_has_peaks_in_order(name):
     device = catalog.device(name)
     peaks = [device.peak_flops[d] for d in ("fp32", "tf32", "bf16", "fp8", "nvfp4") if d in device.peak_flops]
     assert peaks == sorted(peaks) and device.memory_bytes >= 11e9
+
+
+def test_every_device_has_a_cluster_no_faster_than_its_links():
+    clusters = [catalog.cluster(name) for name in catalog.clusters()]
+    assert {cluster.device.name for cluster in clusters} >= set(catalog.table("devices")["name"].unique()) - {"h100-96"}
+    for cluster in clusters:
+        if rate := cluster.device.scale_up_bytes_per_s:
+            assert cluster.intra.bandwidth_bytes_per_s <= rate, cluster.name
+
+
+def test_links_say_what_their_rate_belongs_to():
+    links = catalog.table("links")
+    whose = links["name"].str.extract(r"-per-((?:2-)?(?:gpu|chip|node)s?)$")[0]
+    assert whose.notna().all()
+    assert (links["quantity"].str.endswith("per_node") == (whose == "node")).all()
+
+
+@pytest.mark.parametrize("file", ["published/published_train.csv", "published_more/published_more.csv",
+                                  "published_more/layout_sweep.csv", "published_more/mixed_clusters.csv",
+                                  "published_more/dlrm.csv", "overlap/overlap.csv", "seed_runs/vit_seed_runs.csv",
+                                  "madmax_ref/artifact_cloud_dlrm_a.csv"])  # fmt: skip
+def test_every_spelling_of_the_data_is_known(file):
+    spellings = set(pd.read_csv(local_or_skip(file))["gpu"].dropna()) - {"none"}
+    parts = {re.sub(r"^\d+x", "", part.removesuffix("(M)")) for text in spellings for part in text.split(" + ")}
+    assert parts and all(catalog.device(part) for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -83,16 +111,75 @@ def test_dgx_a100_is_what_the_design_says():
 @pytest.mark.parametrize(
     ("spelling", "what", "name"),
     [("H100_80GB", "device", "h100-80"), ("A100-40GB", "device", "a100-40"), ("H200-141GB", "device", "h200"),
-     ("H100-96GB (500W, 2.4TB/s)", "device", "h100-96"), ("H100", "device", "h100-80"), ("GPT3", "model", "gpt3-175b")],
+     ("H100-96GB (500W, 2.4TB/s)", "device", "h100-96"), ("H100", "device", "h100-80"), ("GPT3", "model", "gpt3-175b"),
+     ("B200-180GB", "device", "b200"), ("RTX3090-24GB", "device", "rtx-3090"), ("TPUv4", "device", "tpu-v4"),
+     ("H100-SXM5-80GB", "device", "h100-80"), ("H100-PCIe-80GB", "device", "h100-pcie"), ("L40S", "device", "l40s"),
+     ("Tesla P100-SXM2-16GB", "device", "p100-sxm2"), ("Tesla V100-SXM2-16GB", "device", "v100-16"),
+     ("AMD Instinct MI355X", "device", "mi355x"), ("A100 80GB PCIe", "device", "a100-pcie-80"),
+     ("p4d.24xlarge", "cluster", "p4d"), ("DGX_H100", "cluster", "dgx-h100"), ("HGX B200", "cluster", "dgx-b200")],
 )  # fmt: skip
 def test_spellings_of_the_field(spelling, what, name):
     assert getattr(catalog, what)(spelling).name == name
 
 
-@pytest.mark.parametrize(("what", "name", "nearest"), [("model", "gtp3", "gpt3"), ("cluster", "dgx-a10", "dgx-a100")])
-def test_unknown_names_give_the_nearest(what, name, nearest):
-    with pytest.raises(ValueError, match=f"unknown {what} '{name}'; nearest: {nearest}"):
+@pytest.mark.parametrize(
+    ("what", "name", "nearest", "own"),
+    [("model", "gtp3", "gpt3", "a Model of your own"), ("cluster", "dgx-a10", "dgx-a100", "a Cluster"),
+     ("model", "llama3-3b", "llama3-8b, llama-33b", "a Model"), ("device", "v100-24", "v100-32", "a Device")],
+)  # fmt: skip
+def test_unknown_names_give_the_nearest_and_the_way_to_add_one(what, name, nearest, own):
+    message = f"unknown {what} '{name}'; nearest: {nearest}.*; add it to {what}s.csv in .* or pass {own}"
+    with pytest.raises(ValueError, match=message):
         getattr(catalog, what)(name)
+
+
+def test_spellings_do_not_collide():
+    """What differs in the tables differs after its spelling is made plain."""
+    for what in ("device", "cluster", "link"):
+        names = catalog.table(f"{what}s")["name"].unique()
+        for name in names:
+            assert catalog._rows(what, name)[0] == name
+    aliases = catalog.table("aliases")
+    for row in aliases.itertuples():
+        assert catalog._rows(row.what, row.alias)[0] == row.name
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "shape"),
+    [("dgx-h100", {"devices": 1}, (1, 1)), ("dgx-h100", {"devices": 64}, (8, 8)), ("dgx-2", {"devices": 12}, (12, 1)),
+     ("dgx-h100", {"devices": 8, "nodes": 2}, (4, 2)), ("tpu-v5p-pod", {"devices": 512}, (512, 1)),
+     ("zionex", {}, (8, 16)), ("zionex", {"nodes": 2}, (8, 2)), ("zionex", {"devices": 4}, (4, 1))],
+)  # fmt: skip
+def test_a_part_of_a_node(name, asked, shape):
+    cluster = catalog.cluster(name, **asked)
+    assert (cluster.devices_per_node, cluster.nodes) == shape
+    assert cluster.intra == catalog.cluster(name).intra and cluster.host == catalog.cluster(name).host
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [({"devices": 12}, "devices=12 are neither whole nodes of 8 nor a part of each node"),
+     ({"devices": 0}, "devices=0 are neither"), ({"devices": 1.5}, "devices=1.5 are neither"),
+     ({"devices": 3, "nodes": 2}, "devices=3 are neither"), ({"devices": 32, "nodes": 2}, "devices=32 are neither"),
+     ({"nodes": 1.5}, "nodes=1.5 must be a whole number above zero"), ({"nodes": 0}, "nodes=0 must be a whole number")],
+)  # fmt: skip
+def test_nodes_and_devices_that_do_not_go_together(asked, message):
+    with pytest.raises(ValueError, match=f"^dgx-h100: {message}"):
+        catalog.cluster("dgx-h100", **asked)
+
+
+def test_a_network_of_the_node_is_shared_by_the_devices_that_are_used():
+    whole, half = catalog.cluster("p3"), catalog.cluster("p3", nodes=2, devices=8)
+    assert half.inter.bandwidth_bytes_per_s == 2 * whole.inter.bandwidth_bytes_per_s == 25e9 / 8 / 4
+    assert whole.nics_per_node == half.nics_per_node == 1
+    assert catalog.cluster("dgx-h100", nodes=2, devices=8).nics_per_node == 4
+
+
+def test_tables_are_read_once_and_stay_as_they_are():
+    first = catalog.cluster("dgx-a100")
+    first.device.peak_flops["bf16"] = 0.0
+    catalog.table("devices")["value"] = "0"
+    assert catalog.cluster("dgx-a100").device.peak("bf16") == 312e12
 
 
 def test_user_tables_override(tmp_path, monkeypatch):

@@ -264,20 +264,19 @@ def test_what_multiplies_nothing_has_no_intensity():
 
 DEVICE_NAMES = {"NVIDIA H100 80GB HBM3": "h100-80", "Tesla V100-SXM2-32GB": "v100-32", "a100-80": "a100-80",
                 "NVIDIA A100-PG509-200": "a100-40", "AMD Instinct MI300X": "mi300x", "NVIDIA H800": "h800",
-                "NVIDIA GB200": "gb200"}  # fmt: skip
+                "NVIDIA GB200": "gb200", "NVIDIA GeForce RTX 3090": "rtx-3090", "Tesla T4": "t4",
+                "NVIDIA B300 SXM6 AC": "b300", "Tesla P100-PCIE-16GB": "p100"}  # fmt: skip
 
 
-def test_devices_by_the_name_in_a_trace():
-    for device, name in DEVICE_NAMES.items():
-        assert roofline.device_of(make_timeline([], device=device)).name == name
-    rows = catalog.table("device_names")
-    assert set(rows["name"]) <= set(catalog.devices()) and (rows["source"] != "").all()
+@pytest.mark.parametrize(("device", "name"), DEVICE_NAMES.items())
+def test_devices_by_the_name_in_a_trace(device, name):
+    assert roofline.device_of(make_timeline([], device=device)).name == name
 
 
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("", "the timeline names no device; give device=, one of a100-40"),
+        ("", "the timeline names no device; give device=, a name such as h100-80"),
         ("AMD MI250X / MI250", "'AMD MI250X / MI250', the timeline's device, is not in the catalog; give device="),
     ],
 )
