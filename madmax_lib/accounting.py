@@ -76,9 +76,8 @@ def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
     rows = []
     for (rank, name), part in comm.groupby([comm["rank"], collective]):
         comm_s = total(_intervals(part)) / NS_PER_S
-        rows.append(
-            (int(rank), name, len(part), comm_s, exposed_s(part, compute), part["size_bytes"].sum(skipna=False))
-        )
+        size_bytes = part["size_bytes"].sum(skipna=False)
+        rows.append((int(rank), name, len(part), comm_s, exposed_s(part, compute), size_bytes))
     table = pd.DataFrame(rows, columns=["rank", "collective", "count", "comm_s", "exposed_s", "size_bytes"])
     return with_origin(table, timeline)
 

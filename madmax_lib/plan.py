@@ -1,12 +1,13 @@
 """How is a model split? One `Plan` for runs and simulations, with a text form.
 
-World = dp x tp x pp x cp; experts (ep) are laid over dp x cp and divide it, as in Megatron and torchtitan.
+World = dp x tp x pp x cp; experts (ep) are laid over dp x cp and divide it, or with etp over dp x cp x tp / etp.
 The text form names what differs from the default: `dp2.tp8.pp4.z1.mb2.full` is Plan(dp=2, tp=8, pp=4, zero=1,
 micro_batch=2, recompute="full").
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,43 +15,26 @@ from pathlib import Path
 
 from madmax_lib import plan_flags
 from madmax_lib.case import Case
-from madmax_lib.plan_rules import ALONE, BATCH, ZERO_PLUS, enforce
-from madmax_lib.plans import Plans, rules_of
+from madmax_lib.plan_rules import ALONE, BATCH, ZERO_PLUS, enforce, rules_of
+from madmax_lib.plans import Plans
+from madmax_lib.software import OVERLAPS
 from madmax_lib.specs import Cluster, Model
 
 __all__ = ["DEFAULTS", "Plan"]
 
-_NUMBERS = {name: name for name in ("dp", "tp", "pp", "cp", "ep")} | {
-    "z": "zero",
-    "mb": "micro_batch",
-    "v": "interleave",
-    "hs": "shard",
-    "pf": "prefetch",
-    "first": "first_layers",
-    "last": "last_layers",
-    "cap": "capacity",
-}
-_WORDS = {
-    "selective": ("recompute", "selective"),
-    "full": ("recompute", "full"),
-    "sp": ("sequence_parallel", True),
-    "nosp": ("sequence_parallel", False),
-    "gpipe": ("schedule", "gpipe"),
-    "zb": ("schedule", "zero-bubble"),
-    "ulysses": ("context", "ulysses"),
-    "unfused": ("attention", "unfused"),
-    "embedding-layer": ("embedding_as_layer", True),
-    "head-layer": ("head_as_layer", True),
-    "overlap-gather": ("overlap_gather", True),
-    "reduce-fp32": ("reduce_fp32", True),
-    "qwz": ("qwz", True),
-    "hpz": ("hpz", True),
-    "qgz": ("qgz", True),
-    "offload-optimizer": ("offload", "optimizer"),
-    "offload-all": ("offload", "all"),
-    "offload-chunks": ("offload", "chunks"),
-    "offload-nvme": ("offload", "nvme"),
-}
+_NUMBERS = {name: name for name in ("dp", "tp", "pp", "cp", "ep", "etp")}
+_NUMBERS |= {"z": "zero", "mb": "micro_batch", "v": "interleave", "hs": "shard", "pf": "prefetch", "cap": "capacity"}
+_NUMBERS |= {"first": "first_layers", "last": "last_layers", "lora": "lora_rank", "bucket": "bucket_bytes"}
+_PERCENT = {"capacity": 100}  # a whole number in the text form
+_FLAGS = ("overlap_gather", "reduce_fp32", *ZERO_PLUS, *OVERLAPS)
+_WORDS = {"selective": ("recompute", "selective"), "full": ("recompute", "full")}
+_WORDS |= {"sp": ("sequence_parallel", True), "nosp": ("sequence_parallel", False)}
+_WORDS |= {"gpipe": ("schedule", "gpipe"), "zb": ("schedule", "zero-bubble"), "ulysses": ("context", "ulysses")}
+_WORDS |= {"unfused": ("attention", "unfused"), "one-bucket": ("bucket_bytes", math.inf)}
+_WORDS |= {"embedding-layer": ("embedding_as_layer", True), "head-layer": ("head_as_layer", True)}
+_WORDS |= {name.replace("_", "-"): (name, True) for name in _FLAGS}
+_WORDS |= {f"no-{name.replace('_', '-')}": (name, False) for name in OVERLAPS}
+_WORDS |= {f"offload-{kind}": ("offload", kind) for kind in ("optimizer", "all", "chunks", "nvme")}
 
 
 @dataclass(frozen=True)
@@ -58,7 +42,8 @@ class Plan(Plans):
     """How one training step is split: degrees and choices, in the order and at the defaults of the text form.
 
     dp, tp, pp, cp: data, tensor, pipeline and context parallel degrees (default 1).
-    ep: devices of dp x cp over which experts are laid (default 1).
+    ep: devices of dp x cp x tp / etp over which experts are laid (default 1).
+    etp: tensor parallel degree of experts; 1 lays whole experts over tp too (default 0: tp).
     zero: states that data parallelism shards: 0 none (DDP), 1 optimizer, 2 and gradients, 3 and parameters (default 0).
     micro_batch: samples per device and micro-batch (default 1).
     recompute: what the backward pass computes again: none, selective (attention's core) or full (default none).
@@ -67,7 +52,7 @@ class Plan(Plans):
     schedule: of the pipeline: gpipe, 1f1b or zero-bubble (default 1f1b).
     offload: states off the device: None, optimizer, all, chunks or nvme (default None).
     prefetch: layers that FSDP gathers ahead (default 1).
-    bucket_bytes: size of a DDP bucket in bytes, infinite for one reduction at the end (default 25 MiB).
+    bucket_bytes: size of a DDP bucket in bytes, infinite (`one-bucket`) for one reduction at the end (default 25 MiB).
     shard: devices that ZeRO shards over, with copies across (HSDP) (default 0: all of dp x cp).
     qwz, hpz, qgz: ZeRO++'s 8-bit gather of weights, second shard inside the node, 4-bit exchange of gradients; `zpp` is
         all three [arXiv 2306.10209] (default False).
@@ -75,9 +60,14 @@ class Plan(Plans):
     reduce_fp32: gradients are reduced in fp32 (default False).
     context: how cp exchanges keys and values: ring or ulysses (default ring).
     attention: flash computes the causal half of the scores, unfused all of them, through memory (default flash).
-    first_layers, last_layers: layers of the first and last pipeline stage (default 0: as the others).
+    first_layers, last_layers: layers of the first and last pipeline stage, of whose chunks the very first and very last
+        are shorter (default 0: as the others).
     embedding_as_layer, head_as_layer: they count as a layer when stages are made equal [Megatron-LM] (default False).
     capacity: tokens an expert takes over its even share (default 0: all that come).
+    lora_rank: of the adapters that are trained beside frozen weights [LoRA, arXiv 2106.09685] (default 0: all weights
+        are trained).
+    overlap_tp, overlap_ep, overlap_dp: what runs beside compute: communication of tp, exchanges of tokens (DualPipe,
+        batch overlap), reductions of gradients (default None: as the software does).
 
     Raises ValueError naming the field, its value and the rule (`plan_rules.ALONE`).
 
@@ -105,7 +95,7 @@ class Plan(Plans):
             match = re.fullmatch(r"([a-z]+)(\d+)", part)
             if match and match[1] in _NUMBERS:
                 name, value = _NUMBERS[match[1]], int(match[2])
-                value = value / 100 if name == "capacity" else value
+                value = value / _PERCENT[name] if name in _PERCENT else value
             elif part == "zpp":
                 values |= dict.fromkeys(ZERO_PLUS, True)
                 continue
@@ -124,7 +114,7 @@ class Plan(Plans):
         """Plan from the flags of Megatron-LM, see `plan_flags.megatron`.
 
         >>> str(Plan.from_megatron("--tensor-model-parallel-size 2 --sequence-parallel", world_size=8))
-        'dp4.tp2'
+        'dp4.tp2.one-bucket'
         """
         return cls(**plan_flags.megatron(args, world_size))
 
@@ -137,9 +127,9 @@ class Plan(Plans):
         default = DEFAULTS | {"sequence_parallel": self.tp > 1}
         parts = [f"dp{self.dp}"]
         for short, name in _NUMBERS.items():
-            if name != "dp" and getattr(self, name) != default[name]:
-                value = getattr(self, name)
-                parts.append(f"{short}{round(100 * value) if name == 'capacity' else value}")
+            value = getattr(self, name)
+            if name != "dp" and value not in (default[name], math.inf):
+                parts.append(f"{short}{round(value * _PERCENT.get(name, 1))}")
         parts += [w for w, (name, v) in _WORDS.items() if getattr(self, name) == v and default[name] != v]
         return ".".join(parts)
 
@@ -152,11 +142,7 @@ class Plan(Plans):
         return -(-global_batch // (self.dp * self.micro_batch))
 
     def last_micro_batch(self, global_batch: int) -> int:
-        """Samples per device of the last micro-batch.
-
-        >>> Plan(dp=2, micro_batch=4).micro_batches(12), Plan(dp=2, micro_batch=4).last_micro_batch(12)
-        (2, 2)
-        """
+        """Samples per device of the last micro-batch."""
         return global_batch // self.dp - (self.micro_batches(global_batch) - 1) * self.micro_batch
 
     def check(self, model: Model, cluster: Cluster | None, global_batch: int | None = None, sequence: int = 0) -> None:

@@ -37,6 +37,7 @@ _ENDS = {
     "account-for-embedding-in-pipeline-split": "embedding_as_layer",
     "account-for-loss-in-pipeline-split": "head_as_layer",
 }
+_OVERLAPS = {"tp-comm-overlap": "overlap_tp", "overlap-moe-expert-parallel-comm": "overlap_ep"}
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _EXCHANGES = {"p2p": "ring", "a2a": "ulysses"}
 _READ_ELSEWHERE = {
@@ -64,15 +65,16 @@ def megatron(args: str | Sequence[str] | Mapping[str, object], world_size: int |
     plan = {field: _count(flags, name) for name, field in _COUNTS.items() if name in flags}
     plan |= {field: True for name, field in _ENDS.items() if name in flags}
     tp, pp, cp = (plan.get(name, 1) for name in ("tp", "pp", "cp"))
-    plan["dp"] = _data_parallel(flags, tp * pp * cp, plan.get("ep", 1), cp, world_size)
+    etp = _count(flags, "expert-tensor-parallel-size", tp)
+    plan |= {"etp": etp} if etp != tp else {}
+    plan["dp"] = _data_parallel(flags, tp * pp * cp, plan.get("ep", 1), cp * tp // max(etp, 1), world_size)
     plan["sequence_parallel"] = "sequence-parallel" in flags and tp > 1  # Megatron-LM turns it off with tp=1
     if "num-layers-per-virtual-pipeline-stage" in flags:
         plan["interleave"] = _interleave(flags, pp)
     _check_ends(flags, plan)
-    if (expert_tp := _count(flags, "expert-tensor-parallel-size", tp)) != tp:
-        raise ValueError(f"--expert-tensor-parallel-size={expert_tp}: a plan splits experts over tp={tp}")
     plan |= _sharding(flags, plan["dp"] * cp) | _gradients(flags, plan["dp"] * cp) | _recompute(flags)
     plan["overlap_gather"] = "overlap-param-gather" in flags and plan["zero"] < 3
+    plan |= {field: True for name, field in _OVERLAPS.items() if name in flags and plan.get(field[-2:], 1) > 1}
     if "cp-comm-type" in flags and cp > 1:
         plan["context"] = _choice("--cp-comm-type", flags["cp-comm-type"], _EXCHANGES)
     unfused = flags.get("attention-backend") in ("unfused", "local") or flags.get("transformer-impl") == "local"
@@ -130,7 +132,7 @@ def _choice(name: str, value: str, known: Mapping[str, object]):
     return known[value]
 
 
-def _data_parallel(flags: Mapping[str, str], model_devices: int, ep: int, cp: int, world_size: int | None) -> int:
+def _data_parallel(flags: Mapping[str, str], model_devices: int, ep: int, beside: int, world_size: int | None) -> int:
     stated = [world_size] if world_size is not None else []
     if "world-size" in flags:
         stated.append(_count(flags, "world-size"))
@@ -140,7 +142,7 @@ def _data_parallel(flags: Mapping[str, str], model_devices: int, ep: int, cp: in
         stated.append(_count(flags, "data-parallel-size") * model_devices)
     if len(set(stated)) > 1:
         raise ValueError(f"the flags give different numbers of devices: {', '.join(map(str, stated))}")
-    devices = stated[0] if stated else model_devices * max(-(-ep // cp), 1)
+    devices = stated[0] if stated else model_devices * max(-(-ep // beside), 1)
     if devices % model_devices:
         raise ValueError(f"tp x pp x cp = {model_devices} does not divide world size {devices}")
     return devices // model_devices
@@ -238,8 +240,9 @@ def torchtitan(source: str | Path, world_size: int | None = None, layers: int | 
     plan["zero"] = 0 if spread == 1 else 3 if always else 2
     plan |= {"shard": spread} if copies > 1 and spread > 1 else {}
     plan |= {"overlap_gather": True} if plan["zero"] == 2 else {}
-    if plan["ep"] > 1 and _whole(degrees, "expert_tensor_parallel_degree", 1) != plan["tp"]:
-        raise ValueError(f"parallelism.expert_tensor_parallel_degree: a plan splits experts over tp={plan['tp']}")
+    etp = _whole(degrees, "expert_tensor_parallel_degree", 1)
+    plan |= {"etp": etp} if plan["ep"] > 1 and etp != plan["tp"] else {}
+    plan |= {"overlap_tp": True} if degrees.get("enable_async_tensor_parallel") and plan["tp"] > 1 else {}
     training = config.get("training", {})
     plan["reduce_fp32"] = training.get("mixed_precision_reduce", "float32") == "float32"
     plan |= {"offload": "all"} if training.get("enable_cpu_offload") else {}

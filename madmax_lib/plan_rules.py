@@ -12,21 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = [
-    "ALONE",
-    "BATCH",
-    "CLUSTER",
-    "RECOMMENDATION",
-    "STAGES",
-    "TRANSFORMER",
-    "ZERO_PLUS",
-    "Rule",
-    "enforce",
-    "layers_between",
-]
+from madmax_lib.case import Case
+from madmax_lib.software import OVERLAPS
+from madmax_lib.specs import DLRM
+
+__all__ = ["ALONE", "BATCH", "RECOMMENDATION", "STAGES", "ZERO_PLUS", "Rule", "enforce", "layers_between", "rules_of"]
 
 ZERO_PLUS = ("qwz", "hpz", "qgz")
-_COUNTS = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
+_LEAST = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"), 1) | dict.fromkeys(
+    ("etp", "lora_rank", "prefetch", "shard", "first_layers", "last_layers"), 0
+)
 _CHOICES = {
     "zero": (0, 1, 2, 3),
     "context": ("ring", "ulysses"),
@@ -34,7 +29,7 @@ _CHOICES = {
     "recompute": ("none", "selective", "full"),
     "schedule": ("gpipe", "1f1b", "zero-bubble"),
     "offload": (None, "optimizer", "all", "chunks", "nvme"),
-}
+} | dict.fromkeys(OVERLAPS, (None, False, True))
 
 
 @dataclass(frozen=True)
@@ -58,15 +53,16 @@ def enforce(rules: Iterable[Rule], plan, case) -> None:
             raise ValueError(rule.words(plan, case))
 
 
-def _is_not_count(value):
+def _is_not_count(value, least: int):
     if isinstance(value, np.ndarray):
-        return (value < 1) | (value % 1 != 0)
-    return not isinstance(value, int) or isinstance(value, bool) or value < 1
+        return (value < least) | (value % 1 != 0)
+    return not isinstance(value, int) or isinstance(value, bool) or value < least
 
 
 def _is_not_among(value, choices: tuple):
-    if isinstance(value, np.ndarray):
-        return ~np.logical_or.reduce([value == choice for choice in choices])
+    if isinstance(value, np.ndarray):  # NaN is the None of a column of numbers
+        known = [value == choice if choice is not None else (value == choice) | (value != value) for choice in choices]
+        return ~np.logical_or.reduce(known)
     return value not in choices
 
 
@@ -75,34 +71,29 @@ def _leaves_rest(count, degree):
     return count % (degree + (degree == 0)) != 0
 
 
-def _count_rule(name: str) -> Rule:
+def _field_rule(name: str, general: str, is_wrong: Callable, words: str) -> Rule:
     return Rule(
-        f"{name} must be a whole number",
-        lambda p, c: _is_not_count(getattr(p, name)),
-        lambda p, c: f"{name}={getattr(p, name)!r} must be a whole number of at least 1",
+        f"{name} must be {general}",
+        lambda p, c: is_wrong(getattr(p, name)),
+        lambda p, c: f"{name}={getattr(p, name)!r} {words}",
     )
+
+
+def _count_rule(name: str, least: int) -> Rule:
+    words = f"must be a whole number of at least {least}"
+    return _field_rule(name, "a whole number", lambda value: _is_not_count(value, least), words)
 
 
 def _choice_rule(name: str, choices: tuple) -> Rule:
+    words = f"is not one of {', '.join(map(str, choices))}"
+    return _field_rule(name, "known", lambda value: _is_not_among(value, choices), words)
+
+
+def _pipeline_rule(name: str, default: int) -> Rule:
     return Rule(
-        f"{name} must be known",
-        lambda p, c: _is_not_among(getattr(p, name), choices),
-        lambda p, c: f"{name}={getattr(p, name)!r} is not one of {', '.join(map(str, choices))}",
-    )
-
-
-def _end_rules(name: str) -> tuple[Rule, Rule]:
-    return (
-        Rule(
-            f"{name} needs a pipeline",
-            lambda p, c: (getattr(p, name) < 0) | ((getattr(p, name) > 0) & (p.pp == 1)),
-            lambda p, c: f"{name}={getattr(p, name)} needs a pipeline and at least one layer, pp={p.pp}",
-        ),
-        Rule(
-            f"interleave must divide {name}",
-            lambda p, c: _leaves_rest(getattr(p, name), p.interleave),
-            lambda p, c: f"interleave={p.interleave} does not divide {name}={getattr(p, name)}",
-        ),
+        f"{name} needs a pipeline",
+        lambda p, c: (getattr(p, name) > default) & (p.pp == 1),
+        lambda p, c: f"{name}={getattr(p, name)} needs a pipeline, but pp=1",
     )
 
 
@@ -110,33 +101,30 @@ def _zero_plus(p) -> str:
     return f"{next(name for name in ZERO_PLUS if getattr(p, name))} (ZeRO++)"
 
 
+def _expert_devices(p) -> str:
+    return f"dp x cp = {p.dp} x {p.cp}" if not p.etp else f"dp x cp x tp / etp = {p.dp} x {p.cp} x {p.tp} / {p.etp}"
+
+
 # of the fields of a plan alone
 ALONE = (
-    *map(_count_rule, _COUNTS),
+    *(_count_rule(name, least) for name, least in _LEAST.items()),
     *(_choice_rule(name, choices) for name, choices in _CHOICES.items()),
     Rule(
+        "etp must divide tp",
+        lambda p, c: _leaves_rest(p.tp, p.etp),
+        lambda p, c: f"etp={p.etp} does not divide tp={p.tp}",
+    ),
+    Rule(
         "ep must divide dp x cp",
-        lambda p, c: _leaves_rest(p.dp * p.cp, p.ep),
-        lambda p, c: f"ep={p.ep} does not divide dp x cp = {p.dp} x {p.cp}",
+        lambda p, c: _leaves_rest(p.dp * p.cp * p.expert_spread, p.ep),
+        lambda p, c: f"ep={p.ep} does not divide {_expert_devices(p)}",
     ),
-    Rule(
-        "interleave needs a pipeline",
-        lambda p, c: (p.interleave > 1) & (p.pp == 1),
-        lambda p, c: f"interleave={p.interleave} needs a pipeline, but pp=1",
-    ),
-    Rule(
-        "prefetch and bucket_bytes must not be negative",
-        lambda p, c: (p.prefetch < 0) | np.logical_not(p.bucket_bytes > 0),
-        lambda p, c: f"prefetch={p.prefetch} and bucket_bytes={p.bucket_bytes} must not be negative",
-    ),
-    Rule(
-        "capacity must not be negative",
-        lambda p, c: np.logical_not(p.capacity >= 0),
-        lambda p, c: f"capacity={p.capacity} must not be negative",
-    ),
+    *map(_pipeline_rule, ("interleave", "first_layers", "last_layers"), (1, 0, 0)),
+    _field_rule("bucket_bytes", "positive", lambda value: np.logical_not(value > 0), "must be positive"),
+    _field_rule("capacity", "0 or more", lambda value: np.logical_not(value >= 0), "must not be negative"),
     Rule(
         "shard must divide dp x cp",
-        lambda p, c: (p.shard < 0) | _leaves_rest(p.dp * p.cp, p.shard),
+        lambda p, c: _leaves_rest(p.dp * p.cp, p.shard),
         lambda p, c: f"shard={p.shard} does not divide dp x cp = {p.dp} x {p.cp}",
     ),
     Rule(
@@ -146,7 +134,11 @@ ALONE = (
     ),
     Rule(
         "shard and ep must nest",
-        lambda p, c: (p.shard > 0) & (_leaves_rest(p.shard, p.ep) & _leaves_rest(p.ep, p.shard)),
+        lambda p, c: (
+            (p.shard > 0)
+            & _leaves_rest(p.shard * p.expert_spread, p.ep)
+            & _leaves_rest(p.ep, p.shard * p.expert_spread)
+        ),
         lambda p, c: f"shard={p.shard} and ep={p.ep}: one must divide the other",
     ),
     Rule(
@@ -164,8 +156,6 @@ ALONE = (
         lambda p, c: p.overlap_gather & (p.zero != 1) & (p.zero != 2),
         lambda p, c: f"overlap_gather is for zero=1 and zero=2, but zero={p.zero}",
     ),
-    *_end_rules("first_layers"),
-    *_end_rules("last_layers"),
     Rule(
         "an end counts as a layer or has its own layers",
         lambda p, c: (p.embedding_as_layer & (p.first_layers > 0)) | (p.head_as_layer & (p.last_layers > 0)),
@@ -173,7 +163,7 @@ ALONE = (
     ),
 )
 
-CLUSTER = (
+_CLUSTER = (
     Rule(
         "dp x tp x pp x cp must fill the cluster",
         lambda p, c: p.world_size != c.cluster.world_size,
@@ -189,6 +179,11 @@ def layers_between(p, layers):
     """(layers, virtual stages) between the first and last stage of stated length; embedding and head may count."""
     counted = layers + p.embedding_as_layer + p.head_as_layer - p.first_layers - p.last_layers
     return counted, (p.pp - (p.first_layers > 0) - (p.last_layers > 0)) * p.interleave
+
+
+def _empty_chunks(p):
+    """Chunks that need no layer: that of an end which counts as one, and those that the layers of an end leave."""
+    return p.embedding_as_layer + p.head_as_layer + -p.first_layers % p.interleave + -p.last_layers % p.interleave
 
 
 def _is_not_shared(p, layers):
@@ -227,12 +222,16 @@ def _of_layers(rule: Rule) -> Rule:
     return Rule(rule.name, lambda p, c: rule.broken(p, c.model.layers), lambda p, c: rule.words(p, c.model.layers))
 
 
-TRANSFORMER = (
-    Rule(
-        "tp must divide the attention heads",
-        lambda p, c: _leaves_rest(c.model.heads, p.tp),
-        lambda p, c: f"tp={p.tp} does not divide {c.model.heads} attention heads of {c.model.name}",
-    ),
+def _shape_rule(name: str, what: str, count: Callable, unit: str) -> Rule:
+    return Rule(
+        f"{name} must divide {what}",
+        lambda p, c: _leaves_rest(count(c), getattr(p, name)),
+        lambda p, c: f"{name}={getattr(p, name)} does not divide {count(c)} {unit} of {c.model.name}",
+    )
+
+
+_TRANSFORMER = (
+    _shape_rule("tp", "the attention heads", lambda c: c.model.heads, "attention heads"),
     Rule(  # where tp is a multiple of them, each tp rank holds one of the heads
         "tp must divide the key-value heads, or be a multiple",
         lambda p, c: _leaves_rest(c.model.kv_heads, p.tp) & _leaves_rest(p.tp, c.model.kv_heads),
@@ -245,11 +244,8 @@ TRANSFORMER = (
             f"cp={p.cp} does not divide {c.model.heads // p.tp} attention heads of a tp rank of {c.model.name}"
         ),
     ),
-    Rule(  # all ranks hold equal parts: nobody pads a sequence for one of them
-        "cp must divide the sequence",
-        lambda p, c: _leaves_rest(c.sequence, p.cp),
-        lambda p, c: f"cp={p.cp} does not divide {c.sequence} tokens of {c.model.name}",
-    ),
+    # all ranks hold equal parts: nobody pads a sequence for one of them
+    _shape_rule("cp", "the sequence", lambda c: c.sequence, "tokens"),
     Rule(  # a rank takes an early and a late piece, so that all compute as many causal scores [arXiv 2407.21783, 3.3.2]
         "2 cp must divide the sequence",
         lambda p, c: (p.context == "ring") & (p.cp > 1) & _leaves_rest(c.sequence, 2 * p.cp) & (not c.model.image),
@@ -258,24 +254,20 @@ TRANSFORMER = (
             "each rank of a causal ring holds an early and a late piece"
         ),
     ),
-    Rule(
-        "ep must divide the experts",
-        lambda p, c: _leaves_rest(c.model.experts or p.ep, p.ep),
-        lambda p, c: f"ep={p.ep} does not divide {c.model.experts} experts of {c.model.name}",
-    ),
+    _shape_rule("ep", "the experts", lambda c: c.model.experts, "experts"),
     Rule(
         "ep needs experts",
-        lambda p, c: (p.ep > 1) & (not c.model.experts),
-        lambda p, c: f"ep={p.ep}, but {c.model.name} has no experts",
+        lambda p, c: ((p.ep > 1) | (p.etp > 0)) & (not c.model.experts),
+        lambda p, c: f"ep={p.ep}{f' and etp={p.etp}' * (p.etp > 0)}, but {c.model.name} has no experts",
     ),
     Rule(
         "ep with tp needs sequence_parallel",
-        lambda p, c: (p.ep > 1) & (p.tp > 1) & np.logical_not(p.sequence_parallel),
+        lambda p, c: ((p.ep > 1) | (p.expert_spread > 1)) & (p.tp > 1) & np.logical_not(p.sequence_parallel),
         lambda p, c: f"ep={p.ep} with tp={p.tp} needs sequence_parallel",
     ),
     Rule(
         "pp must not exceed the layers",
-        lambda p, c: p.pp * p.interleave > c.model.layers,
+        lambda p, c: p.pp * p.interleave > c.model.layers + _empty_chunks(p),
         lambda p, c: f"pp x interleave = {p.pp} x {p.interleave} exceeds {c.model.layers} layers of {c.model.name}",
     ),
     Rule(
@@ -304,3 +296,9 @@ BATCH = (
         ),
     ),
 )
+
+
+def rules_of(case: Case) -> tuple[Rule, ...]:
+    """The rules that apply to a case, in order: of what is given."""
+    shape = RECOMMENDATION if isinstance(case.model, DLRM) else _TRANSFORMER
+    return ALONE + (_CLUSTER if case.cluster else ()) + shape + (() if case.global_batch is None else BATCH)

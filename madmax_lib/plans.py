@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from madmax_lib.case import Case
-from madmax_lib.plan_rules import ALONE, BATCH, CLUSTER, RECOMMENDATION, TRANSFORMER, Rule
-from madmax_lib.specs import DLRM
+from madmax_lib.plan_rules import Rule, rules_of
+from madmax_lib.software import OVERLAPS, Software
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Plans", "Verdict", "expert_sharing", "legal", "owned", "rules_of"]
+__all__ = ["Plans", "Verdict", "expert_sharing", "legal", "owned"]
 
 Ints = int | np.ndarray
 Floats = float | np.ndarray
@@ -47,7 +47,7 @@ class Plans:
     schedule: Texts = "1f1b"
     offload: Texts | None = None
     prefetch: Ints = 1
-    bucket_bytes: Floats = 25 * 2**20
+    bucket_bytes: Floats = 25.0 * 2**20
     shard: Ints = 0
     qwz: Flags = False
     hpz: Flags = False
@@ -61,6 +61,11 @@ class Plans:
     embedding_as_layer: Flags = False
     head_as_layer: Flags = False
     capacity: Floats = 0.0
+    etp: Ints = 0
+    lora_rank: Ints = 0
+    overlap_tp: Flags | None = None
+    overlap_ep: Flags | None = None
+    overlap_dp: Flags | None = None
 
     def __post_init__(self):
         if self.sequence_parallel is None:
@@ -76,6 +81,7 @@ class Plans:
         if unknown := [name for name in table.columns if name not in defaults]:
             raise ValueError(f"column {unknown[0]!r} is not a field of Plan: {', '.join(defaults)}")
         columns = {"dp": np.broadcast_to(1, len(table))}
+        defaults |= dict.fromkeys(OVERLAPS, np.nan)
         defaults["sequence_parallel"] = table["tp"].to_numpy() > 1 if "tp" in table else False
         for name in table.columns:
             column, missing = table[name].to_numpy(), table[name].isna().to_numpy()
@@ -102,13 +108,26 @@ class Plans:
         """Devices that share the states which ZeRO shards: all of dp x cp, or `shard` of them (HSDP)."""
         return self.shard + (self.shard == 0) * self.dp * self.cp
 
+    @property
+    def expert_spread(self) -> Ints:
+        """tp / etp: ranks of tp over which whole experts are laid; 1 where tp splits each of them."""
+        return (self.etp == 0) + (self.etp > 0) * self.tp // (self.etp + (self.etp == 0))
+
+    def overlaps(self, degree: str, software: Software) -> Flags:
+        """Whether communication of tp, ep or dp runs beside compute: as the plan says, else as the software does."""
+        stated, usual = getattr(self, f"overlap_{degree}"), getattr(software, f"overlap_{degree}")
+        if not isinstance(stated, np.ndarray):
+            return usual if stated is None else bool(stated)
+        return np.where(np.isnan(stated), usual, stated).astype(bool)
+
     def __getitem__(self, rows) -> Plans:
         """Some of the plans, as views of the columns; of a number, one plan."""
         shape, parts = self.shape, dict(vars(self))
         for name, column in parts.items():
             if np.ndim(column):
                 part = np.broadcast_to(column, shape)[rows]
-                parts[name] = part.item() if isinstance(part, np.generic) else part
+                value = part.item() if isinstance(part, np.generic) else part
+                parts[name] = None if isinstance(value, float) and value != value else value
         return Plans(**parts)
 
 
@@ -122,24 +141,25 @@ def _as_numbers(name: str, column: np.ndarray, *, whole: bool) -> np.ndarray:
     return numbers.astype(np.int64) if whole and np.isfinite(numbers).all() and not (numbers % 1).any() else numbers
 
 
-def expert_sharing(sharing, ep):
+def expert_sharing(sharing, ep, spread=1):
     """Devices that share the states of an expert where `sharing` devices share those of dense layers.
 
-    Expert parallelism lies inside dp x cp, so only what it leaves of these devices holds the same experts
-    [Megatron-Core: expert data parallelism is dp x cp / ep; torchtitan: the mesh of experts lies inside the shard].
+    Expert parallelism lies inside dp x cp, or with spread (`Plans.expert_spread`) inside dp x cp x spread, so only what
+    it leaves of these devices holds the same experts [Megatron-Core: expert data parallelism is
+    dp x cp x tp / (ep x etp); torchtitan: the mesh of experts lies inside the shard].
     """
-    return np.maximum(sharing / ep, 1)
+    return np.maximum(sharing * spread / ep, 1)
 
 
-def owned(dense, experts, sharing, ep):
+def owned(dense, experts, sharing, ep, spread=1):
     """Parameters whose states a device owns where `sharing` devices share them; 1 without ZeRO.
 
-    dense and experts: parameters that the device holds of each kind, those of experts after ep has split them.
+    dense and experts: parameters that the device holds of each kind, those of experts after ep and etp have split them.
 
     >>> float(owned(dense=1200.0, experts=800.0, sharing=8, ep=4))
     550.0
     """
-    return dense / sharing + experts / expert_sharing(sharing, ep)
+    return dense / sharing + experts / expert_sharing(sharing, ep, spread)
 
 
 @dataclass(frozen=True)
@@ -186,9 +206,3 @@ def legal(case: Case, further: tuple[Rule, ...] = ()) -> Verdict:
             if np.any(broken):
                 place = np.where((place < 0) & broken, number, place)
     return Verdict(case, rules, place)
-
-
-def rules_of(case: Case) -> tuple[Rule, ...]:
-    """The rules that apply to a case, in order: of what is given."""
-    shape = RECOMMENDATION if isinstance(case.model, DLRM) else TRANSFORMER
-    return ALONE + (CLUSTER if case.cluster else ()) + shape + (() if case.global_batch is None else BATCH)

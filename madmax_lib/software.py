@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Software"]
+__all__ = ["OVERLAPS", "Software"]
+
+OVERLAPS = ("overlap_tp", "overlap_ep", "overlap_dp")  # which a plan may say too
 
 
 @dataclass(frozen=True)

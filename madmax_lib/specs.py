@@ -12,6 +12,8 @@ from madmax_lib.hardware import Cluster, Device, Host, Link, check_positive
 
 __all__ = ["DLRM", "Cluster", "Device", "Host", "Link", "Model", "Transformer"]
 
+_CHOICES = {"norm": ("layer", "rms"), "positions": ("learned", "rope"), "attention_bias": ("all", "qkv", "none")}
+
 
 @dataclass(frozen=True)
 class Transformer:
@@ -38,6 +40,7 @@ class Transformer:
     shared_experts: int = 0  # beside them, used by all tokens
     expert_ffn: int = 0  # inner channels of an expert; 0: ffn
     dense_layers: int = 0  # first layers that are no mixtures
+    routed_nodes: int = 0  # nodes that a token is sent to at most; 0: any
     router_bias: bool = False
     q_lora_rank: int = 0  # of the latent that queries come from; 0: directly
     kv_lora_rank: int = 0  # of that of keys and values: multi-head latent attention [DeepSeek-V2, arXiv 2405.04434]
@@ -52,7 +55,9 @@ class Transformer:
 
     def __post_init__(self):
         check_positive(self, "layers", "hidden", "heads")
-        _choice(self, norm=("layer", "rms"), positions=("learned", "rope"), attention_bias=("all", "qkv", "none"))
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{self.name}: {name}={getattr(self, name)!r} is not one of {', '.join(known)}")
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(f"{self.name}: hidden={self.hidden} is not a multiple of heads={self.heads}")
         defaults = {"kv_heads": self.heads, "head_dim": self.hidden // self.heads, "expert_ffn": self.ffn}
@@ -216,9 +221,3 @@ class DLRM:
 
 
 Model = Transformer | DLRM
-
-
-def _choice(item, **choices: tuple[str, ...]) -> None:
-    for name, known in choices.items():
-        if getattr(item, name) not in known:
-            raise ValueError(f"{item.name}: {name}={getattr(item, name)!r} is not one of {', '.join(known)}")

@@ -45,23 +45,15 @@ _EDGES = {"source": "int64", "target": "int64", "why": "category"}  # row number
 
 @dataclass(frozen=True)
 class Meta:
-    """Where a timeline comes from.
+    """Where a timeline comes from."""
 
-    source: "measured" (default) or "simulated".
-    world_size: ranks of the whole job, also those not in the timeline. Default 1.
-    represents: {rank in spans: ranks it stands for}, one entry for every rank, also for one without spans. Default:
-        every rank of the spans stands for itself.
-    device: name as the trace or the catalog writes it. Default "", unknown.
-    clock: "unix" (ns since 1970) or "relative" (default).
-    provenance: files with sha256, reader rules, warnings; free-form but JSON. Default empty.
-    """
-
-    source: str = "measured"
-    world_size: int = 1
+    source: str = "measured"  # or "simulated"
+    world_size: int = 1  # ranks of the whole job, also those not in the timeline
+    # rank in spans: the ranks it stands for, one entry for every rank, also for one without spans; empty: only itself
     represents: dict[int, list[int]] = field(default_factory=dict)
-    device: str = ""
-    clock: str = "relative"
-    provenance: dict = field(default_factory=dict)
+    device: str = ""  # name as the trace or the catalog writes it; empty: unknown
+    clock: str = "relative"  # or "unix" (ns since 1970)
+    provenance: dict = field(default_factory=dict)  # files with sha256, reader rules, warnings; free-form but JSON
 
     def __post_init__(self):
         if self.source not in ("measured", "simulated"):

@@ -48,6 +48,8 @@ def _check_model(plan: Plan, spec: Transformer) -> None:
         raise ValueError(f"{spec.name}: patches and class token are not split over ranks; give cp1 and, with tp, .nosp")
     if plan.overlap_gather or plan.capacity:
         raise ValueError("overlap-gather and cap (dropped tokens) are simulated only, they do not run here")
+    if plan.etp or plan.lora_rank or plan.overlap_tp or plan.overlap_ep or plan.overlap_dp is False:
+        raise ValueError("etp, lora and the overlaps of a plan do not run here (lora_rank is a setting)")
 
 
 def _check_torch(plan: Plan, settings: Settings) -> None:

@@ -37,7 +37,7 @@ def _only_default(name: str, default: int) -> Rule:
     )
 
 
-_COVERED = tuple(_only_default(name, 0) for name in ("first_layers", "last_layers", "capacity"))
+_COVERED = tuple(_only_default(name, 0) for name in ("first_layers", "last_layers", "capacity", "etp", "lora_rank"))
 
 
 def estimate(

@@ -30,6 +30,10 @@ GPT3 = """torchrun --nproc-per-node 8 --nnodes=128 pretrain_gpt.py \\
         ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --num-layers 14 "
          "--pipeline-model-parallel-size 4", 4,
          Plan(pp=4, embedding_as_layer=True, head_as_layer=True, bucket_bytes=float("inf"))),
+        ("--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 4 --bf16 "
+         "--sequence-parallel --tp-comm-overlap --overlap-moe-expert-parallel-comm", None,
+         Plan(dp=2, tp=4, ep=8, etp=1, overlap_tp=True, overlap_ep=True, reduce_fp32=True,
+              bucket_bytes=float("inf"))),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --tp-comm-overlap", 32,
          Plan(dp=32, zero=3, bucket_bytes=float("inf"))),
         ("--use-distributed-optimizer --num-distributed-optimizer-instances 4 --transformer-impl local", 32,
@@ -56,8 +60,8 @@ def test_megatron(args, world, plan):
         ("--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2 --num-layers 16", 2,
          "pp x 3 does not divide 16 layers"),
         ("--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2", 2, "exclude each other"),
-        ("--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2", 4,
-         "a plan splits experts over tp=2"),
+        ("--expert-model-parallel-size 2 --expert-tensor-parallel-size 3 --tensor-model-parallel-size 4", 4,
+         "etp=3 does not divide tp=4"),
         ("--pipeline-model-parallel-layout Et*3|(tt|)*29", 1, "-parallel-layout=.*could change the plan"),
         ("--context-parallel-size 2 --cp-comm-type all_gather", 2, "--cp-comm-type=all_gather: a plan knows p2p, a2a"),
         ("--overlap-param-gather", 2, "overlap_gather is for zero=1 and zero=2, but zero=0"),
@@ -102,7 +106,8 @@ PIPELINE = "pipeline_parallel_degree = 4\ndata_parallel_shard_degree = 2\n"
 @pytest.mark.parametrize(
     ("text", "options", "plan"),
     [
-        (LLAMA, {"world_size": 512}, Plan(dp=64, tp=8, zero=3, micro_batch=2, recompute="full", reduce_fp32=True)),
+        (LLAMA, {"world_size": 512},
+         Plan(dp=64, tp=8, zero=3, micro_batch=2, recompute="full", reduce_fp32=True, overlap_tp=True)),
         (titan("data_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 8", "local_batch_size = 1",
                'mode = "selective"\nselective_ac_option = "op"'), {},
          Plan(dp=32, shard=8, zero=3, recompute="selective", reduce_fp32=True)),
@@ -111,6 +116,9 @@ PIPELINE = "pipeline_parallel_degree = 4\ndata_parallel_shard_degree = 2\n"
         (titan("data_parallel_shard_degree = 4\ncontext_parallel_degree = 2\nexpert_parallel_degree = 8",
                'local_batch_size = 1\nmixed_precision_reduce = "bfloat16"\nenable_cpu_offload = true', 'mode = "none"'),
          {}, Plan(dp=4, cp=2, ep=8, zero=3, offload="all")),
+        (titan("data_parallel_shard_degree = 4\ntensor_parallel_degree = 2\nexpert_parallel_degree = 8",
+               "local_batch_size = 1", 'mode = "none"'), {},
+         Plan(dp=4, tp=2, ep=8, etp=1, zero=3, reduce_fp32=True)),
         (titan(PIPELINE + 'pipeline_parallel_schedule = "Interleaved1F1B"', "local_batch_size = 8", 'mode = "none"'),
          {"world_size": 8}, Plan(dp=2, pp=4, interleave=2, zero=2, overlap_gather=True, embedding_as_layer=True,
                                  head_as_layer=True, reduce_fp32=True)),
@@ -143,8 +151,8 @@ def test_torchtitan(text, options, plan, tmp_path):
          "selective_ac_option=2: a plan recomputes every layer or none"),
         (titan(PIPELINE + "pipeline_parallel_microbatch_size = 3", "local_batch_size = 8"), {},
          "pipeline_parallel_microbatch_size=3 does not divide local_batch_size=8"),
-        (titan("data_parallel_shard_degree = 4\ntensor_parallel_degree = 2\nexpert_parallel_degree = 4"), {},
-         "a plan splits experts over tp=2"),
+        (titan("data_parallel_shard_degree = 4\ntensor_parallel_degree = 2\nexpert_parallel_degree = 4\n"
+               "expert_tensor_parallel_degree = 3"), {}, "etp=3 does not divide tp=2"),
         ("[parallelism\n", {}, r"configuration: not TOML .*line 1"),
     ],
 )  # fmt: skip

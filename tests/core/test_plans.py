@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
+from madmax_lib import catalog
 from madmax_lib.case import Case
 from madmax_lib.plan import DEFAULTS, Plan
 from madmax_lib.plan_layers import chunk_layers
@@ -21,12 +22,14 @@ from madmax_lib.specs import DLRM
 NAMES = ["gpt2", "gpt2-large", "llama3-8b", "qwen2.5-3b", "mixtral-8x7b", "qwen3-30b-a3b", "vit-base", "dlrm-a"]
 GROUPS, PLANS = 50, 40  # of a model, cluster and batch each
 DEGREES = list(Degrees.__dataclass_fields__)
-NOT_IN_CLOSED_FORM = ("first_layers", "last_layers", "capacity")
+NOT_IN_CLOSED_FORM = ("first_layers", "last_layers", "capacity", "etp", "lora_rank")
 OTHER_FIELDS = {"ep": (2, 3, 4, 8), "zero": (1, 2, 3, 4), "micro_batch": (2, 3, 0), "interleave": (2, 3),
                 "schedule": ("gpipe", "zero-bubble", "none"), "recompute": ("full", "selective"),
                 "sequence_parallel": (False, True), "context": ("ulysses",), "shard": (2, 4, -1), "qwz": (True,),
                 "overlap_gather": (True,), "first_layers": (1, 2), "last_layers": (1, 3),
-                "embedding_as_layer": (True,), "head_as_layer": (True,), "capacity": (1.25, -1.0)}  # fmt: skip
+                "embedding_as_layer": (True,), "head_as_layer": (True,), "capacity": (1.25, -1.0),
+                "etp": (1, 2, 3), "lora_rank": (16, -1), "overlap_tp": (True, False), "overlap_ep": (True, 2.0),
+                "overlap_dp": (False,), "bucket_bytes": (float("inf"), 1e6, 0.0)}  # fmt: skip
 
 
 def drawn_situation(draw):
@@ -142,6 +145,57 @@ def test_parts_of_a_table_are_views():
     for column in (["8", "4"], [8, "4"]):
         with pytest.raises(ValueError, match=r"column 'dp' must hold numbers, but holds '[48]'"):
             Plans.from_table(pd.DataFrame({"dp": column}))
+
+
+def test_overlaps_of_a_plan_or_of_its_software():
+    nemo, titan = catalog.software("nemo"), catalog.software("torchtitan")
+    rows = Plans.from_table(pd.DataFrame({"overlap_tp": [None, True, False], "overlap_dp": [np.nan, 1.0, 0.0]}))
+    assert rows.overlaps("tp", nemo).tolist() == [True, True, False]
+    assert rows.overlaps("tp", titan).tolist() == [False, True, False]
+    assert rows.overlaps("dp", titan).tolist() == [True, True, False] and rows.overlaps("ep", titan) is False
+    assert [rows[row].overlap_tp for row in range(3)] == [None, 1.0, 0.0]
+    assert Plan().overlaps("tp", nemo) is True and Plan(overlap_tp=False).overlaps("tp", nemo) is False
+    with pytest.raises(ValueError, match="column 'overlap_tp' must hold numbers, but holds 'yes'"):
+        Plans.from_table(pd.DataFrame({"overlap_tp": ["yes", None]}))
+
+
+@pytest.mark.parametrize(
+    ("tp", "etp", "ep", "spread", "parameters"),
+    [
+        (8, 0, 4, 1, 450),
+        (8, 8, 4, 1, 450),
+        (8, 1, 4, 8, 187.5),
+        (8, 2, 4, 4, 225),
+        (8, 1, 64, 8, 750),
+        (1, 0, 4, 1, 450),
+    ],
+)
+def test_experts_laid_over_tp_are_shared_by_more(tp, etp, ep, spread, parameters):
+    """Of 1,200 dense and 600 experts' parameters on each of 8 x tp devices."""
+    plan = Plan(dp=8, tp=tp, ep=ep, etp=etp, zero=1)
+    assert plan.expert_spread == spread
+    assert owned(1200.0, 600.0, plan.sharing, ep, plan.expert_spread) == pytest.approx(parameters)
+    assert Plans(tp=np.array([tp]), etp=np.array([etp])).expert_spread.tolist() == [spread]
+
+
+@pytest.mark.parametrize(
+    ("layers", "plan", "first", "last"),
+    [
+        (126, "pp16.v8.first7.last7", [0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0]),  # Llama 3 405B
+        (126, "pp16.v8.embedding-layer.head-layer", [0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0]),
+        (126, "pp16.v4.first7.last7", [1, 2, 2, 2], [2, 2, 2, 1]),
+        (14, "pp4.v2.first2.last4", [1, 1], [2, 2]),
+        (62, "pp8.v4.first6", [0, 2, 2, 2], [2, 2, 2, 2]),
+    ],
+)
+def test_ends_of_interleaved_pipelines_may_be_shorter(layers, plan, first, last):
+    model = replace(mm.model("llama3-405b"), layers=layers)
+    plan = Plan.parse(plan)
+    plan.check(model, None)
+    chunks = chunk_layers(layers, plan)
+    assert [len(part) for part in chunks[0]] == first and [len(part) for part in chunks[-1]] == last
+    order = [layer for chunk in range(plan.interleave) for stage in chunks for layer in stage[chunk]]
+    assert order == list(range(layers))
 
 
 @pytest.mark.parametrize(
