@@ -315,7 +315,7 @@ def test_an_unaligned_vocabulary_is_slow():
 def test_closed_form_is_the_graph(choice, plan):
     t, d, p = plan
     one = Config(tensor_parallel_size=t, data_parallel_size=d, pipeline_parallel_size=p)
-    expected = vtrain.iteration_s(one, vtrain.formula_operators(one), RINGS, choice)
+    expected = vtrain.iteration_s(one, vtrain.formulas.formula_operators(one), RINGS, choice)
     assert float(step_s(one.shape, operator_s(one.shape, 128, Formulas(), A100), RINGS, choice)) == pytest.approx(
         expected, rel=1e-9
     )

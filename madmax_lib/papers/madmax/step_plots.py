@@ -1,4 +1,4 @@
-"""What does a step look like in MAD-Max, and how far is the model from measurements? Figures 6 to 9."""
+"""What does a step look like in MAD-Max, and how far is the model from measurements? Figures 7 to 9."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from matplotlib.axes import Axes
 
 from madmax_lib.timeline import Timeline
 from madmax_lib.view import drawing as draw
-from madmax_lib.view.plots.breakdown import plot_timeline
 
-__all__ = ["plot_forward", "plot_prefetch", "plot_validation", "plot_vit"]
+__all__ = ["plot_prefetch", "plot_validation", "plot_vit"]
 
 _REDUCE = "#b8561a"
 _PIECES = {  # of figure 7: name and colour
@@ -69,34 +68,6 @@ def plot_vit(table: pd.DataFrame) -> Axes:
     rows = [f"{row.model}, {row.gpus} GPUs, batch {row.global_batch}" for row in table.itertuples()]
     title = f"ViT: predictions miss the measured MFU by {errors['paper']:.1%} (paper), {errors['fitted']:.1%} (ours)"
     return draw.finish(ax, table, title, x="MFU [% of 312 TFLOP/s]", rows=rows, reach=80, key=key, columns=2)
-
-
-def plot_forward(timeline: Timeline, *, title: str) -> Axes:
-    """Figure 6: the two streams of a step, the long operations named."""
-    ax = plot_timeline(timeline, draw.new_axes(height=1.9))
-    runs = _runs(timeline.spans)
-    reach_ns = runs["end_ns"].max()
-    for run in runs[runs["end_ns"] - runs["start_ns"] > 0.04 * reach_ns].itertuples():
-        dur_ns = run.end_ns - run.start_ns
-        text = f"{run.text}\n{dur_ns / 1e6:.2f} ms" if dur_ns > 0.08 * reach_ns else run.text.replace(" ", "\n")
-        ax.text((run.start_ns + run.end_ns) / 2e6, run.stream, text, **_TEXT)
-    ax.set_yticks([0, 1], ["compute", "communication"])
-    ax.set_title(title)
-    return ax
-
-
-def _runs(spans: pd.DataFrame) -> pd.DataFrame:
-    """stream, text, start_ns, end_ns of neighbouring operations of the same part of the model."""
-    parts = {"attention": "transformer", "fc": "transformer", "bottom": "bottom MLP", "top": "top MLP"}
-    collectives = {"all_to_all": "All2All", "all_reduce": "AllReduce", "embedding": "lookup"}
-    spans = spans.sort_values(["stream", "start_ns"], ignore_index=True)
-    words = spans["name"].astype(str).str.split()
-    spans["text"] = [parts[second] if first == "gemm" else collectives[first] for first, second, *_ in words]
-    spans["end_ns"] = spans["start_ns"] + spans["dur_ns"]
-    number = (spans[["stream", "text"]] != spans[["stream", "text"]].shift()).any(axis=1).cumsum()
-    runs = spans.groupby(number).agg({"stream": "first", "text": "first", "start_ns": "min", "end_ns": "max"})
-    runs[["start_ns", "end_ns"]] -= spans["start_ns"].min()
-    return runs
 
 
 def plot_prefetch(timelines: Mapping[str, Timeline], table: pd.DataFrame, model: str, *, width_s: float = 0.2) -> Axes:

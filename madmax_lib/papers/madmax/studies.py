@@ -44,7 +44,6 @@ __all__ = [
     "hardware_study",
     "one_step",
     "prefetch_overlap",
-    "prefetch_timelines",
     "scaling_study",
     "strategies_over_fsdp",
     "task_dependence",
@@ -173,11 +172,6 @@ def prefetch_overlap(models: Sequence[str] = ("LLaMA-65B", "LLaMA2-70B 4K")) -> 
     fsdp = cases(models, ["fsdp"], [_LLM_SYSTEM])
     parts = [steps(fsdp, rules=MadmaxRules(schedule=name)).assign(schedule=name) for name in _SCHEDULES]
     return released(pd.concat(parts, ignore_index=True))
-
-
-def prefetch_timelines(model: str = "LLaMA-65B") -> dict[str, Timeline]:
-    """The step of figure 9 as a Timeline for each schedule."""
-    return {name: one_step(model, "fsdp", _LLM_SYSTEM, rules=MadmaxRules(schedule=name)) for name in _SCHEDULES}
 
 
 def one_step(

@@ -18,17 +18,7 @@ from madmax_lib.papers.madmax.rules import MadmaxRules
 from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.specs import Cluster
 
-__all__ = [
-    "best",
-    "cases",
-    "catalog_systems",
-    "published",
-    "published_values",
-    "released",
-    "steps",
-    "suite",
-    "systems",
-]
+__all__ = ["best", "cases", "catalog_systems", "published", "published_values", "released", "steps", "suite", "systems"]
 
 FILES, AS_RELEASED = ("madmax/models", "madmax/systems", "madmax/published"), "MAD-Max as released"
 COMMUNICATION = ["all2all_ms", "allreduce_ms", "allgather_ms", "reducescatter_ms"]

@@ -17,11 +17,7 @@ __all__ = ["generate_profiles"]
 
 
 def generate_profiles(
-    layers: int = 10,
-    most: int = 128,
-    *,
-    slowdown: Mapping[str, float] | None = None,
-    memory: str = "fork",
+    layers: int = 10, most: int = 128, *, slowdown: Mapping[str, float] | None = None, memory: str = "fork"
 ) -> Profiles:
     """Profiles of GPT-3 with `layers` layers for degrees and batches up to `most`, in powers of two.
 

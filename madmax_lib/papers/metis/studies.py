@@ -76,13 +76,12 @@ def run_rows(rows: Iterable[int]) -> pd.DataFrame:
         for order in NODE_ORDERS:
             result = run_row(row["layers"], row["gpus"], order, row["mode"])
             best = result.plans.iloc[0]
-            stages = zip(best["device_groups"], best["strategies"], strict=True)
             ours = {
                 "node_order": f"{order[0]} first",
                 "our_steps": result.count,
                 "our_cost_ms": result.best_cost_ms,
                 "our_plans": result.costed_plans,
-                "best": ", ".join(f"{gpus} GPUs dp {dp} tp {tp}" for gpus, (dp, tp) in stages),
+                "best": _plan_text(best),
                 "stages": len(best["device_groups"]),
                 "counted": best["num_stage_used_for_cost"],
                 "our_search_ms": 1e3 * result.seconds,

@@ -91,10 +91,7 @@ def audit() -> pd.DataFrame:
     table, model = runs(), catalog.model(_MODEL)
     window_of = ["samples", "gpus", "batch_per_gpu", "log_interval"]
     windows = pd.DataFrame([_log_window(*row) for row in table[window_of].itertuples(index=False)])
-    flops, peaks = (
-        _script_flops(model, table["sequence"]),
-        table["gpu"].map(lambda gpu: catalog.device(gpu).peak("fp16")),
-    )
+    flops, peaks = _script_flops(model, table["sequence"]), [catalog.device(gpu).peak("fp16") for gpu in table["gpu"]]
     peak, labels = table["gpus"] * peaks, table["sequence"] - 1  # tokens that the script counts: those with a next one
     usual = 3 * table["sequence"].map(lambda sequence: model.forward_flops(1, sequence))
     in_window, overall = table["tokens_per_s"] / labels, table["samples"] / table["train_time_s"]  # samples/s
@@ -174,6 +171,7 @@ def claims() -> pd.DataFrame:
     """What the study claims and what follows from its own numbers: claim, theirs, ours, error (relative)."""
     rows, parts, kernel = audit(), mlp().set_index("name")["ms"], gelu().iloc[-1]
     ddp, best = rows.iloc[0], rows.loc[rows["tokens_per_s"].idxmax()]
+    as_gelu = kernel["unfused_ms"] / parts["gelu"]  # moves its bytes as fast as PyTorch's GELU without the bias does
     reported, useful = (best[rate] / ddp[rate] for rate in ("tokens_per_s", "useful_tokens_per_s"))
     names = [f"MFU of {row.config}, batch {row.batch_per_gpu}: reproduced" for row in rows.itertuples()]
     table = [
@@ -181,12 +179,7 @@ def claims() -> pd.DataFrame:
         ("MFU of DDP from wall clock and usual FLOPs", ddp["mfu_reported"], ddp["mfu_corrected"]),
         ("MFU of the fastest row, at most", best["mfu_reported"], best["mfu_corrected"]),
         ("speed of the fastest row over DDP, at most", reported, useful),
-        # a fused kernel that moves its bytes as fast as PyTorch's GELU without the bias does
-        (
-            "speed of a fused kernel, at the bandwidth of GELU alone",
-            kernel["speedup"],
-            kernel["unfused_ms"] / parts["gelu"],
-        ),
+        ("speed of a fused kernel, at the bandwidth of GELU alone", kernel["speedup"], as_gelu),
         ("speed of the MLP if GELU took no time", float("nan"), 1 / (1 - parts["gelu"] / parts["full mlp"])),
     ]
     result = pd.DataFrame(table, columns=["claim", "theirs", "ours"])

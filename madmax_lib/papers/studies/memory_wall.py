@@ -27,15 +27,7 @@ from madmax_lib.simulator.step.power import step_energy
 from madmax_lib.simulator.step.step_time import COMMUNICATION, COMPUTE
 from madmax_lib.specs import Cluster, Transformer
 
-__all__ = [
-    "adam_published",
-    "hypotheses_table",
-    "limits_table",
-    "measured_host",
-    "methods_table",
-    "shape",
-    "share_table",
-]
+__all__ = ["adam_published", "limits_table", "measured_host", "methods_table", "shape", "share_table"]
 
 _METHODS = {  # of the study: plan, share of the states off the device (None: the fastest that fits)
     "DDP": ("z0", None),
@@ -124,21 +116,6 @@ def _host_busy_s(model: Transformer, cluster: Cluster, plan: Plan, share: float)
     plan = normalised(Case(model, cluster, plan, dtype="fp16")).plan
     owned = model.parameters / (plan.dp if plan.zero else 1)
     return rates(cluster).adam_s(float(split_of(METHODS[plan.offload], share).states) * owned)
-
-
-def hypotheses_table(cluster: Cluster, *, micro_batch: int = 16) -> pd.DataFrame:
-    """Static full offload with gradients in the chunks of weights (14 bytes per parameter), or beside them (16, 18).
-
-    model, bytes per parameter, host_gb (states in host memory), fits.
-    """
-    rows = []
-    plan = Plan(dp=cluster.world_size, micro_batch=micro_batch, zero=3, recompute="full", offload="chunks")
-    for model in map(shape, ("gpt2_9b", "gpt2_10b", "gpt2_14b")):
-        for gradients in (0, 2, 4):
-            policy = Policy(share=1.0, gradient_bytes=gradients)
-            placement = fits(model, cluster, plan, global_batch=plan.dp * micro_batch, dtype="fp16", policy=policy)
-            rows.append((model.name, 14 + gradients, (14 + gradients) * model.parameters / 1e9, placement.fits))
-    return pd.DataFrame(rows, columns=["model", "bytes per parameter", "host_gb", "fits"])
 
 
 def share_table(model: Transformer, cluster: Cluster, plan: Plan, *, global_batch: int) -> pd.DataFrame:

@@ -134,12 +134,9 @@ def plot_memory_parts(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     usable_gib = table["usable_bytes"].iloc[0] / _GIB
     ax.axvline(usable_gib, **draw.DASHED)
     draw.note(ax, usable_gib, -0.62, f"usable: {usable_gib:.2f} GiB")
-    rows, key = (
-        [_STRATEGIES[name] for name in parts.index],
-        [draw.patch_key(name, fill) for name, fill in shown.items()],
-    )
+    rows = [_STRATEGIES[name] for name in parts.index]
     title = "DDP runs out of memory when AdamW makes its temporaries, not before"
-    draw.finish(ax, table, title, x="memory of a GPU [GiB]", rows=rows, reach=20, key=key, columns=4)
+    draw.finish(ax, table, title, x="memory of a GPU [GiB]", rows=rows, reach=20, key=shown, columns=4)
     ax.set_ylim(top=-0.8)
     return ax
 
@@ -152,17 +149,15 @@ def plot_scaling(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         for place, dashes in _DASHES.items()
         for strategy, (color, mark) in _LINES.items()
     }
-    draw.lines(ax, table, "gpus", "samples_per_s", by=["place", "strategy"], styles=styles, mfc="white", ms=5)
+    white = {"mfc": "white", "ms": 5}
+    draw.lines(ax, table, "gpus", "samples_per_s", by=["place", "strategy"], styles=styles, **white)
     zero2 = table[table["strategy"] == "zero2"]
     gpus = np.unique(table["gpus"])
     linear = gpus * zero2["samples_per_s"].iloc[0] / zero2["gpus"].iloc[0]
     ax.plot(gpus, linear, color=draw.GREY, lw=1)
     draw.note(ax, gpus[-1], linear[-1], "linear from ZeRO-2", color="#777777", dx=8)
     ax.grid(True, axis="both")
-    key = [
-        draw.line_key(_STRATEGIES[name], color, marker=mark, mfc="white", ms=5)
-        for name, (color, mark) in _LINES.items()
-    ]
+    key = [draw.line_key(_STRATEGIES[name], color, marker=mark, **white) for name, (color, mark) in _LINES.items()]
     key += [draw.line_key("one host", draw.PAPER), draw.line_key("nodes of two, 10 Gb/s", draw.PAPER, ls="--")]
     kept = zero2[(zero2["gpus"] == gpus[-1]) & (zero2["place"] == "one host")]["efficiency"].item()
     title = f"ZeRO-2 keeps {kept:.0%} of its rate per GPU on {gpus[-1]} GPUs of one host"

@@ -1,4 +1,4 @@
-"""Where does the memory wall stand? Methods beside each other, largest models, power and energy, launches.
+"""Where does the memory wall stand? Methods beside each other, largest models, energy, the update on a CPU.
 
 All of it is simulated but for `plot_adam`, which shows what was measured beside what the simulator takes.
 """
@@ -8,18 +8,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from madmax_lib.simulator.offload.hosts import ADAM_BYTES
 from madmax_lib.view import drawing as draw
 
-__all__ = [
-    "plot_adam",
-    "plot_limits",
-    "plot_methods",
-    "plot_share",
-    "plot_token_energy",
-]
+__all__ = ["plot_adam", "plot_limits", "plot_methods", "plot_share", "plot_token_energy"]
 
 _MARKERS = "os^Dv<>P"
 _EXPOSED = {  # columns of `OffloadTimes`: name, kind
@@ -35,29 +28,23 @@ def plot_methods(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax = ax or draw.new_axes(height=3.6)
     fitting, models = table[table["fits"]], table.drop_duplicates("model")
     looks = zip(table["method"].unique(), _MARKERS, draw.SERIES, strict=False)
-    styles = {method: {"marker": marker, "color": color} for method, marker, color in looks}
-    labels = {method: method for method in styles}
-    shown = fitting.assign(billions=fitting["parameters"] / 1e9)
-    draw.lines(
-        ax, shown, "billions", "tokens_per_s", by="method", styles=styles, labels=labels, ms=5, mfc="white", lw=1.0
-    )
-    billions = models["parameters"] / 1e9
-    ax.set(xscale="log", yscale="log")
+    styles = {method: {"marker": marker, "color": color, "label": method} for method, marker, color in looks}
+    style = {"styles": styles, "units": (1e9, 1), "ms": 5, "mfc": "white", "lw": 1.0}
+    draw.lines(ax, fitting, "parameters", "tokens_per_s", by="method", **style)
+    billions, title = models["parameters"] / 1e9, "No method fits any model"
+    ax.set_xscale("log")
     ax.set_xticks(billions, [_size(name) for name in models["model"]], fontsize=7)
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     ax.minorticks_off()
-    title = "No method fits any model"
     if len(fitting):
+        draw.log_axis(ax, "y", *fitting["tokens_per_s"].agg(["min", "max"]), "{:,.0f}".format)
         largest = fitting[fitting["parameters"] == fitting["parameters"].max()]
         methods = sorted(set(largest["method"]))
         names = " and ".join(methods) if len(methods) <= 2 else f"{len(methods)} methods"
         reach = f"{names} reach" if len(methods) > 1 else f"Only {names} reaches"
         title = f"{reach} {_size(largest['model'].iloc[0])}"
     x, y, key = "parameters, as the study names its shapes", "simulated throughput [tokens/s]", ax.get_lines()
-    return draw.finish(
-        ax, table, title, x=x, y=y, key=key, where="beside", xlim=(0.9 * billions.min(), 1.1 * billions.max())
-    )
+    limits = 0.9 * billions.min(), 1.1 * billions.max()
+    return draw.finish(ax, table, title, x=x, y=y, key=key, where="beside", xlim=limits)
 
 
 def plot_limits(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -113,15 +100,13 @@ def plot_adam(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 def plot_token_energy(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Energy per token by method for one model, with its uncertainty. table: of `memory_wall.methods_table`."""
     shown = table[table["fits"]].reset_index(drop=True)
-    ax = ax or draw.new_axes(height=1.2 + 0.34 * len(shown))
     interval_mj = 1e3 * shown["token_low_j"], 1e3 * shown["token_high_j"]
-    speeds = shown["tokens_per_s"].map("{:,.0f} tokens/s".format)
-    draw.bars(ax, 1e3 * shown["token_j"], source="simulated", error=interval_mj, notes=speeds)
     apart = shown["token_j"].max() / shown["token_j"].min() - 1
     title = f"{_size(shown['model'].iloc[0])}: methods differ by {apart:.0%} in energy"
     title += ", less than the model is sure of" if apart < 0.25 else ""
-    x = "simulated energy per token, devices and processors [mJ]"
-    return draw.finish(ax, table, title, x=x, rows=shown["method"], reach=1.35 * interval_mj[1].max())
+    ending = {"x": "simulated energy per token, devices and processors [mJ]", "rows": shown["method"]}
+    ending |= {"notes": shown["tokens_per_s"].map("{:,.0f} tokens/s".format), "source": "simulated"}
+    return draw.bar_chart(ax, table, 1e3 * shown["token_j"], title, error=interval_mj, **ending)
 
 
 def _size(model: str) -> str:

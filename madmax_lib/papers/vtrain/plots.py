@@ -8,13 +8,7 @@ from matplotlib.axes import Axes
 
 from madmax_lib.view import drawing as draw
 
-__all__ = [
-    "plot_compute_optimal",
-    "plot_costs",
-    "plot_layouts",
-    "plot_rules",
-    "plot_space",
-]
+__all__ = ["plot_compute_optimal", "plot_costs", "plot_layouts", "plot_rules", "plot_space"]
 
 _TP = {4: ("#529d3f", "o"), 8: (draw.COLORS["compute"], "s"), 16: (draw.COLORS["comm"], "^"), 32: ("#8d6bb8", "D")}
 _PLANS = {"given": (8, 8, 35), "found": (8, 12, 21)}  # of MT-NLG
@@ -117,8 +111,6 @@ def plot_layouts(table: pd.DataFrame) -> Axes:
 def plot_rules(effects: pd.DataFrame) -> Axes:
     """What correcting each deviation of the release does to a step; effects: of `rule_effects`."""
     single, step_s = effects.iloc[1:], effects["step_s"]
-    ax = draw.new_axes(height=0.9 + 0.35 * len(single))
-    draw.bars(ax, 100 * single["change"], source="simulated", notes=single["change"].map("{:+.1%}".format))
-    ax.margins(x=0.12)
     title = f"As released a step of MT-NLG takes {step_s.iloc[0]:.1f} s, corrected {step_s.iloc[-1]:.1f} s"
-    return draw.finish(ax, effects, title, x="longer step than as released [%]", rows=single["what"])
+    ending = {"notes": single["change"].map("{:+.1%}".format), "rows": single["what"], "source": "simulated"}
+    return draw.bar_chart(None, effects, 100 * single["change"], title, x="longer step than as released [%]", **ending)
