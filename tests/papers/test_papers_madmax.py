@@ -12,11 +12,12 @@ from support import local_or_skip
 from madmax_lib.accounting import breakdown
 from madmax_lib.papers.madmax.layers import _rates_of
 from madmax_lib.papers.madmax.model import cloud_cost, evaluate, timeline
-from madmax_lib.papers.madmax.rules import CORRECTED, GLOBAL, INTRA, RELEASED, STRATEGIES, MadmaxRules, parse_classes
+from madmax_lib.papers.madmax.rules import GLOBAL, INTRA, STRATEGIES, MadmaxRules, parse_classes, parse_rules
 from madmax_lib.papers.madmax.suite import suite, systems
 
 NAMES = ["DLRM-A", "DLRM-B", "DLRM-A MoE", "DLRM-B Transformer", "GPT-3", "LLaMA-65B", "LLaMA2-70B 4K"]
 NAMES += ["LLM-MoE 1.8T", "ViT-10B"]
+RELEASED, CORRECTED = parse_rules("released"), parse_rules("corrected")
 MODELS, SYSTEMS = suite(), systems(f"zionex-{devices}" for devices in (8, 128, 2048))
 TYPE = MODELS.set_index("name")["type"]
 TIMES = ["exposed_comm_ms", "overlapped_comm_ms", "iteration_ms"]

@@ -10,17 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "CORRECTED",
-    "GLOBAL",
-    "INTRA",
-    "RELEASED",
-    "STRATEGIES",
-    "MadmaxRules",
-    "Strategy",
-    "parse_classes",
-    "parse_rules",
-]
+__all__ = ["GLOBAL", "INTRA", "STRATEGIES", "MadmaxRules", "Strategy", "parse_classes", "parse_rules"]
 
 INTRA, GLOBAL = "intra-node", "global"
 STRATEGIES = ("ddp", "tp", "fsdp", "tp,ddp", "ddp,tp", "fsdp,tp", "fsdp,ddp", "tp,fsdp")  # the last one is ours
@@ -48,8 +38,8 @@ class MadmaxRules:
             raise ValueError(f"schedule={self.schedule!r} is not released, pre-optimised or optimised")
 
 
-RELEASED = MadmaxRules()
-CORRECTED = MadmaxRules(stray_gather=False, sharded_ddp=True, blocking_fc=True)
+_CORRECTED = MadmaxRules(stray_gather=False, sharded_ddp=True, blocking_fc=True)
+_NAMED = {"released": MadmaxRules(), "corrected": _CORRECTED}
 
 
 class Element(NamedTuple):
@@ -67,9 +57,9 @@ def parse_rules(rules: str | MadmaxRules) -> MadmaxRules:
     """The rules called "released" or "corrected", or the given ones."""
     if isinstance(rules, MadmaxRules):
         return rules
-    if rules not in ("released", "corrected"):
+    if rules not in _NAMED:
         raise ValueError(f"rules={rules!r} is not released, corrected or MadmaxRules")
-    return RELEASED if rules == "released" else CORRECTED
+    return _NAMED[rules]
 
 
 def _parse_strategy(text: str, num_devices: int, num_nodes: int) -> Strategy:
