@@ -95,8 +95,7 @@ def cluster(name: str, *, nodes: int | None = None, devices: int | None = None) 
     nodes: how many (default: the catalog's). devices: over all nodes, which shrink to hold no more (default: whole).
     Raises ValueError for an unknown name, or numbers that do not go together.
     """
-    name, rows = _rows("cluster", name)
-    row = rows[-1]
+    name, (*_, row) = _rows("cluster", name)
     whole = used = int(row["devices_per_node"])
     if devices is not None:
         nodes = max(1, devices // whole) if nodes is None else nodes
@@ -157,8 +156,7 @@ def _rows(what: str, name: str) -> tuple[str, list[dict]]:
     """The catalog's spelling of a name, H100_80GB and H100 being h100-80, and its rows in the table of its kind."""
     file = what if what == "software" else f"{what}s"
     names, rows = (_index.__wrapped__ if os.environ.get(_USER_FOLDER) else _index)(what, file)
-    plain = _plain(what, name)
-    if not (found := names.get(plain)):
+    if not (found := names.get(plain := _plain(what, name))):
         near = dict.fromkeys(names[key] for key in difflib.get_close_matches(plain, names, n=6, cutoff=0.0))
         add = f"add it to {file}.csv in the folder {_USER_FOLDER}, or pass a {what.title()} of your own"
         raise ValueError(f"unknown {what} {name!r}; nearest: {', '.join([*near][:3])}; {add}")

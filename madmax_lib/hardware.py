@@ -48,10 +48,7 @@ class Device:
         check_positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
 
     def nearest(self, dtype: str) -> str:
-        """The dtype, or the one that stands for it where the device lacks it: fp16 for bf16 on a V100.
-
-        Raises ValueError for an unknown dtype, or where nothing stands for it.
-        """
+        """The dtype, or what stands for it where the device lacks it: fp16 for bf16. ValueError if nothing does."""
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
         choices = [d for d in (dtype, *_WIDER.get(dtype, ())) if d in self.peak_flops]
@@ -124,11 +121,9 @@ class Cluster:
     intra: link between the devices of a node.
     inter: link between nodes, at the rate that each device has when all of its node send.
     host: of each node (default None: not known).
-    nics_per_node: network ports of a node, each of inter x devices_per_node / nics_per_node (default None: one per
-        device).
+    nics_per_node: network ports of a node, which together have what its devices have (default None: one per device).
     leaf_devices: devices that reach each other without the spine, whole nodes (default None: all).
-    oversubscription: what leaves a leaf switch downwards over what leaves it upwards; traffic that crosses the spine
-        has inter / oversubscription (default 1: none).
+    oversubscription: of the spine; traffic that crosses it has inter / oversubscription (default 1: none).
     """
 
     name: str

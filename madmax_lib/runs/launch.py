@@ -25,7 +25,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from madmax_lib.atomic import replacing
+from madmax_lib.atomic import write_text
 from madmax_lib.datasets import PROJECT
 from madmax_lib.runs.checks import deepspeed_locks
 from madmax_lib.runs.data.batches import Data
@@ -162,8 +162,7 @@ def _starts(directory: Path, spec: RunSpec) -> tuple[int, ...]:
         return (0,)
     done = int(checkpoint.name)
     rows = (directory / "steps.csv").read_text().splitlines(keepends=True)[: 1 + done]
-    with replacing(directory / "steps.csv") as temporary:
-        temporary.write_text("".join(rows))
+    write_text(directory / "steps.csv", "".join(rows))
     _remove(directory, _FILES_OF_A_START)
     return (*(start for start in resolved.starts if start < done), done)
 

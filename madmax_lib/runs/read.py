@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.atomic import replacing
+from madmax_lib.atomic import write_text
 from madmax_lib.runs.spec import RunSpec
 
 __all__ = [
@@ -199,8 +199,7 @@ def read_json(path: Path) -> dict:
 
 def write_json(path: Path, content: dict) -> None:
     """A file that `read_json` reads, with null for NaN."""
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(with_nulls(content), indent=1) + "\n")
+    write_text(path, json.dumps(with_nulls(content), indent=1) + "\n")
 
 
 def with_nulls(value):

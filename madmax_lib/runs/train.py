@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from madmax_lib.atomic import replacing
+from madmax_lib.atomic import replacing, write_text
 from madmax_lib.runs import read
 from madmax_lib.runs.data.batches import Data
 from madmax_lib.runs.machine import environment, host_rss_bytes, memory_bytes
@@ -134,8 +134,7 @@ def _save(trainer, folder: Path, replace_last: bool) -> None:
     name = str(trainer.steps_done)
     trainer.save(folder / name)  # returns on the first rank when all have written
     if replace_last:
-        with replacing(folder / "latest") as temporary:
-            temporary.write_text(name)
+        write_text(folder / "latest", name)
         for old in folder.iterdir():
             if old.is_dir() and old.name != name:
                 shutil.rmtree(old)

@@ -37,9 +37,3 @@ def test_errors():
     assert rows_of(fits.plot_errors(table)) == ["b300 (5 runs)", "a100 (1 run)"]
     beside = fits.plot_errors(table, baseline=pd.Series({"a100": 0.3, "b300": 0.1}))
     assert figure_data(beside)["baseline"].tolist() == [0.1, 0.3]
-
-
-def test_vision():
-    row = {"model": "ViT-L", "gpus": 32, "global_batch": 4096, "measured": 0.2, "paper": 0.3, "ours": 0.25}
-    ax = fits.plot_vision(pd.DataFrame([row | {"paper_error": 0.5, "ours_error": 0.25}]))
-    assert [bar.get_width() for bar in ax.patches] == [20, 30, 25]

@@ -2,20 +2,17 @@
 
 import madmax_lib as mm
 from madmax_lib.papers.studies import memory_wall as wall
-from madmax_lib.planner.compare import lever_table
 from madmax_lib.simulator.memory.memory import PHASES
 from madmax_lib.simulator.offload.fits import fits, moments
 from madmax_lib.view.drawing import COMPONENTS, OTHER, figure_data
-from madmax_lib.view.plots.predicted import plot_levers, plot_moments, plot_places, plot_streams
+from madmax_lib.view.plots.predicted import plot_moments, plot_places, plot_streams
 
 CLUSTER, MODEL = mm.cluster("hetero-4xv100"), wall.shape("gpt2_3b")
 RUN = MODEL, CLUSTER, mm.Plan.parse("dp4.mb16.full.offload-chunks")
 
 
 def test_pictures_keep_their_table():
-    levers = lever_table(MODEL, CLUSTER, mm.Plan.parse("dp4.z2.mb16"), global_batch=64)
     held, places = moments(*RUN, global_batch=64), fits(*RUN, global_batch=64).table
-    assert figure_data(plot_levers(levers, 34e9)).equals(levers)
     assert figure_data(plot_places(places)).equals(places)
     for place in ("device", "host"):
         assert figure_data(plot_moments(held, place)).equals(held)

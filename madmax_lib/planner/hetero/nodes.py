@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from madmax_lib.atomic import replacing
+from madmax_lib.atomic import write_text
 from madmax_lib.planner.hetero.profiles import read_json
 
 __all__ = ["GB_BYTES", "GB_PER_S", "Node", "load_cluster", "write_cluster"]
@@ -92,7 +92,5 @@ def write_cluster(nodes: Iterable[Node], hostfile: str | Path, clusterfile: str 
         }
         for node in nodes
     }
-    with replacing(hostfile) as temporary:
-        temporary.write_text("".join(f"{node.address} slots={node.gpus}\n" for node in nodes))
-    with replacing(clusterfile) as temporary:
-        temporary.write_text(json.dumps(types, indent=4))
+    write_text(hostfile, "".join(f"{node.address} slots={node.gpus}\n" for node in nodes))
+    write_text(clusterfile, json.dumps(types, indent=4))

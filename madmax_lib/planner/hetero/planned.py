@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.atomic import replacing
+from madmax_lib.atomic import write_text
 from madmax_lib.plan import Plan
 from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.prices import MB_BYTES
@@ -160,8 +160,7 @@ def as_json(planned: Planned) -> dict:
 
 def save_plan(planned: Planned, path: str | Path) -> Path:
     """Write `as_json` to a file, whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(as_json(planned), indent=1))
+    write_text(path, json.dumps(as_json(planned), indent=1))
     return Path(path)
 
 

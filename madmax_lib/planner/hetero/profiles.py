@@ -17,7 +17,7 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 
-from madmax_lib.atomic import replacing
+from madmax_lib.atomic import write_text
 
 __all__ = ["TIMES", "LayerProfile", "Profiles", "load_profiles", "plain_sum", "read_json", "write_profiles"]
 
@@ -189,8 +189,7 @@ def write_profiles(profiles: Profiles, directory: str | Path) -> None:
                 "layer_memory_total_mb": profile.memory_mb,
             },
         }
-        with replacing(Path(directory) / f"{profile.name}.json") as temporary:
-            temporary.write_text(json.dumps(content, indent=2))
+        write_text(Path(directory) / f"{profile.name}.json", json.dumps(content, indent=2))
 
 
 def read_json(path: Path) -> dict:

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
-from madmax_lib.atomic import replacing
-
-__all__ = ["Result", "page", "paragraph", "write_page"]
+__all__ = ["Result", "page", "paragraph"]
 
 _HERE = Path(__file__).parent
 
@@ -34,9 +32,3 @@ def page(title: str, body: str, style: str = "") -> str:
 def paragraph(text: str, kind: str = "") -> str:
     """A paragraph of text. kind: its class in the style, such as about or message."""
     return f'<p class="{kind}">{html.escape(text)}</p>' if kind else f"<p>{html.escape(text)}</p>"
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a page; the file appears whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")

@@ -13,12 +13,13 @@ from matplotlib.axes import Axes
 
 from madmax_lib import __version__
 from madmax_lib.accounting import breakdown, exposed_by_collective, top_kernels
+from madmax_lib.atomic import write_text
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.advise import advise
 from madmax_lib.traces.comm.collectives import waiting
 from madmax_lib.units import format_s
 from madmax_lib.view.drawing import plural, shorten
-from madmax_lib.view.notebooks.page import page, paragraph, write_page
+from madmax_lib.view.notebooks.page import page, paragraph
 from madmax_lib.view.plots.breakdown import (
     plot_advice,
     plot_breakdown,
@@ -44,7 +45,7 @@ def write_report(timeline: Timeline, path: str | Path, title: str) -> Path:
         sections = _sections(timeline, table)
     head = [f"<h1>{escape(title)}</h1>", paragraph(_about(timeline), "about"), paragraph(_message(table), "message")]
     body = "\n".join([*head, *sections, paragraph(_DEFINITIONS, "about")])
-    write_page(Path(path), page(f"Trace report: {title}", body))
+    write_text(Path(path), page(f"Trace report: {title}", body))
     return Path(path)
 
 

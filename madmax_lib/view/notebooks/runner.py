@@ -10,8 +10,9 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
+from madmax_lib.atomic import write_text
 from madmax_lib.datasets import PROJECT
-from madmax_lib.view.notebooks.page import Result, write_page
+from madmax_lib.view.notebooks.page import Result
 
 __all__ = ["notebooks", "parse_parameters", "run_notebook"]
 
@@ -86,7 +87,7 @@ def run_notebook(path: Path, parameters: dict, *, build: Path, figures: Path | N
             error = f"{type(failure).__name__}: {failure}"
         seconds = time.perf_counter() - started
         written = log.read_text().splitlines() if log.exists() else []
-        write_page(output.with_suffix(".html"), notebook_page(output))
+        write_text(output.with_suffix(".html"), notebook_page(output))
     return Result(path.stem, output, seconds, written, "".join(error.strip().splitlines()[:1]))
 
 

@@ -17,7 +17,7 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from madmax_lib.atomic import replacing
+from madmax_lib.atomic import replacing, write_text
 from madmax_lib.datasets import PROJECT, dataset
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.notebooks.environment import Environment, environment, shell, version
@@ -59,8 +59,7 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
         with plt.rc_context({"svg.hashsalt": name}), replacing(svg) as new:
             ax.figure.savefig(new, format="svg", metadata={"Date": None, "Creator": None})
         for suffix, content in ((".csv", text), (".json", f"{origin}\n")):
-            with replacing(svg.with_suffix(suffix)) as new:
-                new.write_text(content)
+            write_text(svg.with_suffix(suffix), content)
     if log := os.environ.get("MADMAX_FIGURE_LOG"):
         with open(log, "a") as file:
             file.write(f"{name}\n")

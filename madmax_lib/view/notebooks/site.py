@@ -14,8 +14,9 @@ from nbconvert import HTMLExporter
 from pygments.formatters import HtmlFormatter
 
 from madmax_lib import __version__
+from madmax_lib.atomic import write_text
 from madmax_lib.datasets import PROJECT
-from madmax_lib.view.notebooks.page import Result, page, paragraph, write_page
+from madmax_lib.view.notebooks.page import Result, page, paragraph
 
 __all__ = ["notebook_page", "write_site"]
 
@@ -48,7 +49,7 @@ def write_site(results: Sequence[Result], folder: Path) -> Path:
     pages = {r.name: notebook_page(r.output, _links(names, place)) for place, r in enumerate(results)}
     pages["index"] = _index(results)
     for name, text in pages.items():
-        write_page(folder / f"{name}.html", text)
+        write_text(folder / f"{name}.html", text)
     return folder / "index.html"
 
 

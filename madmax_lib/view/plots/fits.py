@@ -10,7 +10,7 @@ from madmax_lib.calibration.identifiability import STATES, scaled
 from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_constants", "plot_correlations", "plot_errors", "plot_predicted", "plot_residuals"]
-__all__ += ["plot_spread", "plot_vision"]
+__all__ += ["plot_spread"]
 
 _STATE_COLORS = ("#3b75af", "#8d6bb8", "#e1812c", "#9a9a9a", "#c44e52")
 _STATE_STYLES = {state: style for state, *style in zip(STATES, _STATE_COLORS, "osDx^", strict=True)}
@@ -153,21 +153,3 @@ def plot_errors(table: pd.DataFrame, ax: Axes | None = None, *, baseline: pd.Ser
     for place, error in enumerate(shown["mape"]):
         ax.text(1.01, place, f"{error:.1%}", transform=ax.get_yaxis_transform(), va="center", fontsize=7)
     return ax
-
-
-def plot_vision(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """MFU of the vision transformers of MAD-Max: measured, the paper's prediction and ours (`vision_errors`)."""
-    ax = ax or draw.new_axes(height=0.9 + 0.42 * len(table))
-    paper, ours = (table[f"{who}_error"].abs().mean() for who in ("paper", "ours"))
-    key = {
-        "measured": draw.DARK,
-        f"the paper's model, mean relative error {paper:.1%}": draw.THEIRS,
-        f"ours, fitted to the other runs: {ours:.1%}": draw.fill_of("compute", "simulated"),
-    }
-    for number, (who, fill) in enumerate(zip(("measured", "paper", "ours"), key.values(), strict=True)):
-        notes = None if who == "measured" else table[f"{who}_error"].map("{:+.0%}".format)
-        draw.bars(ax, table[who] * 100, fill, slot=(number, 3), notes=notes)
-    rows = [f"{row.model}, {row.gpus} GPUs, batch {row.global_batch}" for row in table.itertuples()]
-    title = f"Vision transformers: off by {ours:.0%}, the paper's own model by {paper:.0%}"
-    x, data = "MFU [% of 312 TFLOP/s]", table.reset_index(drop=True)
-    return draw.finish(ax, data, title, x=x, rows=rows, key=key, origin=table)

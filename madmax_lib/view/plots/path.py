@@ -65,24 +65,21 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     now_s = float((table["step_s"] + table["saved_s"]).max()) if len(table) else 0.0
     group = table["faster"].map(list(saved_s.index).index)
     shown = table.assign(group=group).sort_values("group", kind="stable")
-    paints, notes, labels = [], [], []
+    paints, notes, rows = [], [], []
     for row in shown.itertuples():
         without = np.isinf(row.factor)
-        paint = draw.fill_of(_COLORS.get(row.faster, draw.COLORS["other"]), table.attrs.get("source"))
+        paint = draw.fill_of(_COLORS.get(row.faster, "other"), table.attrs.get("source"))
         paints.append(paint if without else draw.faded(paint))
         gain = f"-{row.saved_s / now_s:.0%}" if row.saved_s > 0.005 * now_s else "no gain"
         notes.append(f"{format_s(row.step_s)} ({gain})")
-        labels.append(f"no {_name(row.faster)}" if without else f"{_name(row.faster)} {row.factor:g}x faster")
-    ax = ax or draw.new_axes(height=1.2 + 0.22 * len(table))
-    places = np.arange(len(shown)) + 0.5 * shown["group"].to_numpy()
-    draw.bars(ax, shown["step_s"] * 1e3, paints, places=places, height=0.85, notes=notes)
-    ax.axvline(now_s * 1e3, color="black", linewidth=0.8, linestyle=":")
-    ax.set_yticks(places, labels)
+        rows.append(f"no {_name(row.faster)}" if without else f"{_name(row.faster)} {row.factor:g}x faster")
     title = "Nothing to gain"
     if now_s:
         title = f"Most to gain: {_name(saved_s.index[0])}, up to {saved_s.iloc[0] / now_s:.0%}"
-    bottom = places.max(initial=0) + 0.7
-    return draw.finish(ax, table, title, x="time of the step, dotted: as it is [ms]", ylim=(bottom, -0.7))
+    ending = {"x": "time of the step, dotted: as it is [ms]", "rows": rows, "notes": notes}
+    ax = draw.bar_chart(ax, table, shown["step_s"] * 1e3, title, paints, **ending)
+    ax.axvline(now_s * 1e3, color="black", linewidth=0.8, linestyle=":")
+    return ax
 
 
 def _within(spans: pd.DataFrame, reach_ns: int) -> pd.DataFrame:

@@ -10,20 +10,12 @@ from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_alone", "plot_front", "plot_parallel", "plot_shortlist", "plot_stage_memory", "plot_stages"]
-__all__ += ["plot_value"]
 
 _CHOICES = ("tp", "pp", "dp", "cp", "zero", "micro_batch", "interleave")
 _RECOMPUTE = {
     "none": {"color": draw.COLORS["compute"], "ls": "-"},
     "selective": {"color": draw.COLORS["memcpy"], "ls": "--"},
     "full": {"color": draw.COLORS["comm"], "ls": ":"},
-}
-_RESOURCES = {
-    "compute": "FLOP/s",
-    "memory_bandwidth": "memory bandwidth",
-    "memory": "memory size",
-    "intra": "bandwidth in node",
-    "inter": "bandwidth across nodes",
 }
 
 
@@ -87,39 +79,23 @@ def plot_shortlist(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return draw.finish(ax, table.reset_index(drop=True), title, x=x, rows=table["plan"], origin=table)
 
 
-def plot_value(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """How much faster a step is with twice of each resource. table: the output of `codesign`."""
-    shown = table[table["factor"] == 2.0].sort_values("speedup", ascending=False).reset_index(drop=True)
-    rows = [f"2x {_RESOURCES[name]}" for name in shown["resource"]]
-    title = f"Worth most: {rows[0]}" if rows else "No resource was varied"
-    ending = {"x": "faster step, with the plan that is then best [%]", "rows": rows, "origin": table}
-    ending |= {"notes": shown["plan"], "source": "simulated"}
-    return draw.bar_chart(ax, shown, 100 * (shown["speedup"] - 1), title, **ending)
-
-
 def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
     """Which ranks hold which layers: a block per stage, its colour the GPU type, mixed groups in two."""
     table, fleet = planned.stages, planned.costs.fleet
-    ax = ax or draw.new_axes(height=1.4 + 0.34 * len(table))
+    ax, rows = ax or draw.new_axes(height=1.4 + 0.34 * len(table)), []
     for row in table.itertuples():
         kinds = fleet.type_of(np.arange(row.first_rank, row.first_rank + row.gpus))
         for kind in np.unique(kinds):
             ranks = row.first_rank + np.flatnonzero(kinds == kind)
             color = _color(fleet.types[kind], fleet.types)
             draw.bars(ax, [len(ranks)], color, places=[row.stage], left=ranks[0], height=0.8)
-        text = f"dp {row.dp} · tp {row.tp} · {draw.plural(row.layers, 'layer')}"
-        text += "" if row.recompute == "none" else f" · recompute {row.recompute}"
-        if len(table) == 1:
-            draw.note(ax, fleet.size / 2, row.stage, text, dx=0, ha="center", color="white")
-        elif row.first_rank + row.gpus / 2 < fleet.size / 2:
-            draw.note(ax, row.first_rank + row.gpus, row.stage, text)
-        else:
-            draw.note(ax, row.first_rank, row.stage, text, dx=-4, ha="right")
+        again = "" if row.recompute == "none" else f" · recompute {row.recompute}"
+        rows.append(f"stage {row.stage}: {draw.plural(row.layers, 'layer')}, dp {row.dp} · tp {row.tp}{again}")
     key = {name: _color(name, fleet.types) for name in fleet.types}
     stages, batches = draw.plural(len(table), "stage"), planned.plan.batches
     title = f"{stages} on {fleet.size} GPUs, {batches} micro-batches: {planned.cost_ms:,.0f} ms"
-    ending = {"rows": [f"stage {stage}" for stage in table["stage"]], "reach": fleet.size, "key": key}
-    return draw.finish(ax, table, title, x="rank", origin=planned.provenance, **ending)
+    ending = {"x": "rank", "rows": rows, "reach": fleet.size, "key": key, "origin": planned.provenance}
+    return draw.finish(ax, table, title, **ending)
 
 
 def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:

@@ -1,4 +1,4 @@
-"""What does a predicted step consist of? Its seconds by cause, plans side by side, and bytes by component and place."""
+"""What does a predicted step consist of? Its seconds by cause, and bytes by component, place and moment."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from madmax_lib.timeline import Timeline
 from madmax_lib.units import NS_PER_S
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_components", "plot_levers", "plot_moments", "plot_parts", "plot_places", "plot_predicted_steps"]
-__all__ += ["plot_streams"]
+__all__ = ["plot_components", "plot_moments", "plot_parts", "plot_places", "plot_streams"]
 
 _PARTS = {  # name: columns of `estimate`, kind
     "matrix products": (["gemm_s", "head_s"], "compute"),
@@ -48,20 +47,6 @@ def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
     return draw.bar_chart(ax, table, shown["seconds"], title, shown["kind"], **ending)
 
 
-def plot_predicted_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Plans side by side, the first as reference, with 90 % intervals; what does not fit is grey. table: `variants`."""
-    kinds = table["fits"].map({True: "compute", False: "idle"})
-    notes = table["step_s"].map("{:.2f} s, ".format) + table["mfu"].map("MFU {:.0%}".format)
-    notes += table["memory_gb"].map(", needs {:.0f} GB".format).where(~table["fits"], "")
-    title, fitting_s = "No plan fits", table.loc[table["fits"], "step_s"]
-    if len(fitting_s):
-        gain = table["step_s"].iloc[0] / fitting_s.min() - 1
-        title = f"Fastest that fits: {fitting_s.idxmin()}, {gain:.0%} faster than the first"
-    ending = {"x": "simulated step, 90 % interval [s]", "rows": table.index, "origin": table, "source": "simulated"}
-    ending |= {"notes": notes, "error": (table["low_s"], table["high_s"])}
-    return draw.bar_chart(ax, table.rename_axis("plan").reset_index(), table["step_s"], title, kinds, **ending)
-
-
 def plot_components(table: pd.DataFrame, room_bytes: float, ax: Axes | None = None) -> Axes:
     """Bytes of each pipeline stage by component, and the memory of a device. table: of `mm.memory`."""
     stages = table["stage"].unique()
@@ -77,22 +62,6 @@ def plot_components(table: pd.DataFrame, room_bytes: float, ax: Axes | None = No
     ax = ax or draw.new_axes(height=max(1.6 + 0.3 * len(shown), 2.4))  # the legend needs some room
     ax = draw.bar_chart(ax, table, size_gb.loc[shown], title, fills, **ending)
     ax.axvline(room_bytes / 1e9, **draw.DASHED)
-    return ax
-
-
-def plot_levers(table: pd.DataFrame, room_bytes: float, ax: Axes | None = None) -> Axes:
-    """Memory of a device by lever; grey does not fit. table: of `lever_table`."""
-    room_gb, fitting = room_bytes / 1e9, table[table["fits"]]
-    notes = table["step_s"].map("{:.2f} s".format).where(table["fits"], "does not fit")
-    for column, place in (("host_gb", "host"), ("nvme_gb", "drives")):
-        notes += table[column].map(f", {{:.0f}} GB {place}".format).where(table[column] > 0, "")
-    title = f"{len(fitting)} of {len(table)} fit"
-    if len(fitting):
-        title += f", fastest: {fitting.loc[fitting['step_s'].idxmin(), 'lever']}"
-    ending = {"x": f"simulated memory of the fullest device [GB]; dashed: {room_gb:.0f} GB of room", "notes": notes}
-    kinds = table["fits"].map({True: "compute", False: "idle"})
-    ax = draw.bar_chart(ax, table, table["device_gb"], title, kinds, rows=table["lever"], source="simulated", **ending)
-    ax.axvline(room_gb, **draw.DASHED, zorder=0.5)
     return ax
 
 
