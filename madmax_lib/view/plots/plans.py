@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_alone", "plot_front", "plot_parallel", "plot_shortlist", "plot_stage_memory", "plot_stages"]
+__all__ = ["plot_front", "plot_parallel", "plot_stage_memory", "plot_stages"]
 
 _CHOICES = ("tp", "pp", "dp", "cp", "zero", "micro_batch", "interleave")
 _RECOMPUTE = {
@@ -63,22 +63,6 @@ def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return draw.finish(ax, shown, title, key=key, origin=table, **limits)
 
 
-def plot_shortlist(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """How each way to split the model compares with the best; bars are the spread of published runs of one model.
-
-    table: the output of `shortlist.shortlist`.
-    """
-    ax = ax or draw.new_axes(height=1.2 + 0.28 * len(table))
-    places, worth = np.arange(len(table)), table["worth_measuring"]
-    colors = worth.map({True: draw.COLORS["compute"], False: draw.COLORS["idle"]})
-    ax.hlines(places, table["ratio_low"], table["ratio_high"], color=colors, lw=2)
-    ax.scatter(table["ratio"], places, s=18, facecolor="white", edgecolor=colors, zorder=3)
-    ax.axvline(1.0, **draw.DASHED | {"ls": "-"})
-    title = f"{int(worth.sum())} of {len(table)} layouts cannot be told from the best"
-    x = "step over that of the first plan, 90 % interval"
-    return draw.finish(ax, table.reset_index(drop=True), title, x=x, rows=table["plan"], origin=table)
-
-
 def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
     """Which ranks hold which layers: a block per stage, its colour the GPU type, mixed groups in two."""
     table, fleet = planned.stages, planned.costs.fleet
@@ -110,18 +94,6 @@ def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
     title = f"The fullest GPU, {rows[share.argmax()]}, needs {share.max():.0%} of its memory"
     x = "memory of one GPU [GiB]: needed (hatched) of what it has (outline)"
     return draw.finish(ax, table, title, x=x, rows=rows, origin=planned.provenance)
-
-
-def plot_alone(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Cost of the best plan of each GPU type alone and of all, see `hetero.alone`."""
-    cost_ms = table["cost_ms"].where(np.isfinite(table["cost_ms"]))
-    notes = cost_ms.map("{:,.0f} ms".format).where(cost_ms.notna(), "no feasible plan")
-    title = "No plan is feasible"
-    if cost_ms.notna().any():
-        title = f"Cheapest: {table['types'][cost_ms.idxmin()]}, {cost_ms.min():,.0f} ms"
-    ending = {"rows": [f"{row.gpus} GPUs · {row.types}" for row in table.itertuples()], "origin": table}
-    ending |= {"notes": notes, "x": "cost of the best plan [ms per step]", "source": "simulated"}
-    return draw.bar_chart(ax, table.drop(columns="plan"), cost_ms.fillna(0), title, **ending)
 
 
 def _color(name: str, types: tuple[str, ...]) -> str:
