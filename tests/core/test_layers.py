@@ -43,7 +43,7 @@ HEAVY = ["torch", "hta", "matplotlib", "dask", "ipywidgets", "pandas", "pyarrow"
 # lines of Python: lower one when you can, raise none; DESIGN.md wants view, papers, planner and simulator lower still
 TOTAL, TESTS, LONGEST_MODULE, UNFORMATTED = 26_300, 17_000, 330, 60
 CEILINGS = {"core": 3000, "simulator": 4400, "traces": 5600, "runs": 4850, "calibration": 1550, "planner": 3100,
-            "view": 3833, "papers": 5000}  # fmt: skip
+            "view": 3804, "papers": 5000}  # fmt: skip
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 ROOMS = [name for name in MODULES if name.endswith("__init__.py") and "open_room" in (PACKAGE / name).read_text()]
 
