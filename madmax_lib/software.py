@@ -33,9 +33,9 @@ class Software:
         "none"  # none; ring: products in pieces; async: symmetric memory, weight gradient; user-buffers
     )
     overlap_ep: bool = False  # exchanges of tokens, beside the work of another batch
-    overlap_dp: bool = True  # of gradients, beside the backward pass
+    overlap_dp: bool = True  # of gradients, beside the backward pass; FSDP's always is
     gathers_tensorwise: bool = False  # FSDP gathers tensor by tensor, not layer by layer
-    reduces_every_micro_batch: bool = False  # gradients are reduced with every micro-batch, without ZeRO too
+    reduces_every_micro_batch: bool = False  # a pipeline without ZeRO reduces gradients with every micro-batch
     sends_block: bool = False  # pipeline messages stop the host: shapes are sent before tensors
     send_once: bool = False  # a token goes once to a rank that has several of its experts
     wire_bytes: float = 2.0  # of a gradient in reductions: 4 is fp32
