@@ -201,8 +201,8 @@ def _link(name: str, devices: int) -> Link:
 
 def _host(cluster_name: str) -> Host | None:
     """Host of a cluster's nodes, None where the table has none."""
-    values = _quantities(row for row in table("hosts").to_dict("records") if row["cluster"] == cluster_name)
-    if not values:
+    _, rows = (_index.__wrapped__ if os.environ.get(_USER_FOLDER) else _index)("host", "hosts")
+    if not (values := _quantities(rows.get(cluster_name, []))):
         return None
     try:
         needed = [values[quantity] for quantity in ("memory", "memory_bandwidth", "link")]
