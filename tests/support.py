@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -42,6 +43,21 @@ def make_timeline(rows: list[tuple], **meta) -> Timeline:
     columns = ["rank", "stream", "kind", "name", "start_ns", "dur_ns", "correlation", "step"]
     spans = pd.DataFrame([(*row, -1, 0)[:8] if len(row) < 7 else (*row, 0)[:8] for row in rows], columns=columns)
     return Timeline(spans.assign(op=-1, group=None, size_bytes=float("nan")), Meta(**meta))
+
+
+def lanes(drawn: str) -> list[tuple]:
+    """Rows for `make_timeline` from lines of `rank/stream kind: name start+duration #correlation, name ...` in ns.
+
+    The rank is 0 and the correlation -1 where they are left out.
+    """
+    result = []
+    for line in filter(None, map(str.strip, drawn.splitlines())):
+        lane, kind, spans = re.fullmatch(r"(\S+) (\w+): (.*)", line).groups()
+        rank, _, stream = lane.rpartition("/")
+        for span in spans.split(", "):
+            name, start, dur, correlation = re.fullmatch(r"(.+) (-?\d+)\+(\d+)(?: #(\d+))?", span).groups()
+            result.append((int(rank or 0), int(stream), kind, name, int(start), int(dur), int(correlation or -1)))
+    return result
 
 
 def with_columns(timeline: Timeline, **columns) -> Timeline:

@@ -30,11 +30,11 @@ from madmax_lib.runs.parallel import trainer
 from madmax_lib.runs.settings import Settings
 
 BATCH, SEQUENCE, STEPS = 8, 16, 3
-KINDS = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast")
+KINDS = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "send", "recv")
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives and the bytes of their larger side, by kind and number of ranks."""
+    """Counts collectives and the bytes of their larger side by kind."""
 
     def __init__(self):
         super().__init__()

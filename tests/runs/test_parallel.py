@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from oracles.op_table import ops
 
 pytest.importorskip("torch")
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from madmax_lib.plan import Plan
 from madmax_lib.runs import checks
@@ -42,7 +45,7 @@ MATRIX = [
     ("gpt2", "tp2.mb4", {"check": "counts"}),
     ("gpt2-odd", "tp2.mb8", {"loss_parallel": True}),
     ("gpt2", "pp2.gpipe.mb2", {}),
-    ("gpt2", "pp2.mb2", {}),
+    ("gpt2", "pp2.mb2", {"check": "counts"}),
     ("gpt2", "pp2.v2.mb2", {}),
     ("gpt2", "pp2.zb.mb2", {}),
     ("gpt2", "dp2.pp2.zb.mb2", {}),
@@ -159,6 +162,9 @@ def collectives(plan):
     logits = plan.micro_batch * SEQUENCE * spec.vocab * 4
     passes = m * (4 * LAYERS + 2)
     scalars = 24
+    if plan.pp > 1:  # to the next stage and back; both hold the token table and swap its gradients
+        sent = (m + 1, m * activation + 4 * spec.vocab * spec.hidden)
+        return {"send": sent, "recv": sent, "all_reduce": (2, scalars)}
     if plan.cp > 1:  # queries, keys and values there in one, the result back
         return {"all_to_all": (4 * m * LAYERS, 2 * m * LAYERS * 4 * activation), "all_reduce": (3, whole + scalars)}
     if plan.tp > 1 and not plan.sequence_parallel:
@@ -188,6 +194,17 @@ def test_collectives_are_those_of_the_formulas(rows, plan):
     assert {kind: (calls, row["sizes"][kind]) for kind, calls in row["calls"].items()} == collectives(Plan.parse(plan))
 
 
+@pytest.mark.parametrize("text", ["tp2.nosp.mb8", "tp2.mb4"])
+def test_tensor_parallel_traffic_is_that_of_the_simulator(rows, text):
+    """The run also gathers its logits, and sums gradients and scalars once."""
+    spec, plan, row = models.spec("gpt2-large", **GPT2), Plan.parse(text), rows[f"gpt2 {text} check=counts"]
+    m, table = plan.micro_batches(BATCH), ops(spec, plan, SEQUENCE, "fp32")
+    beside = {"all_gather": (m, 4 * BATCH * SEQUENCE * spec.vocab), "all_reduce": (2, 24), "reduce_scatter": (0, 0)}
+    for kind, sizes in table[table["group"] == "tp"].groupby("collective")["size_bytes"]:
+        calls, size_bytes = beside[kind]
+        assert (row["calls"][kind] - calls, row["sizes"][kind] - size_bytes) == (m * len(sizes), m * sizes.sum())
+
+
 def test_experts_exchange_counts_rows_and_results(rows):
     row = rows["moe dp2.ep2.mb4 check=counts"]
     assert row["calls"]["all_to_all"] == 4 * LAYERS + LAYERS
@@ -205,10 +222,12 @@ def test_a_job_describes_itself(rows):
     assert tuple(kinds[plan]["schedule"] for plan in plans) == schedules
 
 
-@pytest.mark.parametrize(("plan", "shards"), [("dp2.z3.mb2", 2), ("dp4.z3.hs2.mb1", 2), ("dp2.z1.mb4", 1)])
+@pytest.mark.parametrize(
+    ("plan", "shards"), [("dp2.z3.mb2", 2), ("dp4.z3.hs2.mb1", 2), ("dp2.z1.mb4", 1), ("tp2.mb4", 2)]
+)
 def test_shards_hold_their_share(rows, plan, shards):
     job = rows[case_name("gpt2", plan, {"check": "counts"})]["describe"]
-    assert job["local_parameters"] == pytest.approx(job["parameters"] / shards, rel=0.01)
+    assert job["local_parameters"] == pytest.approx(job["parameters"] / shards, rel=0.03)  # norms are on every tp rank
 
 
 def test_low_rank_training_leaves_most_frozen(rows):
@@ -230,6 +249,19 @@ def test_what_runs_is_not_refused(model, plan, options):
 def test_a_plan_needs_its_ranks():
     with pytest.raises(ValueError, match="dp2 needs 2 ranks, but 1 were started"):
         mesh.build(Plan(dp=2), "cpu")
+
+
+def test_dimensions_of_many_ranks():
+    """As the last of 1,024, in a group that only pretends."""
+    plan = Plan.parse("dp64.tp2.pp4.cp2.ep4")
+    dist.init_process_group("fake", store=FakeStore(), rank=1023, world_size=plan.world_size)
+    try:
+        built = mesh.build(plan, "cpu")
+        sizes = {"pp": 4, "dp": 64, "cp": 2, "tp": 2, "ep": 4, "edp": 32, "fsdp": 128}
+        assert {name: built.size(name) for name in sizes} == sizes
+        assert {name: built.coordinate(name) + 1 for name in sizes} == sizes
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_loss_scale_falls_at_once_and_rises_slowly():

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from support import dataset_or_skip, local_or_skip, make_timeline, with_columns, with_tables
+from support import dataset_or_skip, lanes, local_or_skip, make_timeline, with_columns, with_tables
 
 import madmax_lib as mm
 from madmax_lib.accounting import breakdown
@@ -70,11 +70,8 @@ def test_exposed_is_what_the_ranks_own_compute_leaves_open():
 
 def test_a_kernel_without_metadata_takes_the_hosts_record_with_its_operator_id():
     """As with RCCL and older NCCL: record_param_comms of the same rank and External id."""
-    rows = [
-        (0, -1, "cpu", "record_param_comms", 0, 1),
-        (1, -1, "cpu", "record_param_comms", 0, 1),
-        *((1, 4, "comm", "ncclDevKernel_Generic", start, 10) for start in (5, 20)),
-    ]
+    host = "-1 cpu: record_param_comms 0+1\n1/-1 cpu: record_param_comms 0+1\n"
+    rows = lanes(host + "1/4 comm: ncclDevKernel_Generic 5+10, ncclDevKernel_Generic 20+10")
     fields = {"collective": "all_gather", "dtype": "half", "in_elements": 10, "out_elements": 80, "ranks": "0,1,4,5"}
     other = fields | {"collective": "broadcast"}
     table = calls(told(rows, {0: other, 1: fields}, op=[7, 7, 7, -1], group=["dp", "dp", None, None]))
@@ -108,17 +105,15 @@ def test_two_ranks_of_a_real_trace_have_known_sizes_and_exposure():
 
 def test_old_kernels_are_named_and_sized_by_the_annotation_around_their_launch():
     """SendRecv is an all-to-all here; the gather's two sides tell its group, which the trace does not name."""
-    rows = [
-        (0, -1, "annotation", "nccl:all_to_all", 0, 10),
-        (0, -1, "cpu", "cudaLaunchKernel", 5, 2, 1),
-        (0, 84, "comm", "ncclKernel_SendRecv", 8, 20, 1),
-        (0, -1, "cpu", "c10d::_allgather_base_", 30, 12),
-        (0, -1, "annotation", "nccl:_all_gather_base", 31, 10),
-        (0, -1, "cpu", "cudaLaunchKernel", 35, 2, 2),
-        (0, 84, "comm", "ncclKernel_SendRecv", 40, 20, 2),
-        (0, -1, "cpu", "cudaLaunchKernel", 60, 2, 3),
-        (0, 84, "comm", "ncclKernel_SendRecv", 62, 20, 3),
-    ]
+    rows = lanes("""
+        -1 annotation: nccl:all_to_all 0+10
+        -1 cpu: cudaLaunchKernel 5+2 #1
+        84 comm: ncclKernel_SendRecv 8+20 #1
+        -1 cpu: c10d::_allgather_base_ 30+12
+        -1 annotation: nccl:_all_gather_base 31+10
+        -1 cpu: cudaLaunchKernel 35+2 #2, cudaLaunchKernel 60+2 #3
+        84 comm: ncclKernel_SendRecv 40+20 #2, ncclKernel_SendRecv 62+20 #3
+    """)
     shapes = {0: ([[24]], ["long int"]), 4: ([[8, 2]], ["float"])}
     shapes[3] = ([[64, 2], [8, 2], []], ["float", "float", "Scalar"])
     table = calls(with_shapes(rows, shapes, world_size=16))
@@ -231,13 +226,15 @@ def test_by_group_of_two_calls():
 def test_dlrm_by_group():
     """Sizes by hand from the annotations; per call 8 x transfer + waiting is the whole communication."""
     timeline = read_trace(dataset_or_skip("dlrm-8xv100"))
-    table = by_group(timeline).set_index("collective")
+    table, wait = by_group(timeline).set_index("collective"), waiting(timeline)
     assert table["calls"].to_dict() == {"all_to_all": 5, "all_reduce": 3} and set(table["group_size"]) == {8}
     assert table.loc["all_reduce", "size_bytes"] == 4 * (394_241 + 112 + 226_960)
     whole = 8 * table["transfer_s"] + table["wait_s"]
     pd.testing.assert_series_equal(whole, table["total_s"], check_names=False)
     assert table.loc["all_reduce", "bus_bytes_per_s"] == pytest.approx(24.85e9, rel=0.001)
     assert table["bus_bytes_per_s"].max() < 150e9  # what NVLink 2 gives a V100, one way
+    assert wait.groupby("waits_for")["wait_s"].sum().idxmax() == 7
+    assert wait.attrs["unmatched"] == {} and wait.attrs["one_group_assumed"]
 
 
 def test_old_a100_trace_has_plausible_bandwidths():
@@ -310,9 +307,3 @@ def test_named_groups_are_kept_apart():
     table = waiting(with_columns(timeline, group=["a [0, 1]", "a [0, 1]", "a [2, 3]", "a [2, 3]"]))
     assert table[["rank", "waits_for"]].to_numpy().tolist() == [[1, 0], [3, 2]]
     assert not table.attrs["one_group_assumed"]
-
-
-def test_dlrm_waits_for_rank_7():
-    table = waiting(read_trace(dataset_or_skip("dlrm-8xv100")))
-    assert table.groupby("waits_for")["wait_s"].sum().idxmax() == 7
-    assert table.attrs["unmatched"] == {} and table.attrs["one_group_assumed"]

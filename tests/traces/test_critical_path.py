@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given, settings, strategies as st
-from support import local_or_skip, make_timeline, with_columns, with_tables
+from support import lanes, local_or_skip, make_timeline, with_columns, with_tables
 
 import madmax_lib as mm
 from madmax_lib.datasets import PROJECT
@@ -19,7 +19,8 @@ TRACES = PROJECT / "traces"
 
 
 def trace(rows, **tables) -> Timeline:
-    return with_tables(make_timeline(rows), **tables)
+    """Timeline of rows, or of lanes, with side tables."""
+    return with_tables(make_timeline(lanes(rows) if isinstance(rows, str) else rows), **tables)
 
 
 def parts(path) -> list:
@@ -56,16 +57,13 @@ def test_a_launch_on_its_way_decides_even_if_the_stream_was_busy_meanwhile():
     assert share.mul(1e6).round(3).to_dict() == {"host": 40, "launch delay": 8, "compute": 4}
 
 
-TWO_STREAMS = [
-    (0, -1, "cpu", "cudaLaunchKernel", 0, 2, 1),
-    (0, -1, "cpu", "cudaEventRecord", 2, 1, 2),
-    (0, -1, "cpu", "cudaStreamWaitEvent", 3, 1, 3),
-    (0, -1, "cpu", "cudaLaunchKernel", 4, 2, 4),
-    (0, -1, "cpu", "cudaDeviceSynchronize", 6, 59, 5),
-    (0, 7, "compute", "mm", 3, 37, 1),
-    (0, 20, "comm", "AllReduce", 42, 20, 4),
-    (0, 20, "idle", "Stream Wait Event", 3, 38, 3),
-]
+TWO_STREAMS = """
+    -1 cpu: cudaLaunchKernel 0+2 #1, cudaEventRecord 2+1 #2, cudaStreamWaitEvent 3+1 #3, cudaLaunchKernel 4+2 #4
+    -1 cpu: cudaDeviceSynchronize 6+59 #5
+    7 compute: mm 3+37 #1
+    20 comm: AllReduce 42+20 #4
+    20 idle: Stream Wait Event 3+38 #3
+"""
 
 
 def test_two_streams_with_an_event():
@@ -90,58 +88,32 @@ def test_two_streams_with_an_event():
 
 def test_a_collective_waits_for_the_slow_rank():
     """Rank 1 computes 50 ns longer: its compute and the transfer decide, and rank 0's next kernel waits for both."""
-    rows = [
-        (0, 7, "compute", "mm", 0, 10),
-        (1, 7, "compute", "mm", 0, 60),
-        (0, 7, "comm", "AllReduce", 10, 70),
-        (1, 7, "comm", "AllReduce", 60, 20),
-        (0, 7, "compute", "next", 80, 5),
-    ]
-    timeline = trace(rows)
+    shared = "1/7 compute: mm 0+60\n1/7 comm: AllReduce 60+20\n7 compute: next 80+5\n"
+    timeline = trace(shared + "7 compute: mm 0+10\n7 comm: AllReduce 10+70")
     path = critical_path(timeline)
     assert parts(path) == [("compute", "mm", 0, 60), ("comm", "AllReduce", 60, 20), ("compute", "next", 80, 5)]
     assert list(path["rank"]) == [1, 0, 0] and list(path["why"]) == ["work", "collective", "work"]
     assert new_ns(timeline, {"comm": 2}) == 85 - 10
     assert new_ns(timeline, {"compute": INF}) == 20
-    slow_first = trace([(0, 7, "compute", "slow", 0, 50), *rows[1:2], (0, 7, "comm", "AllReduce", 50, 30), *rows[3:]])
+    slow_first = trace(shared + "7 compute: slow 0+50\n7 comm: AllReduce 50+30")
     assert new_ns(slow_first, {"mm": 6}) == 50 + 20 + 5  # now rank 0 arrives last
 
 
 def test_a_graph_launch_is_one_launch_of_many_kernels():
-    rows = [
-        (0, -1, "cpu", "cudaGraphLaunch", 0, 9, 5),
-        (0, 7, "compute", "first", 10, 10, 5),
-        (0, 7, "compute", "left", 21, 30, 5),
-        (0, 7, "compute", "right", 22, 10, 5),
-        (0, 7, "compute", "last", 52, 5, 5),
-    ]
-    timeline = trace(rows)
-    assert parts(critical_path(timeline)) == [
-        ("launch delay", "first", 0, 10),
-        ("compute", "first", 10, 10),
-        ("wait", "left", 20, 1),
-        ("compute", "left", 21, 30),
-        ("wait", "last", 51, 1),
-        ("compute", "last", 52, 5),
-    ]
+    kernels = "7 compute: first 10+10 #5, left 21+30 #5, right 22+10 #5, last 52+5 #5"
+    timeline = trace("-1 cpu: cudaGraphLaunch 0+9 #5\n" + kernels)
+    path = [("launch delay", "first", 0, 10), ("compute", "first", 10, 10), ("wait", "left", 20, 1)]
+    path += [("compute", "left", 21, 30), ("wait", "last", 51, 1), ("compute", "last", 52, 5)]
+    assert parts(critical_path(timeline)) == path
     assert new_ns(timeline, {"left": INF}) == 33 + 0 + 5  # `right` goes on until 32, and a stream takes 1 ns to go on
     assert new_ns(timeline, {"host": INF}) == 57
 
 
 def test_what_earlier_steps_left_running_counts_from_the_start_of_the_step():
-    rows = [
-        (0, -1, "cpu", "cudaLaunchKernel", 0, 5, 1),
-        (0, -1, "cpu", "cudaLaunchKernel", 10, 5, 2),
-        (0, 7, "compute", "old", 5, 25, 1),
-        (0, 7, "compute", "new", 31, 9, 2),
-    ]
-    timeline = trace(rows)
+    timeline = trace("-1 cpu: cudaLaunchKernel 0+5 #1, cudaLaunchKernel 10+5 #2\n7 compute: old 5+25 #1, new 31+9 #2")
     timeline = with_columns(timeline, step=[0, 1, 0, 1])
-    assert parts(critical_path(timeline, 1)) == [
-        ("compute", "old", 0, 20),
-        ("wait", "new", 20, 1),
-        ("compute", "new", 21, 9),
-    ]
+    path = [("compute", "old", 0, 20), ("wait", "new", 20, 1), ("compute", "new", 21, 9)]
+    assert parts(critical_path(timeline, 1)) == path
     assert critical_path(timeline).attrs["step_s"] == 30e-9  # the first step
     with pytest.raises(ValueError, match=r"step 7 is not in the timeline; it has \[0, 1\]"):
         critical_path(timeline, 7)
@@ -240,16 +212,11 @@ CALLS = ("cudaLaunchKernel", "cudaDeviceSynchronize", "cudaStreamWaitEvent", "cu
 
 def any_row(random, reach_ns) -> tuple:
     rank, start_ns, dur_ns = random.randint(0, 1), random.randint(0, reach_ns), random.randint(0, reach_ns // 2)
-    stream, kind, name = random.choice(
-        [
-            (-random.randint(1, 2), "cpu", random.choice(CALLS)),
-            (-random.randint(1, 2), "annotation", "label"),
-            (-random.randint(1, 3), random.choice(["comm", "compute"]), "gloo:all_reduce"),
-            (random.randint(0, 2), "idle", "Stream Wait Event"),
-            (random.randint(0, 2), random.choice(["compute", "comm", "memcpy", "memory"]), random.choice("ab")),
-        ]
-    )
-    return rank, stream, kind, name, start_ns, dur_ns, random.randint(-1, 6)
+    threads = [("cpu", random.choice(CALLS)), ("annotation", "label"), (random.choice(["comm", "compute"]), "gloo:x")]
+    kind = random.choice(["compute", "comm", "memcpy", "memory"])
+    streams = [("idle", "Stream Wait Event"), (kind, random.choice("ab"))]
+    stream = random.choice([-3, -2, -1, 0, 1, 2])
+    return rank, stream, *random.choice(threads if stream < 0 else streams), start_ns, dur_ns, random.randint(-1, 6)
 
 
 @pytest.mark.parametrize("seed", range(12))

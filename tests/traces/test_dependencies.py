@@ -3,7 +3,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 import pytest
-from support import make_timeline, with_tables
+from support import lanes, make_timeline, with_tables
 
 from madmax_lib.timeline import Meta, Timeline
 from madmax_lib.traces.waits.dependencies import dependency_graph
@@ -99,19 +99,13 @@ def test_pieces_cover_a_thread_once(rows, cut):
     assert all(a[2] <= b[1] for a, b in pairwise(found))
 
 
-SYNCED = [
-    (0, -1, "cpu", "cudaLaunchKernel", 0, 2, 1),  # 0
-    (0, -1, "cpu", "cudaEventRecord", 3, 1, 2),
-    (0, -1, "cpu", "cudaLaunchKernel", 5, 2, 3),
-    (0, -1, "cpu", "cudaStreamWaitEvent", 8, 1, 4),  # 3
-    (0, -1, "cpu", "cudaLaunchKernel", 10, 2, 5),
-    (0, -1, "cpu", "cudaStreamSynchronize", 13, 100, 6),  # 5
-    (0, 7, "compute", "before the event", 2, 30, 1),  # 6
-    (0, 7, "compute", "after the event", 32, 90, 3),
-    (0, 20, "comm", "waits", 33, 60, 5),  # 8
-    (0, 20, "idle", "Stream Wait Event", 9, 20, 4),
-    (0, 20, "idle", "Stream Sync", 20, 75, 6),  # 10
-]
+SYNCED = lanes("""
+    -1 cpu: cudaLaunchKernel 0+2 #1, cudaEventRecord 3+1 #2, cudaLaunchKernel 5+2 #3, cudaStreamWaitEvent 8+1 #4
+    -1 cpu: cudaLaunchKernel 10+2 #5, cudaStreamSynchronize 13+100 #6
+    7 compute: before the event 2+30 #1, after the event 32+90 #3
+    20 comm: waits 33+60 #5
+    20 idle: Stream Wait Event 9+20 #4, Stream Sync 20+75 #6
+""")
 SYNC_ROWS = [(9, "Stream Wait Event", 7, 2), (10, "Stream Sync", -1, -1)]
 
 
@@ -147,24 +141,19 @@ def test_a_late_kernel_that_starts_right_after_one_of_another_stream_waited_for_
 @pytest.mark.parametrize(
     "rows",
     [
-        [(0, 20, "comm", "AllReduce", 0, 10), (1, 20, "comm", "AllReduce", 20, 10)],  # never at the same time
-        [(0, 20, "comm", "AllReduce", 0, 10), (1, 20, "comm", "AllReduce", 5, 5), (1, 20, "comm", "AllReduce", 10, 9)],
-        [(0, 20, "comm", "AllReduce", 0, 10), (0, 20, "comm", "AllReduce", 10, 10)],
-        [(0, 20, "comm", "SendRecv", 0, 10), (1, 20, "comm", "SendRecv", 20, 10), (2, 20, "comm", "SendRecv", 25, 9)],
+        "20 comm: AllReduce 0+10\n1/20 comm: AllReduce 20+10",  # never at the same time
+        "20 comm: AllReduce 0+10\n1/20 comm: AllReduce 5+5, AllReduce 10+9",
+        "20 comm: AllReduce 0+10, AllReduce 10+10",
+        "20 comm: SendRecv 0+10\n1/20 comm: SendRecv 20+10\n2/20 comm: SendRecv 25+9",
     ],
 )
 def test_what_does_not_match_is_no_collective(rows):
-    assert edges(trace(rows), "collective") == set()
+    assert edges(trace(lanes(rows)), "collective") == set()
 
 
 def test_backward_is_handed_over_and_back():
     """Thread 1 goes forward, rests, and steps; thread 2 goes backward while it rests; labels are a rest too."""
-    rows = [
-        (0, -1, "cpu", "aten::mm", 0, 10, 1),
-        (0, -2, "cpu", "MmBackward0", 20, 10, 2),
-        (0, -2, "cpu", "AddBackward0", 30, 10, 3),
-        (0, -1, "cpu", "step", 50, 10, 4),
-    ]
+    rows = lanes("-1 cpu: aten::mm 0+10 #1\n-2 cpu: MmBackward0 20+10 #2, AddBackward0 30+10 #3\n-1 cpu: step 50+10 #4")
     operators = [(0, "", "", "", 5, 0), (1, "", "", "", 5, 1), (2, "", "", "", 4, 1)]
     assert edges(trace(rows, operators=operators), "backward") == {(0, 1, "backward"), (2, 3, "backward")}
     labelled = [*rows, (0, -1, "annotation", "ProfilerStep#1", 0, 70)]

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pandas as pd
 import pytest
-from support import dataset_or_skip, local_or_skip, make_timeline, with_columns, with_tables
+from support import dataset_or_skip, lanes, local_or_skip, make_timeline, with_columns, with_tables
 
 from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import Timeline
@@ -95,17 +95,12 @@ def test_events_without_an_address_count_in_the_totals_only():
     assert held_at_peak(timeline)["size_bytes"].sum() == peak(timeline)["peak_bytes"].item() == 5 + 5 + 3
 
 
-SPANS = [
-    (0, -1, "annotation", "ProfilerStep#3", 0, 1000),
-    (0, -1, "annotation", "forward", 0, 500),
-    (0, -1, "cpu", "nn.Module: Linear_3", 90, 300),
-    (0, -1, "cpu", "aten::linear", 100, 200),
-    (0, -1, "cpu", "aten::addmm", 120, 100),
-    (0, -1, "cpu", "cudaMalloc", 410, 20, 7),
-    (0, -2, "cpu", "autograd::engine::evaluate_function: MmBackward0", 0, 900),
-    (0, -2, "cpu", "aten::mm", 130, 50),
-    (0, -1, "annotation", "Optimizer.step#SGD.step", 600, 100),
-]
+SPANS = lanes("""
+    -1 annotation: ProfilerStep#3 0+1000, forward 0+500
+    -1 cpu: nn.Module: Linear_3 90+300, aten::linear 100+200, aten::addmm 120+100, cudaMalloc 410+20 #7
+    -2 cpu: autograd::engine::evaluate_function: MmBackward0 0+900, aten::mm 130+50
+    -1 annotation: Optimizer.step#SGD.step 600+100
+""")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from support import local_or_skip, make_timeline, with_columns, with_tables
+from support import lanes, local_or_skip, make_timeline, with_columns, with_tables
 
 from madmax_lib import catalog
 from madmax_lib.timeline import BUSY_KINDS, concat
@@ -32,17 +32,13 @@ def by_name(table, column, name="name"):
     return {key: round(float(value) * scale, 6) for key, value in zip(table[name], table[column], strict=True)}
 
 
-NESTED = [
-    (0, -1, "cpu", "outer", 0, 100, -1),
-    (0, -1, "cpu", "inner", 10, 40, -1),
-    (0, -1, "cpu", "cudaLaunchKernel", 20, 5, 1),
-    (0, -1, "cpu", "cudaLaunchKernel", 60, 5, 2),
-    (0, -1, "cpu", "cudaLaunchKernel", 100, 5, 3),
-    (0, 7, "compute", "a", 200, 30, 1),
-    (0, 7, "memcpy", "b", 230, 7, 2),
-    (0, 7, "compute", "c", 240, 5, 3),
-    (0, 7, "comm", "d", 250, 4, 9),
-]
+NESTED = lanes("""
+    -1 cpu: outer 0+100, inner 10+40, cudaLaunchKernel 20+5 #1, cudaLaunchKernel 60+5 #2, cudaLaunchKernel 100+5 #3
+    7 compute: a 200+30 #1
+    7 memcpy: b 230+7 #2
+    7 compute: c 240+5 #3
+    7 comm: d 250+4 #9
+""")
 
 
 def test_a_kernel_belongs_to_the_innermost_operator_around_its_launch():
@@ -67,21 +63,14 @@ def test_ranks_and_threads_do_not_mix():
 
 
 def test_a_graph_launch_starts_many_kernels():
-    rows = [(0, -1, "cpu", "replay", 0, 10, -1), (0, -1, "cpu", "cudaGraphLaunch", 2, 3, 5)]
-    rows += [(0, 7, "compute", f"k{i}", 20 + 10 * i, 4, 5) for i in range(3)]
+    rows = lanes("-1 cpu: replay 0+10, cudaGraphLaunch 2+3 #5\n7 compute: k0 20+4 #5, k1 30+4 #5, k2 40+4 #5")
     table = ops.operators(traced(rows, [0]))
     assert by_name(table, "device_s") == {"replay": 12} and by_name(table, "kernels") == {"replay": 3}
 
 
 def test_an_operator_inside_of_its_own_name_counts_its_time_once():
-    rows = [
-        (0, -1, "cpu", "aten::norm", 0, 100, -1),
-        (0, -1, "cpu", "aten::norm", 10, 50, -1),
-        (0, -1, "cpu", "launch", 20, 5, 1),
-        (0, -1, "cpu", "aten::norm", 100, 10, -1),
-        (0, 7, "compute", "k", 30, 8, 1),
-    ]
-    table = ops.operators(traced(rows, [0, 1, 3]))
+    host = "-1 cpu: aten::norm 0+100, aten::norm 10+50, launch 20+5 #1, aten::norm 100+10"
+    table = ops.operators(traced(lanes(host + "\n7 compute: k 30+8 #1"), [0, 1, 3]))
     assert table["count"].tolist() == [3]
     assert by_name(table, "host_s") == {"aten::norm": 110} and by_name(table, "device_s") == {"aten::norm": 8}
     assert by_name(table, "self_host_s") == {"aten::norm": 110}
@@ -92,35 +81,27 @@ def test_flops_count_at_the_innermost_and_bytes_not_inside_of_them():
     linear = ("[[4,8],[2,8]]", '["float","float"]', "")
     addmm = ("[[2],[4,8],[8,2]]", '["float","float","float"]', "")
     eight = ("[[8],[8]]", '["float","float"]', "")
-    rows = [
-        (0, -1, "cpu", "aten::linear", 0, 50, -1),
-        (0, -1, "cpu", "aten::addmm", 10, 30, -1),
-        (0, -1, "cpu", "aten::copy_", 11, 5, -1),
-        (0, -1, "cpu", "launch", 20, 5, 1),
-        (0, -1, "cpu", "aten::relu_", 60, 10, -1),
-        (0, -1, "cpu", "aten::clamp_min_", 61, 5, -1),
-        (0, -1, "cpu", "aten::mul", 80, 10, -1),
-        (0, -1, "cpu", "aten::copy_", 81, 5, -1),
-        (0, 7, "compute", "gemm", 70, 16, 1),
-    ]
+    rows = lanes("""
+        -1 cpu: aten::linear 0+50, aten::addmm 10+30, aten::copy_ 11+5, launch 20+5 #1
+        -1 cpu: aten::relu_ 60+10, aten::clamp_min_ 61+5, aten::mul 80+10, aten::copy_ 81+5
+        7 compute: gemm 70+16 #1
+    """)
     one, scalars = ("[[8]]", '["float"]', ""), ("[[],[]]", '["float","double"]', "")
     shapes = {0: linear, 1: addmm, 2: eight, 4: one, 5: one, 6: eight, 7: scalars}
     table = ops.operators(traced(rows, shapes)).set_index("name")
     assert table["flops"].dropna().to_dict() == {"aten::addmm": 128}
     moved = {"aten::addmm": 4 * (2 + 32 + 16 + 8), "aten::clamp_min_": 64, "aten::mul": 96, "aten::copy_": 12}
     assert table["moved_bytes"].dropna().to_dict() == moved
-    assert table["flops_per_s"]["aten::addmm"] == pytest.approx(128 / 16e-9)
-    assert table["bytes_per_s"]["aten::addmm"] == pytest.approx(232 / 16e-9)
-    assert table["flops_per_byte"]["aten::addmm"] == pytest.approx(128 / 232)
+    rates = {"flops_per_s": 128 / 16e-9, "bytes_per_s": 232 / 16e-9, "flops_per_byte": 128 / 232}
+    assert table.loc["aten::addmm", list(rates)].to_dict() == pytest.approx(rates)
 
 
 def test_rates_are_of_the_calls_that_count():
-    rows = [(0, -1, "cpu", "aten::mm", 0, 10, -1), (0, -1, "cpu", "l", 1, 2, 1)]
-    rows += [(0, -1, "cpu", "aten::mm", 10, 10, -1), (0, -1, "cpu", "l", 11, 2, 2)]
-    rows += [(0, 7, "compute", "a", 30, 4, 1), (0, 7, "compute", "a", 40, 60, 2)]
-    table = ops.operators(traced(rows, {0: MM, 2: ("", "", "")}))
+    rows = lanes("-1 cpu: aten::mm 0+10, l 1+2 #1, aten::mm 10+10, l 11+2 #2\n7 compute: a 30+4 #1, a 40+60 #2")
+    given = traced(rows, {0: MM, 2: ("", "", "")})
+    table = ops.operators(given)
     assert table["flops_per_s"].tolist() == [pytest.approx(128 / 4e-9)] and by_name(table, "device_s")["aten::mm"] == 64
-    shaped = ops.operators(traced(rows, {0: MM, 2: ("", "", "")}), by_shape=True)
+    shaped = ops.operators(given, by_shape=True)
     assert shaped[["shapes", "dtype", "count"]].to_numpy().tolist() == [["", "", 1], [MM[0], "fp32", 1]]
 
 
@@ -136,12 +117,7 @@ def test_kernels_tell_that_fp32_was_rounded_to_tf32():
 
 def test_by_shape_an_operator_may_be_inside_of_its_own_name():
     """MTIA: aten::mm calls aten::mm with the output as a third input; both rows have the time, one has the FLOPs."""
-    rows = [
-        (0, -1, "cpu", "aten::mm", 0, 20, -1),
-        (0, -1, "cpu", "aten::mm", 1, 9, -1),
-        (0, -1, "cpu", "l", 2, 3, 1),
-        (0, 7, "compute", "fc", 50, 8, 1),
-    ]
+    rows = lanes("-1 cpu: aten::mm 0+20, aten::mm 1+9, l 2+3 #1\n7 compute: fc 50+8 #1")
     inner = ("[[4,8],[8,2],[4,2]]", '["float","float","float"]', "")
     table = ops.operators(traced(rows, {0: MM, 1: inner}), by_shape=True)
     assert by_name(table, "device_s", "shapes") == {inner[0]: 8, MM[0]: 8}
@@ -149,11 +125,7 @@ def test_by_shape_an_operator_may_be_inside_of_its_own_name():
 
 
 def test_without_a_device_the_time_is_the_hosts():
-    rows = [
-        (0, -1, "compute", "aten::linear", 0, 50, -1),
-        (0, -1, "cpu", "aten::mm", 10, 32, -1),
-        (0, -2, "comm", "gloo:all_reduce", 0, 99, -1),
-    ]
+    rows = lanes("-1 compute: aten::linear 0+50\n-1 cpu: aten::mm 10+32\n-2 comm: gloo:all_reduce 0+99")
     table = ops.operators(traced(rows, {0: ("", "", ""), 1: MM, 2: ("[[8]]", '["float"]', "")}))
     assert by_name(table, "self_device_s") == {"aten::mm": 32, "aten::linear": 18}
     assert by_name(table, "device_s") == {"aten::mm": 32, "aten::linear": 50}
@@ -161,11 +133,12 @@ def test_without_a_device_the_time_is_the_hosts():
 
 
 def test_a_simulation_shows_its_own_operators():
-    rows = [(0, 0, "compute", "mlp", 0, 5), (0, 0, "compute", "mlp", 5, 6), (0, 2, "comm", "all_reduce", 5, 4)]
-    table = ops.operators(make_timeline(rows, source="simulated", device="a100-80"))
+    rows = lanes("0 compute: mlp 0+5, mlp 5+6\n2 comm: all_reduce 5+4")
+    timeline = make_timeline(rows, source="simulated", device="a100-80")
+    table = ops.operators(timeline)
     assert by_name(table, "device_s") == {"mlp": 11, "all_reduce": 4} and table["count"].tolist() == [2, 1]
     assert table.attrs["source"] == "simulated"
-    found = roofline.mfu(make_timeline(rows, source="simulated", device="a100-80"), flops_per_step=11e-9 * 312e12 / 2)
+    found = roofline.mfu(timeline, flops_per_step=11e-9 * 312e12 / 2)
     assert found[["rank", "step"]].to_numpy().tolist() == [[0, 0]] and found["mfu"].tolist() == [pytest.approx(0.5)]
 
 
@@ -205,22 +178,13 @@ def test_any_forest_of_spans():
     assert {k: v for k, v in by_name(table[table["name"] != ops.OUTSIDE], "device_s").items() if v} == inclusive
 
 
-MODULES = [
-    (0, -1, "cpu", "nn.Module: Net_0", 0, 100, -1),
-    (0, -1, "cpu", "nn.Module: Linear_0", 14, 16, -1),
-    (0, -1, "cpu", "aten::view", 12, 2, -1),  # has the next operator's number, makes no node
-    (0, -1, "cpu", "aten::mm", 14, 10, -1),
-    (0, -1, "cpu", "launch", 15, 2, 1),
-    (0, -1, "cpu", "nn.Module: Linear_1", 40, 20, -1),
-    (0, -1, "cpu", "triton launch", 45, 2, 2),
-    (0, -1, "cpu", "launch", 80, 2, 3),
-    (0, -2, "cpu", "evaluate_function: MmBackward0", 200, 50, -1),
-    (0, -2, "cpu", "aten::mm", 205, 20, -1),
-    (0, -2, "cpu", "launch", 210, 2, 4),
-    (0, -2, "cpu", "nn.Module: Linear_1", 230, 10, -1),  # recomputed in the backward pass
-    (0, -2, "cpu", "launch", 232, 2, 5),
-    *[(0, 7, "compute", "k", 300 + 100 * i, 2**i, i) for i in range(1, 6)],
-]
+MODULES = lanes("""
+    -1 cpu: nn.Module: Net_0 0+100, nn.Module: Linear_0 14+16, aten::view 12+2, aten::mm 14+10, launch 15+2 #1
+    -1 cpu: nn.Module: Linear_1 40+20, triton launch 45+2 #2, launch 80+2 #3
+    -2 cpu: evaluate_function: MmBackward0 200+50, aten::mm 205+20, launch 210+2 #4
+    -2 cpu: nn.Module: Linear_1 230+10, launch 232+2 #5
+    7 compute: k 400+2 #1, k 500+4 #2, k 600+8 #3, k 700+16 #4, k 800+32 #5
+""")  # Linear_1 is recomputed in the backward pass; the view has the number of mm and makes no node
 MODULE_OPS = {2: ("", "", "", 7, 0), 3: (*MM, 7, 0), 8: ("", "", "", 7, 1), 9: (*MM, -1, -1)}
 
 
@@ -246,17 +210,15 @@ def test_half_way_to_the_roof(flops, moved, bound, monkeypatch):
     """A product that takes twice as long as an A100 needs for its FLOPs (1 us) or its bytes (10 us)."""
     costs = pd.DataFrame({"flops": [flops], "moved_bytes": [moved], "dtype": ["fp16"]})
     monkeypatch.setattr(ops, "operator_costs", lambda _: costs)
-    rows = [(0, -1, "cpu", "aten::mm", 0, 10, -1), (0, -1, "cpu", "l", 1, 2, 1)]
-    rows += [(0, 7, "compute", "a", 30, 2000 if bound == "compute" else 20_000, 1)]
-    table = roofline.roofline(traced(rows, [0], device="NVIDIA A100-SXM4-80GB"))
-    assert table["bound"].tolist() == [bound] and table["roof"].tolist() == [pytest.approx(0.5)]
-    assert table["flops_per_byte"].tolist() == [pytest.approx(flops / moved)]
-    assert table["peak_flops"].tolist() == [312e12] and table["peak_bytes_per_s"].tolist() == [2039e9]
+    rows = lanes(f"-1 cpu: aten::mm 0+10, l 1+2 #1\n7 compute: a 30+{2000 if bound == 'compute' else 20_000} #1")
+    row = roofline.roofline(traced(rows, [0], device="NVIDIA A100-SXM4-80GB")).iloc[0]
+    expected = {"roof": 0.5, "flops_per_byte": flops / moved, "peak_flops": 312e12, "peak_bytes_per_s": 2039e9}
+    assert row["bound"] == bound and row[list(expected)].to_dict() == pytest.approx(expected)
 
 
 def test_what_multiplies_nothing_has_no_intensity():
-    rows = [(0, -1, "cpu", "aten::copy_", 0, 10, -1), (0, -1, "cpu", "l", 1, 2, 1), (0, 7, "compute", "a", 30, 8, 1)]
     shapes = {0: ("[[1000],[1000]]", '["float","float"]', "")}
+    rows = lanes("-1 cpu: aten::copy_ 0+10, l 1+2 #1\n7 compute: a 30+8 #1")
     table = roofline.roofline(traced(rows, shapes), device="t4")
     assert table[["flops_per_byte", "bound"]].to_numpy().tolist() == [[0, "memory"]]
     assert table["roof"][0] == pytest.approx(8000 / 8e-9 / 320e9) and table.attrs["device"] == "t4"
@@ -273,6 +235,9 @@ def test_devices_by_the_name_in_a_trace(device, name):
     assert roofline.device_of(make_timeline([], device=device)).name == name
 
 
+MULTIPLIED = [(*row[:3], "aten::mm", *row[4:]) for row in NESTED], {0: MM, 1: MM}
+
+
 @pytest.mark.parametrize(
     ("device", "message"),
     [
@@ -281,19 +246,17 @@ def test_devices_by_the_name_in_a_trace(device, name):
     ],
 )
 def test_unknown_devices(device, message):
-    timeline = traced([(*row[:3], "aten::mm", *row[4:]) for row in NESTED], {0: MM, 1: MM}, device=device)
+    timeline = traced(*MULTIPLIED, device=device)
     for function in (roofline.roofline, roofline.mfu):
         if device or function is roofline.roofline:
             with pytest.raises(ValueError, match=message):
                 function(timeline)
+        else:  # the rate is known, its share of the peak is not
+            table = function(timeline)
+            assert (table["flops_per_s"] > 0).all() and table["mfu"].isna().all()
         assert len(function(timeline, device=catalog.device("a100-80")))
     with pytest.raises(ValueError, match="unknown device 'h1000'"):
         roofline.mfu(timeline, "h1000")
-
-
-def test_without_a_device_the_rate_is_known_and_its_share_of_the_peak_is_not():
-    table = roofline.mfu(traced([(*row[:3], "aten::mm", *row[4:]) for row in NESTED], {0: MM, 1: MM}, device=""))
-    assert (table["flops_per_s"] > 0).all() and table["mfu"].isna().all()
 
 
 def test_mfu_goes_from_step_to_step():
@@ -313,8 +276,7 @@ def test_mfu_goes_from_step_to_step():
 
 
 def test_kernel_statistics():
-    rows = [(0, 7, "compute", "a", 0, 2), (0, 7, "compute", "a", 5, 4), (0, 9, "comm", "b", 0, 3)]
-    table = ops.kernels(make_timeline(rows))
+    table = ops.kernels(make_timeline(lanes("7 compute: a 0+2, a 5+4\n9 comm: b 0+3")))
     assert table[["kind", "name", "count"]].to_numpy().tolist() == [["compute", "a", 2], ["comm", "b", 1]]
     statistics = table[["total_s", "mean_s", "min_s", "max_s"]].iloc[0] * 1e9
     assert statistics.round(6).tolist() == [6, 3, 2, 4] and table["share"].tolist() == pytest.approx([2 / 3, 1 / 3])
@@ -322,14 +284,12 @@ def test_kernel_statistics():
 
 
 def test_kinds_side_by_side():
-    """Compute [0, 10), communication [5, 25), copies [8, 12) and [30, 31)."""
-    rows = [(0, 7, "compute", "a", 0, 10), (0, 9, "comm", "b", 5, 20)]
-    rows += [(0, 8, "memcpy", "c", 8, 4), (0, 8, "memcpy", "c", 30, 1)]
-    table = ops.kernel_types(make_timeline(rows))
+    timeline = make_timeline(lanes("7 compute: a 0+10\n9 comm: b 5+20\n8 memcpy: c 8+4, c 30+1"))
+    table = ops.kernel_types(timeline)
     expected = {"compute": 5, "comm": 13, "compute + comm": 3, "memcpy": 1, "comm + memcpy": 2}
     expected["compute + comm + memcpy"] = 2
     assert by_name(table, "total_s", "kinds") == expected and table["share"].sum() == pytest.approx(1)
-    two = ops.kernel_types(make_timeline(rows), ("compute", "comm"))
+    two = ops.kernel_types(timeline, ("compute", "comm"))
     assert by_name(two, "total_s", "kinds") == {"compute": 5, "comm": 15, "compute + comm": 5}
 
 
