@@ -9,18 +9,18 @@ from madmax_lib.view.notebooks.page import Result
 from madmax_lib.view.notebooks.runner import run_notebook
 
 
-def test_unknown_parameter_lists_the_known_ones(capsys):
-    assert main(["run", "20_overlap", "-p", "trase=x"]) == 2
-    error = capsys.readouterr().err
-    assert "20_overlap has no parameter 'trase'" in error
-    assert "quick: bool = True  only inputs that are on this machine" in error and "step: int = -1" in error
-
-
-@pytest.mark.parametrize("pair", ["quick=maybe", "step=1.5", "step=one"])
-def test_wrong_type_is_refused(capsys, pair):
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("trase=x", "20_overlap has no parameter 'trase'"),
+        *((pair, "is not of type") for pair in ("quick=maybe", "step=1.5", "step=one")),
+    ],
+)
+def test_bad_parameters_list_the_known_ones(capsys, pair, message):
     assert main(["run", "20_overlap", "-p", pair]) == 2
     error = capsys.readouterr().err
-    assert "is not of type" in error and "parameters of 20_overlap" in error
+    assert message in error and "parameters of 20_overlap" in error
+    assert "quick: bool = True  only inputs that are on this machine" in error and "step: int = -1" in error
 
 
 @pytest.mark.parametrize(

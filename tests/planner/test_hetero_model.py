@@ -10,8 +10,7 @@ import madmax_lib as mm
 from madmax_lib.papers.metis import generate_profiles
 from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero import HeteroPlan, Node
-from madmax_lib.simulator import memory, peak_bytes
-from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator import Parameters, memory, peak_bytes
 from madmax_lib.view import plot_stage_memory, plot_stages
 from madmax_lib.view.drawing import figure_data
 

@@ -12,16 +12,13 @@ import pytest
 from support import plans_of_space as plans
 
 import madmax_lib as mm
+from madmax_lib import memory, search
 from madmax_lib.datasets import PROJECT
-from madmax_lib.planner import distribute as shards_module
-from madmax_lib.planner.codesign import _RESOURCES, codesign, scaled, training
-from madmax_lib.planner.compare import shortlist
+from madmax_lib.planner import Space, codesign, distribute as shards_module, plan_of, shortlist, training
+from madmax_lib.planner.codesign import _RESOURCES, scaled
 from madmax_lib.planner.distribute import _on_workers
 from madmax_lib.planner.evaluate import _OBJECTIVES
-from madmax_lib.planner.search import search
-from madmax_lib.planner.space import Space, plan_of
-from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
-from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator import Parameters, peak_bytes, usable_bytes
 from madmax_lib.simulator.step.power import device_energy_j
 from madmax_lib.simulator.step.step_time import PARTS
 
@@ -127,12 +124,18 @@ def test_a_stopped_search_goes_on(tmp_path, monkeypatch, found):
 
 
 def test_workers_find_what_one_process_finds(dask_client, found, tmp_path):
-    spread = search(MODEL, NODE, 16, space=SPACE, client=dask_client, directory=tmp_path, progress=False)
+    options = {"space": SPACE, "directory": tmp_path, "progress": False}
+    spread = search(MODEL, NODE, 16, client=dask_client, **options)
     pd.testing.assert_frame_equal(spread.table, found.table)
     pd.testing.assert_frame_equal(spread.pareto, found.pareto)
     assert (spread.evaluated, spread.feasible) == (found.evaluated, found.feasible)
-    again = search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)  # nothing is left to do
-    pd.testing.assert_frame_equal(again.table, found.table)
+    parts = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.parquet")}
+    for broken in (None, min(parts)):  # nothing is left to do, then a part that cannot be read
+        if broken:
+            broken.write_bytes(b"PAR1")
+        pd.testing.assert_frame_equal(search(MODEL, NODE, 16, **options).table, found.table)
+        assert broken or parts == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.parquet")}
+    assert broken.read_bytes() != b"PAR1"
 
 
 def test_slurm_workers_are_asked_for_as_the_readme_says():
@@ -160,14 +163,6 @@ def test_the_part_of_a_killed_worker_is_done_again(dask_client, tmp_path):
     todo = [(0, ["a"]), (1, ["b"]), (2, ["c"])]
     assert dict(_on_workers(dies_once, tmp_path, todo, dask_client)) == {0: "a", 1: "b", 2: "c"}
     assert (tmp_path / "mark").exists()
-
-
-def test_parts_that_cannot_be_read_are_made_again(tmp_path, found):
-    search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)
-    broken = sorted(tmp_path.glob("*.parquet"))[0]
-    broken.write_bytes(b"PAR1")
-    again = search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)
-    pd.testing.assert_frame_equal(again.table, found.table)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,11 @@ import pytest
 import torch
 
 import madmax_lib as mm
-from madmax_lib.plan import Plan
+from madmax_lib import Plan, RunSpec, launch
+from madmax_lib.runs import RunError, prepare, read_run, read_runs, sweep
 from madmax_lib.runs.data.batches import get_data
-from madmax_lib.runs.launch import RunError, launch, prepare, sweep
 from madmax_lib.runs.measure import meter
-from madmax_lib.runs.read import COLUMNS, PHASES, last_checkpoint, read_run, read_runs, read_steps
-from madmax_lib.runs.spec import RunSpec
+from madmax_lib.runs.read import COLUMNS, PHASES, last_checkpoint, read_steps
 
 with warnings.catch_warnings():  # torch's own, when torch.distributed.optim is imported
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -61,30 +61,18 @@ def test_a_machine_without_nvml_or_rapl_has_no_meter(monkeypatch, tmp_path):
     assert meter("auto", "cuda", 1).name == meter("auto", "cpu", 1).name == "none"
 
 
-class Nvml(SimpleNamespace):
-    """Two GPUs of 100 and 50 W; the second does not tell its clock."""
-
-    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
-
-    def __init__(self):
-        super().__init__(
-            nvmlInit=lambda: None,
-            nvmlDeviceGetHandleByIndex=lambda index: index,
-            nvmlDeviceGetHandleByUUID=["GPU-0", "GPU-1"].index,
-            nvmlDeviceGetPowerManagementLimit=lambda handle: 300_000,
-            nvmlDeviceGetPowerUsage=lambda handle: [100_000, 50_000][handle],
-            nvmlDeviceGetTotalEnergyConsumption=lambda handle: 2_000,
-            nvmlDeviceGetClockInfo=lambda handle, kind: [1980, 1500][handle],
-            nvmlDeviceGetTemperature=lambda handle, kind: [60, 70][handle],
-            nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: [1, 4][handle],
-        )
-
-
 @pytest.fixture
 def nvml(monkeypatch):
+    """Two GPUs of 100 and 50 W."""
+    by_device = {"PowerUsage": [100_000, 50_000], "Temperature": [60, 70], "ClockInfo": [1980, 1500]}
+    by_device |= {"CurrentClocksThrottleReasons": [1, 4], "PowerManagementLimit": [300_000] * 2}
+    by_device["TotalEnergyConsumption"] = [2_000] * 2
+    calls = {f"nvmlDeviceGet{name}": lambda handle, *_, v=values: v[handle] for name, values in by_device.items()}
+    handles = {"nvmlDeviceGetHandleByIndex": int, "nvmlDeviceGetHandleByUUID": ["GPU-0", "GPU-1"].index}
+    library = SimpleNamespace(nvmlInit=lambda: None, NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0, **handles, **calls)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
-    return sys.modules["pynvml"]
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    return library
 
 
 def test_nvml_sums_devices(nvml):

@@ -23,25 +23,19 @@ def test_a_table_that_was_cut_short_is_readable(tmp_path, content, rows):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        ("step,loss\n0,1\n", "not a table of steps"),
-        ("", "not a table of steps"),
-        (HEADER + "0,1\n", "line 2 has not 18 values"),
-        (HEADER + ROW.replace("5.5", "high"), "could not convert string to float: 'high'"),
+        ("steps.csv", "step,loss\n0,1\n", "not a table of steps"),
+        ("steps.csv", "", "not a table of steps"),
+        ("steps.csv", HEADER + "0,1\n", "line 2 has not 18 values"),
+        ("steps.csv", HEADER + ROW.replace("5.5", "high"), "could not convert string to float: 'high'"),
+        *(("spec.json", content, "") for content in ("[", "[1]", '{"modle": "gpt-tiny"}')),
     ],
 )
-def test_bad_tables_of_steps_name_the_file(tmp_path, content, message):
-    (tmp_path / "steps.csv").write_text(content)
-    with pytest.raises(ValueError, match=f"steps.csv: .*{message}"):
-        read_steps(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["[", "[1]", '{"modle": "gpt-tiny"}'])
-def test_bad_specs_are_one_line(tmp_path, text):
-    (tmp_path / "spec.json").write_text(text)
-    with pytest.raises(ValueError, match=r"spec\.json"):
-        read_run(tmp_path)
+def test_bad_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name}.*{message}"):
+        read_steps(tmp_path) if name == "steps.csv" else read_run(tmp_path)
 
 
 def test_folders_without_runs(tmp_path):

@@ -39,9 +39,12 @@ def layers(shapes, prefix, biased, bias=-1):
     return tensors
 
 
-RELEASED = {
+ENDS = {"cls_token": (1, 1, 8), "position_embeddings": (1, 5, 8)}
+ENDS |= {"patch_embeddings.projection.weight": (8, 3, 2, 2), "patch_embeddings.projection.bias": (8,)}
+TINY = {"layers": 2, "hidden": 8, "heads": 2, "ffn": 16}
+RELEASED = {  # sizes, shapes of the tensors, and where some of them go
     "gpt2-large": (
-        {"layers": 2, "hidden": 8, "heads": 2, "ffn": 16, "vocab": 20, "sequence": 6},
+        TINY | {"vocab": 20, "sequence": 6},
         layers(GPT2, "", biased=lambda name: True)  # matrices are (in, out); queries, keys and values one of them
         | {"wte.weight": (20, 8), "wpe.weight": (6, 8), "ln_f.weight": (8,), "ln_f.bias": (8,)},
         {
@@ -52,7 +55,7 @@ RELEASED = {
         },
     ),
     "qwen2.5-3b": (
-        {"layers": 2, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn": 16, "vocab": 20},
+        TINY | {"kv_heads": 1, "head_dim": 4, "vocab": 20},
         layers(QWEN2, "model.layers.{}.", biased=lambda name: name.endswith(("q_proj", "k_proj", "v_proj")), bias=0)
         | {"model.embed_tokens.weight": (20, 8), "model.norm.weight": (8,)},
         {
@@ -62,18 +65,11 @@ RELEASED = {
         },
     ),
     "vit-tiny": (
-        {"layers": 2, "hidden": 8, "heads": 2, "ffn": 16, "image": 4, "patch": 2, "classes": 3},
+        TINY | {"image": 4, "patch": 2, "classes": 3},
         layers(VIT, "vit.encoder.layer.{}.", biased=lambda name: True, bias=0)
-        | {
-            "vit.embeddings.cls_token": (1, 1, 8),
-            "vit.embeddings.position_embeddings": (1, 5, 8),
-            "vit.embeddings.patch_embeddings.projection.weight": (8, 3, 2, 2),
-            "vit.embeddings.patch_embeddings.projection.bias": (8,),
-            "vit.layernorm.weight": (8,),
-            "vit.layernorm.bias": (8,),
-            "classifier.weight": (3, 8),
-            "classifier.bias": (3,),
-        },
+        | {f"vit.embeddings.{name}": shape for name, shape in ENDS.items()}
+        | {"vit.layernorm.weight": (8,), "vit.layernorm.bias": (8,)}
+        | {"classifier.weight": (3, 8), "classifier.bias": (3,)},
         {
             "embedding.first": ("vit.embeddings.cls_token", lambda t: t[0, 0]),
             "head.bias": ("classifier.bias", None),

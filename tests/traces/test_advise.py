@@ -4,10 +4,9 @@ import pytest
 from support import dataset_or_skip, lanes, make_timeline, with_columns
 
 import madmax_lib as mm
-from madmax_lib.accounting import breakdown
-from madmax_lib.timeline import Timeline
-from madmax_lib.traces.advise import COLUMNS, advise
-from madmax_lib.traces.comm.alignment import align
+from madmax_lib import Timeline, breakdown
+from madmax_lib.traces import advise, align
+from madmax_lib.traces.advise import COLUMNS
 
 NS = 1e-9
 ALL_REDUCE, KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "gemm"

@@ -4,10 +4,8 @@ import numpy as np
 import pandas as pd
 from support import EPOCH_NS, dataset_or_skip, make_timeline, meetings, with_columns, with_tables
 
-from madmax_lib.timeline import Timeline
-from madmax_lib.traces.comm.alignment import align, clock_offsets
-from madmax_lib.traces.read.kineto import read_trace
-from madmax_lib.traces.stragglers import skew, stragglers
+from madmax_lib import Timeline, read_trace
+from madmax_lib.traces import align, clock_offsets, skew, stragglers
 
 AR = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 HOUR_NS = 3_600_000_000_000

@@ -6,12 +6,10 @@ import pytest
 from support import dataset_or_skip, lanes, local_or_skip, make_timeline, with_columns, with_tables
 
 import madmax_lib as mm
-from madmax_lib.accounting import breakdown
+from madmax_lib import Timeline, breakdown, read_trace
 from madmax_lib.side_tables import SideTables
-from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.timeline import Timeline
-from madmax_lib.traces.comm.collectives import by_group, calls, waiting
-from madmax_lib.traces.read.kineto import read_trace
+from madmax_lib.simulator import Parameters
+from madmax_lib.traces import by_group, calls, waiting
 
 AR = "ncclDevKernel_AllReduce"
 

@@ -13,13 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from support import dataset_or_skip, lanes, make_timeline, with_columns
 
-from madmax_lib.accounting import breakdown, exposed_by_collective
+from madmax_lib import Timeline, breakdown, export_trace, read_trace
+from madmax_lib.accounting import exposed_by_collective
 from madmax_lib.kinds import kernel_kinds
 from madmax_lib.simulator.schedule.engine import Program, to_timeline
-from madmax_lib.timeline import BUSY_KINDS, SPANS, Meta, Timeline
-from madmax_lib.traces.export import export_trace
+from madmax_lib.timeline import BUSY_KINDS, SPANS, Meta
 from madmax_lib.traces.read.kernel_names import original_name
-from madmax_lib.traces.read.kineto import read_trace
 
 EXACT = [column for column in SPANS if column not in ("name", "correlation", "kind")]
 
@@ -315,6 +314,11 @@ BAD = {
     "inside of another": [(0, -1, "compute", "a", 0, 10), (0, -1, "compute", "b", 5, 10)],
     "outside of 3e18 ns": [(0, 1, "compute", "a", 0, FAR)],
     "later than 3e18 ns": [(0, 1, "compute", "a", FAR, 1)],
+    "is of step 3, but starts on the host during another": [
+        (0, 7, "compute", "k", 0, 9, -1, 3),
+        (0, -1, "cpu", "a", 0, 1, -1, 5),
+        (0, -1, "cpu", "b", 10, 1, -1, 3),
+    ],
     "no valid Unicode|surrogates": [(0, 1, "compute", "\ud800", 0, 1)],
 }
 
@@ -324,12 +328,6 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, message):
     with pytest.raises(ValueError, match=message) as error:
         export_trace(make_timeline(BAD[message]), tmp_path)
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
-
-
-def test_steps_that_a_file_cannot_tell(tmp_path):
-    spans = make_timeline([(0, 7, "compute", "k", 0, 9), (0, -1, "cpu", "a", 0, 1), (0, -1, "cpu", "b", 10, 1)]).spans
-    with pytest.raises(ValueError, match="is of step 3, but starts on the host during another"):
-        export_trace(Timeline(spans.assign(step=np.array([3, 5, 3], dtype=np.int32))), tmp_path)
 
 
 def test_files_appear_whole_or_not_at_all(tmp_path):

@@ -4,9 +4,8 @@ import csv
 
 import pytest
 
-from madmax_lib.accounting import breakdown
+from madmax_lib import breakdown, read_trace
 from madmax_lib.datasets import local_data
-from madmax_lib.traces.read.kineto import read_trace
 
 try:
     FOLDER, WHY = local_data("traces/golden.csv").parent, ""

@@ -8,13 +8,12 @@ import pytest
 from support import dataset_or_skip, local_or_skip, make_timeline, with_tables
 
 import madmax_lib as mm
-from madmax_lib.accounting import breakdown
+from madmax_lib import Timeline, breakdown, read_trace
 from madmax_lib.side_tables import SideTables
-from madmax_lib.timeline import Timeline, concat
-from madmax_lib.traces import hta
-from madmax_lib.traces.read.kineto import TraceWarning, read_trace
-from madmax_lib.traces.waits.idle import _CAUSES, idle, launch_bound
-from madmax_lib.traces.waits.launch import launch_floor, launches, queue_length, queue_series, short_kernels
+from madmax_lib.timeline import concat
+from madmax_lib.traces import hta, idle, launch_bound, launch_floor, launches, queue_length, queue_series, short_kernels
+from madmax_lib.traces.read.kineto import TraceWarning
+from madmax_lib.traces.waits.idle import _CAUSES
 
 US = 1000
 ANALYSES = [launches, short_kernels, queue_series, queue_length, launch_bound, idle]
@@ -50,11 +49,8 @@ def test_a_launch_finds_its_kernel_by_correlation():
     assert us(table["delay_s"]) == [1, 13, 4, 1] and us(table["since_launch_s"]) == [5, 17, 10, 4]
     assert set(table["launch"]) == {"cudaLaunchKernel"} and table["row"].tolist() == [5, 6, 7, 9]
     assert table["launch_row"].tolist() == [0, 1, 2, 3] and set(table["graph"]) == {-1} and set(table["kernels"]) == {1}
-
-
-def test_a_kernel_that_starts_during_its_launch_has_no_delay():
-    table = launches(timeline_of([call(0, 10, 1), kernel(4, 2, 1)]))
-    assert us(table["delay_s"]) == [0] and us(table["since_launch_s"]) == [4]
+    early = launches(timeline_of([call(0, 10, 1), kernel(4, 2, 1)]))  # its kernel starts during the launch
+    assert us(early["delay_s"]) == [0] and us(early["since_launch_s"]) == [4]
 
 
 def test_ranks_do_not_share_correlations():
@@ -122,13 +118,13 @@ def test_ties_never_make_a_queue_negative():
     assert series["length"].min() == 0 and series["length"].iloc[-1] == 0
 
 
-def test_blocked_is_what_launches_into_a_full_queue_take_longer():
+@pytest.mark.parametrize(("capacity", "blocked_us"), [(5, [29]), (6, [0])])
+def test_blocked_is_what_launches_into_a_full_queue_take_longer(capacity, blocked_us):
     rows = [call(2 * i, 1, i) for i in range(4)] + [call(8, 30, 4), call(40, 1, 5)]
-    rows += [kernel(50 + i, 1, i) for i in range(6)]
-    assert us(queue_length(timeline_of(rows), capacity=5)["blocked_s"]) == [29]
-    assert us(queue_length(timeline_of(rows), capacity=6)["blocked_s"]) == [0]
+    timeline = timeline_of(rows + [kernel(50 + i, 1, i) for i in range(6)])
+    assert us(queue_length(timeline, capacity=capacity)["blocked_s"]) == blocked_us
     with pytest.raises(ValueError, match="capacity=0"):
-        queue_length(timeline_of(rows), capacity=0)
+        queue_length(timeline, capacity=0)
 
 
 def test_idle_by_cause():
@@ -142,51 +138,44 @@ def test_idle_by_cause():
         idle(timeline_of(FOUR), -1.0)
 
 
-def test_a_launch_at_the_end_of_the_work_before_is_no_host_wait():
-    rows = [call(0, 1, 1), kernel(5, 5, 1), call(10, 1, 2), kernel(12, 5, 2)]
-    assert us(idle(timeline_of(rows))["idle_s"]) == [0, 2, 0]
+IDLE = {
+    "launched as the work before ends": ([call(0, 1, 1), kernel(5, 5, 1), call(10, 1, 2), kernel(12, 5, 2)], 2),
+    "overlap on a stream": ([kernel(0, 50, -1), kernel(10, 5, -1), kernel(60, 5, -1), kernel(60, 0, -1)], 10),
+    "one kernel": ([kernel(0, 5, -1)], 0),
+}
 
 
-def test_overlap_on_a_stream_is_not_negative_idle_time():
-    rows = [kernel(0, 50, -1), kernel(10, 5, -1), kernel(60, 5, -1), kernel(60, 0, -1)]
+@pytest.mark.parametrize("case", IDLE)
+def test_idle_between_kernels_is_no_host_wait(case):
+    rows, between_us = IDLE[case]
     table = idle(timeline_of(rows))
-    assert us(table["idle_s"]) == [0, 10, 0]
+    assert us(table["idle_s"]) == [0, between_us, 0] and table["share"].isna().all() == (between_us == 0)
 
 
-def test_one_kernel_has_no_idle_time_and_no_share():
-    table = idle(timeline_of([kernel(0, 5, -1)]))
-    assert table["idle_s"].tolist() == [0.0] * 3 and table["share"].isna().all()
+BOUND = {  # rows, steps, total, idle, launch-bound and launching us of each
+    # gaps 35-50 (launched at 40), 60-90 (no launch), 95-104 (launched at 100): of them 40-50 and 100-104 are launching;
+    # step 1 begins on the device at 95, where the work before it ended
+    "two steps": (FOUR, [0, 1], [90, 25], [45, 9], [15, 9], [10, 4]),
+    "another stream is busy": ([*FOUR, kernel(30, 30, -1, stream=9)], [0, 1], [90, 25], [30, 9], [0, 9], [0, 4]),
+    # the gap 10-50 ends with the launch at 40; a call 15-25 in it launches another kernel, that runs later
+    "calls inside of the gap": (
+        [call(0, 2, 3), kernel(2, 8, 3), call(15, 10, 2), call(40, 5, 1), kernel(50, 5, 1), kernel(55, 5, 2)],
+        *([0], [58], [40], [40], [20]),
+    ),
+    "work before the first step": (
+        [kernel(0, 10, -1, -1), call(12, 2, 1, 4), kernel(20, 10, 1, 4)],
+        *([-1, 4], [10, 20], [0, 10], [0, 10], [0, 8]),
+    ),
+}
 
 
-def test_launch_bound_closed_form():
-    """Gaps 35-50 (launched at 40), 60-90 (no launch), 95-104 (launched at 100): 15 and 9 us are launch-bound.
-
-    Of them 40-50 and 100-104 are launching. Step 1 begins on the device at 95, where the work before it ended.
-    """
-    table = launch_bound(timeline_of(FOUR))
-    assert table["step"].tolist() == [0, 1] and us(table["total_s"]) == [90, 25]
-    assert us(table["idle_s"]) == [45, 9] and us(table["launch_bound_s"]) == [15, 9]
-    assert us(table["launching_s"]) == [10, 4]
-    assert table["share"].tolist() == pytest.approx([15 / 90, 9 / 25])
-
-
-def test_only_the_device_as_a_whole_is_launch_bound():
-    other_stream = [*FOUR, kernel(30, 30, -1, stream=9)]
-    table = launch_bound(timeline_of(other_stream))
-    assert us(table["launch_bound_s"]) == [0, 9]
-
-
-def test_calls_inside_of_the_gap_count_as_launching():
-    """The gap 10-50 ends with the launch at 40; a call 15-25 in it launches another kernel, that runs later."""
-    rows = [call(0, 2, 3), kernel(2, 8, 3), call(15, 10, 2), call(40, 5, 1), kernel(50, 5, 1), kernel(55, 5, 2)]
+@pytest.mark.parametrize("case", BOUND)
+def test_launch_bound_closed_form(case):
+    rows, steps, *expected = BOUND[case]
     table = launch_bound(timeline_of(rows))
-    assert us(table["launch_bound_s"]) == [40] and us(table["launching_s"]) == [20]
-
-
-def test_work_before_the_first_step_is_a_step_of_its_own():
-    rows = [kernel(0, 10, -1, -1), call(12, 2, 1, 4), kernel(20, 10, 1, 4)]
-    table = launch_bound(timeline_of(rows))
-    assert table["step"].tolist() == [-1, 4] and us(table["total_s"]) == [10, 20] and us(table["idle_s"]) == [0, 10]
+    times = [us(table[name]) for name in ("total_s", "idle_s", "launch_bound_s", "launching_s")]
+    assert table["step"].tolist() == steps and times == expected
+    assert table["share"].to_numpy() == pytest.approx(np.divide(times[2], times[0]))
 
 
 def random_timeline(seed: int) -> Timeline:
@@ -228,17 +217,12 @@ def test_launch_floor_closed_form():
             launch_floor(timeline, *bad)
 
 
-@pytest.mark.parametrize("rows", [[], [call(0, 5, 1), call(9, 5, -1)]])
+@pytest.mark.parametrize("rows", [[], [call(0, 5, 1), call(9, 5, -1)], "vit-ddp"])
 @pytest.mark.parametrize("analysis", ANALYSES)
 def test_without_device_work_tables_are_empty_with_their_columns(analysis, rows):
-    table = analysis(timeline_of(rows))
+    table = analysis(read_trace(dataset_or_skip(rows)) if isinstance(rows, str) else timeline_of(rows))
     assert not len(table) and set(table) == set(analysis(timeline_of(FOUR)))
     assert table.attrs["source"] == "measured"
-
-
-@pytest.mark.parametrize("analysis", ANALYSES)
-def test_cpu_traces_give_empty_tables(analysis):
-    assert not len(analysis(read_trace(dataset_or_skip("vit-ddp"))))
 
 
 def test_a_simulated_step_has_idle_time_but_no_launches():
@@ -344,20 +328,22 @@ def test_amd_queue_holds_every_launch_call():
     assert queue.loc[0, "max"] > 1022 and queue.loc[0, "blocked_s"] < 0.03 * queue.loc[0, "full_s"]
 
 
-def test_a_cpu_op_that_names_a_stream_is_not_launched_work():
-    timeline = read_trace(local_or_skip("traces/tracelens-samples/profile_trace_rank_0.json.gz"))
+@pytest.mark.parametrize(
+    ("name", "launched", "call", "count", "kernels"),
+    [
+        ("traces/tracelens-samples/profile_trace_rank_0.json.gz", 8066, "hipModuleLaunchKernel", 2317, 2317),
+        (NAMES["graphs"], 6600, "cudaGraphLaunch", 70, 345),
+    ],
+)
+def test_launches_by_calls_that_hta_does_not_know(name, launched, call, count, kernels):
+    """A CPU operator that names a stream is not launched work; the kernels of a graph are one launch."""
+    timeline = read_trace(local_or_skip(name))
     table = launches(timeline)
-    assert len(table) == 8066 and table["launch"].value_counts()["hipModuleLaunchKernel"] == 2317  # unknown to HTA
-    hosts = idle(timeline).set_index("cause").loc["host_wait"]
-    assert 0 < 0.459639 - hosts["idle_s"] < 2e-6 * hosts["count"]  # HTA's: its rounding widens every gap by up to 2 us
-
-
-def test_kernels_of_a_graph_count_once():
-    """70 graph launches start 345 kernels; HTA knows no cudaGraphLaunch."""
-    path = local_or_skip(NAMES["graphs"])
-    table = launches(read_trace(path))
-    graphs = table[table["launch"] == "cudaGraphLaunch"]
-    assert len(table) == 6600 and len(graphs) == 70 and graphs["kernels"].sum() == 345
+    of_call = table[table["launch"] == call]
+    assert (len(table), len(of_call), of_call["kernels"].sum()) == (launched, count, kernels)
+    if name not in NAMES.values():  # HTA's idle time: its rounding widens every gap by up to 2 us
+        hosts = idle(timeline).set_index("cause").loc["host_wait"]
+        assert 0 < 0.459639 - hosts["idle_s"] < 2e-6 * hosts["count"]
 
 
 def test_times_rounded_as_hta_does_break_nothing():

@@ -3,11 +3,10 @@ import pandas as pd
 import pytest
 from support import lanes, local_or_skip, make_timeline, with_columns, with_tables
 
-from madmax_lib import catalog
+from madmax_lib import catalog, read_trace
 from madmax_lib.timeline import BUSY_KINDS, concat
 from madmax_lib.traces import hta
 from madmax_lib.traces.operators import ops, roofline
-from madmax_lib.traces.read.kineto import read_trace
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo"),

@@ -5,10 +5,8 @@ import pytest
 from support import EPOCH_NS, dataset_or_skip, local_or_skip, make_timeline, with_columns
 
 import madmax_lib as mm
-from madmax_lib.accounting import breakdown
-from madmax_lib.timeline import Timeline
-from madmax_lib.traces.read.kineto import read_trace
-from madmax_lib.traces.waits.step_times import step_summary, steps
+from madmax_lib import Timeline, breakdown, read_trace
+from madmax_lib.traces import step_summary, steps
 
 MS = 10**6
 QUANTITIES = ["wall_s", "period_s", *breakdown(make_timeline([])).columns[1:]]
@@ -52,21 +50,21 @@ def test_periods_are_exact_to_the_nanosecond_on_unix_clocks():
     assert steps(make_timeline(rows))["period_s"].tolist()[:2] == [1003e-9, 1006e-9]
 
 
-WARMUPS = [
-    ("slow leading steps", [300, 200, 100, 100, 101, 99, 100], [0, 1]),
-    ("none", [100, 101, 99, 100, 100], []),
-    ("within 10 percent", [109, 100, 100, 100, 100], []),
-    ("beyond 10 percent", [111, 100, 100, 100, 100], [0]),
-    ("within the spread of the others", [150, 100, 140, 90, 120, 80], []),
-    ("a slow step later is none", [100, 300, 100, 100, 100], []),
-    ("equally slow ones", [300, 300, 300, 100, 100, 100, 100], [0, 1, 2]),
-    ("two steps tell nothing", [300, 100], []),
-    ("three do", [300, 100, 100], [0]),
-    ("faster leading steps are none", [30, 70, 100, 100, 100], []),
-]
+WARMUPS = {
+    "slow leading steps": ([300, 200, 100, 100, 101, 99, 100], [0, 1]),
+    "none": ([100, 101, 99, 100, 100], []),
+    "within 10 percent": ([109, 100, 100, 100, 100], []),
+    "beyond 10 percent": ([111, 100, 100, 100, 100], [0]),
+    "within the spread of the others": ([150, 100, 140, 90, 120, 80], []),
+    "a slow step later is none": ([100, 300, 100, 100, 100], []),
+    "equally slow ones": ([300, 300, 300, 100, 100, 100, 100], [0, 1, 2]),
+    "two steps tell nothing": ([300, 100], []),
+    "three do": ([300, 100, 100], [0]),
+    "faster leading steps are none": ([30, 70, 100, 100, 100], []),
+}
 
 
-@pytest.mark.parametrize(("walls", "expected"), [case[1:] for case in WARMUPS], ids=[case[0] for case in WARMUPS])
+@pytest.mark.parametrize(("walls", "expected"), WARMUPS.values(), ids=WARMUPS)
 def test_warmup(walls, expected):
     table = steps(timeline_of(walls))
     assert table.loc[table["warmup"], "step"].tolist() == expected
@@ -81,16 +79,16 @@ def test_ranks_agree_on_warmup():
         assert (table.loc[table["step"] == 0, "warmup"] == expected).all() and len(table) == 15
 
 
-CUT = [
-    ("last with few spans", {4: 0}, [4]),
-    ("first with few spans", {0: 0}, [0]),
-    ("in the middle: it is as it is", {2: 0}, []),
-    ("half as many are enough", {4: 1}, []),
-    ("many more in the first", {0: 90}, []),
-]
-
-
-@pytest.mark.parametrize(("ops", "expected"), [case[1:] for case in CUT], ids=[case[0] for case in CUT])
+@pytest.mark.parametrize(
+    ("ops", "expected"),
+    [
+        ({4: 0}, [4]),  # few spans in the last
+        ({0: 0}, [0]),  # in the first
+        ({2: 0}, []),  # in the middle: it is as it is
+        ({4: 1}, []),  # half as many are enough
+        ({0: 90}, []),
+    ],
+)
 def test_cut_steps(ops, expected):
     """A step has its annotation, 4 operators, a kernel and a collective: 7 spans; 3 without operators, 4 with one."""
     table = steps(timeline_of([100] * 5, ops=ops))
@@ -119,13 +117,10 @@ def test_cut_and_warmup_do_not_count():
     assert summary.loc["overlap", "mean"] == pytest.approx(0.5) and summary.loc["overlap", "std"] < 1e-6
 
 
-def test_one_step_has_no_spread():
+def test_one_step_has_no_spread_and_none_no_table():
     summary = step_summary(steps(timeline_of([100])))
     assert summary.loc[0, "mean"] == pytest.approx(0.1) and summary["std"].isna().all()
     assert summary.set_index("quantity").loc["period_s", ["mean", "median"]].isna().all()
-
-
-def test_without_spans_tables_are_empty():
     table = steps(make_timeline([]))
     assert not len(table) and set(table) == set(steps(timeline_of([100]))) and not len(step_summary(table))
 

@@ -1,17 +1,12 @@
 """Who arrives last, how often and at what cost; beside HTA, which loses some."""
 
-import json
-
 import pandas as pd
 import pytest
-from support import EPOCH_NS, dataset_or_skip, make_timeline, meetings
+from support import EPOCH_NS, dataset_or_skip, lanes, make_timeline, meetings
 
 import madmax_lib as mm
-from madmax_lib.traces import hta
-from madmax_lib.traces.comm.alignment import align, clock_offsets
-from madmax_lib.traces.comm.collectives import calls, waiting
-from madmax_lib.traces.read.kineto import read_trace
-from madmax_lib.traces.stragglers import skew, stragglers
+from madmax_lib import export_trace, read_trace
+from madmax_lib.traces import align, calls, clock_offsets, hta, skew, stragglers, waiting
 
 
 def test_who_is_late_how_often_and_at_what_cost():
@@ -68,25 +63,13 @@ def test_a_simulated_step_has_one_clock_and_no_stragglers():
 
 
 def write_ranks(directory, kernel: str) -> list:
-    """Three ranks in whole us, one step: rank 2 starts the only all-reduce last, then rank 0, then rank 1."""
-    starts, paths = {0: 300, 1: 100, 2: 500}, []
-    for rank, start in starts.items():
-        events = [
-            ("user_annotation", "ProfilerStep#7", 0, 900, 1, {}),
-            ("cpu_op", "aten::mm", 2, 20, 1, {"External id": 5}),
-            ("cuda_runtime", "cudaLaunchKernel", 5, 2, 1, {"correlation": 5, "External id": 5}),
-            ("kernel", "sgemm", 10, 80, 7, {"correlation": 5, "External id": 5, "stream": 7}),
-            ("cuda_runtime", "cudaLaunchKernel", 50, 2, 1, {"correlation": 9, "External id": 9}),
-            ("kernel", kernel, start, 600 - start, 20, {"correlation": 9, "External id": 9, "stream": 20}),
-        ]
-        rows = [
-            {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur, "args": args}
-            for cat, name, ts, dur, tid, args in events
-        ]
-        info = {"backend": "nccl", "rank": rank, "world_size": 3}
-        paths.append(directory / f"rank{rank}.json")
-        paths[-1].write_text(json.dumps({"schemaVersion": 1, "distributedInfo": info, "traceEvents": rows}))
-    return paths
+    """Three ranks, one step: rank 2 starts the only all-reduce last, then rank 0, then rank 1."""
+    rows = []
+    for rank, start in enumerate((300_000, 100_000, 500_000)):
+        host = "aten::mm 2000+20000, cudaLaunchKernel 5000+2000 #5, cudaLaunchKernel 50000+2000 #9"
+        rows += lanes(f"{rank}/-1 annotation: ProfilerStep#7 0+900000\n{rank}/-1 cpu: {host}")
+        rows += lanes(f"{rank}/7 compute: sgemm 10000+80000 #5\n{rank}/20 comm: {kernel} {start}+{600_000 - start} #9")
+    return export_trace(make_timeline([(*row, 7) for row in rows], world_size=3), directory)
 
 
 def test_stragglers_equal_hta_where_it_knows_the_kernel_and_go_on_where_it_does_not(tmp_path):
