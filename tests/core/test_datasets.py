@@ -1,7 +1,7 @@
+import functools
 import gzip
 import hashlib
 import http.server
-import io
 import tarfile
 import threading
 
@@ -18,24 +18,18 @@ def sha(data):
 
 
 @pytest.fixture
-def server(tmp_path_factory):
+def server(tmp_path, monkeypatch):
     """A web server on this machine that serves an archive and a file."""
-    folder = tmp_path_factory.mktemp("web")
+    folder = tmp_path / "web"
+    (folder / "inner").mkdir(parents=True)
+    for name, content in CONTENT.items():
+        (folder / "inner" / name).write_bytes(content)
     with tarfile.open(folder / "set.tar.gz", "w:gz") as archive:
-        for name, content in CONTENT.items():
-            info = tarfile.TarInfo(f"inner/{name}")
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
+        archive.add(folder / "inner", "inner")
     (folder / "one.json.gz").write_bytes(gzip.compress(CONTENT["worker0.json"], mtime=0))
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=str(folder))
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as web:
+    monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{web.server_port}", folder
         web.shutdown()
