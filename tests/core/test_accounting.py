@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from support import make_timeline
+from support import lanes, make_timeline
 
 from madmax_lib.accounting import breakdown, breakdown_between, exposed_by_collective, top_kernels
 
@@ -23,18 +23,14 @@ def test_closed_form():
     np.testing.assert_allclose(row.to_numpy(dtype=float), list(expected.values()), rtol=1e-12)
 
 
-def test_one_rank_without_communication_has_no_overlap():
-    timeline = make_timeline([(0, 7, "compute", "a", 0, 10)])
-    row = breakdown(timeline).iloc[0]
-    assert np.isnan(row["overlap"]) and row["exposed_comm_s"] == 0 and row["idle_s"] == 0
-    table = exposed_by_collective(timeline)
-    assert not len(table) and "exposed_s" in table
-
-
-def test_a_rank_without_device_work_has_a_row_of_zeros():
+def test_what_is_not_there_has_zeros_and_no_overlap():
+    """No communication, a rank without device work, no ranks at all."""
     timeline = make_timeline([(0, 7, "compute", "a", 0, 10)], represents={0: [0], 1: [1]})
-    table = breakdown(timeline)
+    table, collectives = breakdown(timeline), exposed_by_collective(timeline)
     assert table["rank"].tolist() == [0, 1] and table["total_s"].tolist() == [1e-8, 0.0]
+    assert table["overlap"].isna().all() and (table[["exposed_comm_s", "idle_s"]] == 0).all(axis=None)
+    nothing = breakdown(make_timeline([]))
+    assert not len(collectives) and "exposed_s" in collectives and not len(nothing) and "non_compute_s" in nothing
 
 
 KIND = st.sampled_from(["compute", "comm", "memcpy", "other"])
@@ -66,11 +62,6 @@ def test_collectives_of_a_user_table_are_known():
     assert exposed_by_collective(timeline)["collective"].tolist() == ["generic", "send_recv"]
 
 
-def test_no_ranks_gives_an_empty_table_with_columns():
-    table = breakdown(make_timeline([]))
-    assert not len(table) and "non_compute_s" in table
-
-
 def test_top_kernels_share_and_order():
     rows = [(r, 7, "compute", name, 0, dur) for r in (0, 1) for name, dur in (("big", 30), ("small", 10))]
     table = top_kernels(make_timeline(rows), 1)
@@ -82,10 +73,9 @@ def test_top_kernels_share_and_order():
 @pytest.fixture
 def window_step():
     """Compute 0-10 and 15-20 ms, communication 8-12 ms on rank 0; rank 1 computes 5-10 ms."""
-    rows = [(0, 0, "compute", "gemm", 100 * MS, 10 * MS), (0, 0, "compute", "adam", 115 * MS, 5 * MS)]
-    return make_timeline(
-        [*rows, (0, 2, "comm", "all_reduce", 108 * MS, 4 * MS), (1, 0, "compute", "gemm", 105 * MS, 5 * MS)]
-    )
+    first = "0 compute: gemm 100+10, adam 115+5\n2 comm: all_reduce 108+4"
+    rows = lanes(first + "\n1/0 compute: gemm 105+5")
+    return make_timeline([(*row[:4], row[4] * MS, row[5] * MS) for row in rows])
 
 
 @pytest.mark.parametrize(

@@ -108,10 +108,8 @@ def test_a_homogeneous_plan_can_be_simulated():
 )
 def test_text_of_a_plan(groups, strategies, cuts, text):
     written = hetero.as_json(on_kaggle(groups, strategies, cuts, global_batch=4))["plan"]
-    if text is None:
-        assert written is None
-    else:
-        assert text in written
+    assert text in written if text else written is None
+    if text:
         mm.simulate(GPT2, KAGGLE, mm.Plan.parse(written), global_batch=4, dtype="fp16")
 
 

@@ -1,6 +1,3 @@
-import logging
-import warnings
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,6 +9,7 @@ from madmax_lib.accounting import breakdown
 from madmax_lib.datasets import PROJECT
 from madmax_lib.specs import Cluster, Device, Link, Transformer
 from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.traces import hta
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, compare_ops, op_classes, op_names
 from madmax_lib.traces.read.kineto import read_trace
 
@@ -293,12 +291,10 @@ def test_an_exported_step_does_not_differ_from_itself(gpt, tmp_path):
 
 def labeled(path, rank, label):
     """HTA's trace of one file."""
-    from hta.common.trace import Trace
-    from hta.trace_diff import LabeledTrace
+    with hta._quiet():
+        from hta.common.trace import Trace
+        from hta.trace_diff import LabeledTrace
 
-    logging.getLogger("hta").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
         return LabeledTrace(label, t=Trace(trace_files={rank: str(path)}, trace_dir="/"))
 
 
@@ -307,8 +303,7 @@ def theirs(control, test, iterations, device):
     from hta.trace_diff import DeviceType, TraceDiff
 
     arguments = {"control_iteration": iterations[0], "test_iteration": iterations[1], "device_type": DeviceType[device]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with hta._quiet():
         table = TraceDiff.compare_traces(control, test, **arguments)
         ops = TraceDiff.ops_diff(control, test, **arguments)
     table.columns = ["count_a", "total_a_s", "count_b", "total_b_s", "diff_counts", "difference_s", "change"]
@@ -320,12 +315,12 @@ STATUS = {"added": "extra", "deleted": "missing", "increased": "more", "decrease
 KINDS = {"GPU": BUSY_KINDS, "CPU": ("cpu", "annotation"), "ALL": (*BUSY_KINDS, "cpu", "annotation")}
 
 
-def assert_as_hta(ours, hta):
-    table, ops = hta
-    ours = ours.groupby("name")[["count_a", "count_b", "total_a_s", "total_b_s", "difference_s"]].sum()
-    assert sorted(ours.index) == sorted(table.index)
-    np.testing.assert_allclose(ours, table.loc[ours.index, list(ours)], rtol=1e-12, atol=1e-12)
-    return {STATUS[change]: set(names) for change, names in ops.items() if names}
+def assert_as_hta(ours, table, ops):
+    sums = ours.groupby("name")[["count_a", "count_b", "total_a_s", "total_b_s", "difference_s"]].sum()
+    assert sorted(sums.index) == sorted(table.index)
+    np.testing.assert_allclose(sums, table.loc[sums.index, list(sums)], rtol=1e-12, atol=1e-12)
+    status = {STATUS[change]: set(names) for change, names in ops.items() if names}
+    assert {name: set(part["name"]) for name, part in ours.groupby("status")} == status
 
 
 @pytest.fixture(scope="module")
@@ -343,8 +338,7 @@ def test_two_steps_equal_hta(two_v100, device, steps):
     other.__dict__.update(vars(control), label="test")
     a, b = (timeline.select(steps=[step]) for step in steps)
     ours = compare_ops(a, b, by="name", kinds=KINDS[device])
-    status = assert_as_hta(ours, theirs(control, other, steps, device))
-    assert {name: set(part["name"]) for name, part in ours.groupby("status")} == status
+    assert_as_hta(ours, *theirs(control, other, steps, device))
 
 
 @pytest.mark.parametrize("device", KINDS)
@@ -355,8 +349,7 @@ def test_two_ranks_equal_hta(device):
     ranks = [read_trace(files[rank]) for rank in (0, 7)]
     traces = [labeled(files[rank], rank, label) for rank, label in ((0, "control"), (7, "test"))]
     ours = compare_ops(*ranks, by="name", kinds=KINDS[device])
-    status = assert_as_hta(ours, theirs(*traces, (10, 10), device))
-    assert {name: set(part["name"]) for name, part in ours.groupby("status")} == status
+    assert_as_hta(ours, *theirs(*traces, (10, 10), device))
 
 
 def test_hta_loses_the_default_stream_of_amd_and_we_do_not():

@@ -1,15 +1,15 @@
 import gzip
 import json
-import warnings
 
 import numpy as np
 import pandas as pd
 import pytest
 from support import dataset_or_skip, lanes, local_or_skip, make_timeline, with_columns, with_tables
 
+import madmax_lib as mm
 from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import Timeline
-from madmax_lib.traces import allocations, growth, held_at_peak, memory_timeline, peak, read_memory_timeline, read_trace
+from madmax_lib.traces import allocations, growth, held_at_peak, hta, memory_timeline, peak, read_memory_timeline
 from madmax_lib.traces.operators.memory import BEFORE, CATEGORIES
 
 ANALYSES = [memory_timeline, allocations, peak, held_at_peak, growth]
@@ -229,7 +229,7 @@ def test_part_of_the_ranks():
 
 @pytest.fixture(scope="module")
 def v100() -> Timeline:
-    return read_trace(dataset_or_skip("ddp-2xv100"))
+    return mm.read_trace(dataset_or_skip("ddp-2xv100"))
 
 
 def test_v100_sizes_integrate_to_the_recorded_totals(v100):
@@ -263,7 +263,7 @@ def test_v100_peak_and_its_holders(v100):
 
 @pytest.mark.parametrize("name", ["ddp-rank0", "ddp-rank1", "fsdp-rank0", "fsdp-rank1"])
 def test_cpu_traces_of_gloo_have_a_peak_too(name):
-    timeline = read_trace(local_or_skip(f"traces/cpu-gloo-torch2.13/{name}.json.gz"))
+    timeline = mm.read_trace(local_or_skip(f"traces/cpu-gloo-torch2.13/{name}.json.gz"))
     table, events = memory_timeline(timeline), timeline.side_tables["memory"].sort_values("time_ns", kind="stable")
     assert (table["allocated_bytes"].to_numpy() == events["allocated_bytes"].to_numpy()).all()
     assert held_at_peak(timeline)["size_bytes"].sum() == peak(timeline)["peak_bytes"].item() > 0
@@ -317,8 +317,7 @@ def test_no_file_and_no_rows(tmp_path):
 
 def test_raw_export_equals_hta():
     path = local_or_skip("traces/hta-samples/memory_timeline.raw.gz")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with hta._quiet():
         from hta.memory_analysis import MemoryAnalysis
 
         times, sizes = MemoryAnalysis(str(path))._process_raw_events()

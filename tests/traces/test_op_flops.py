@@ -129,15 +129,16 @@ def test_bytes_are_inputs_and_output(name, shapes, moved):
     assert cost(name, shapes).moved_bytes == moved
 
 
-def test_lookups_move_only_their_rows():
-    table = [[1000, 8], [3, 2], [], [], []]
-    types = ["c10::BFloat16", "long int", "Scalar", "Scalar", "Scalar"]
-    assert cost("aten::embedding", table, types=types).moved_bytes == 6 * 8 + 2 * 6 * 8 * 2
-    shapes, types = [[1000, 8], [], [6]], ["float", "Scalar", "long int"]
-    assert cost("aten::index_select", shapes, types=types, numbers=["", "0", ""]).moved_bytes == 6 * 8 + 2 * 6 * 8 * 4
-    shapes, types = [[3, 2, 8], [3, 2], []], ["float", "long int", "Scalar"]
-    found = cost("aten::embedding_dense_backward", shapes, types=types, numbers=["", "", "1000"])
-    assert found.moved_bytes == 4 * 48 + 8 * 6 + 4 * 8000
+@pytest.mark.parametrize(
+    ("name", "shapes", "types", "numbers", "moved"),
+    [
+        ("embedding", [[1000, 8], [3, 2]], ["c10::BFloat16", "long int"], ["", ""], 6 * 8 + 2 * 6 * 8 * 2),
+        ("index_select", [[1000, 8], [], [6]], ["float", "", "long int"], ["", "0", ""], 6 * 8 + 2 * 6 * 8 * 4),
+        ("embedding_dense_backward", [[3, 2, 8], [3, 2], []], ["float", "long int", ""], ["", "", "1000"], 32_240),
+    ],
+)
+def test_lookups_move_only_their_rows(name, shapes, types, numbers, moved):
+    assert cost(f"aten::{name}", shapes, types=types, numbers=numbers).moved_bytes == moved
 
 
 def test_convolution_bytes():

@@ -41,6 +41,11 @@ BY_STEP = [
     ("gap between two steps", [step("ProfilerStep#1", 0, 10), step("ProfilerStep#2", 20, 10), launch(15, -1)], [-1]),
     ("ProfilerStep goes before others", [step("iteration 9", 0, 100), *TWO[1:], launch(50, -1), launch(150, -1)],
      [-1, 4]),
+    ("kernels launched before the trace are outside of its steps",
+     [step("ProfilerStep#1", 0, 100), launch(50, 5), kernel(10, 3), kernel(60, 5), kernel(90, 6)], [1, -1, 1, 1]),
+    ("stream 7 drains what was left over; on stream 9, which launches nothing before, the correlation tells",
+     [step("ProfilerStep#1", 0, 100), launch(5, 50), launch(6, 51), kernel(10, 50, 27), kernel(20, 60), kernel(60, 51),
+      kernel(70, 3, 9), kernel(80, 61, 9)], [1, 1, 1, -1, 1, -1, 1]),
 ]  # fmt: skip
 
 
@@ -85,15 +90,3 @@ def hta_kept(rows: list[tuple]) -> list[int]:
 )
 def test_hta_drops_the_last_of_several_steps(rows, dropped):
     assert sorted(hta_kept(rows)) == sorted({row[3] for row in rows} - set(dropped))
-
-
-def test_kernels_launched_before_the_trace_are_outside_of_its_steps():
-    rows = [step("ProfilerStep#1", 0, 100), launch(50, 5), kernel(10, 3), kernel(60, 5), kernel(90, 6)]
-    assert assign_steps(spans(rows)).tolist() == [1, 1, -1, 1, 1]
-
-
-def test_left_over_kernels_are_told_by_stream_or_by_correlation():
-    """Stream 7 drains what was left over; on stream 9, which launches nothing before, the number tells."""
-    rows = [step("ProfilerStep#1", 0, 100), launch(5, 50), launch(6, 51), kernel(10, 50, 27), kernel(20, 60)]
-    rows += [kernel(60, 51), kernel(70, 3, 9), kernel(80, 61, 9)]
-    assert assign_steps(spans(rows)).tolist() == [1, 1, 1, 1, -1, 1, -1, 1]
