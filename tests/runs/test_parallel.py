@@ -252,16 +252,17 @@ def test_a_plan_needs_its_ranks():
 
 
 def test_dimensions_of_many_ranks():
-    """As the last of 1,024, in a group that only pretends."""
-    plan = Plan.parse("dp64.tp2.pp4.cp2.ep4")
-    dist.init_process_group("fake", store=FakeStore(), rank=1023, world_size=plan.world_size)
+    """Sizes and coordinates of one of 1,024, in a group that only pretends; tp is the fastest, pp the slowest."""
+    plan = Plan.parse("dp16.tp8.pp2.cp4.ep32")
+    dist.init_process_group("fake", store=FakeStore(), rank=300, world_size=plan.world_size)
     try:
         built = mesh.build(plan, "cpu")
-        sizes = {"pp": 4, "dp": 64, "cp": 2, "tp": 2, "ep": 4, "edp": 32, "fsdp": 128}
-        assert {name: built.size(name) for name in sizes} == sizes
-        assert {name: built.coordinate(name) + 1 for name in sizes} == sizes
+        dimensions = ("pp", "dp", "cp", "tp", "ep", "edp", "fsdp")
+        named = {name: (built.size(name), built.coordinate(name)) for name in dimensions}
     finally:
         dist.destroy_process_group()
+    split = {"ep": (32, 5), "edp": (2, 1), "fsdp": (64, 37)}
+    assert named == {"pp": (2, 0), "dp": (16, 9), "cp": (4, 1), "tp": (8, 4)} | split
 
 
 def test_the_loss_scale_falls_at_once_and_rises_slowly():
