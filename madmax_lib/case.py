@@ -25,7 +25,7 @@ class Case:
     global_batch: samples per step over all devices (default None: as many as the pipeline wants).
     sequence: tokens per sample (default 0: the model's own).
     dtype: of the matrix products, a key of `ops.BYTES` (default bf16).
-    software: whose habits decide what is held in memory, a name of `states.SOFTWARE` (default None: the usual one).
+    software: whose habits decide what is held in memory, a name of `catalog.software` (default None: the usual one).
     """
 
     model: Model
@@ -37,6 +37,8 @@ class Case:
     software: str | None = None
 
     def __post_init__(self):
+        if self.sequence < 0:
+            raise ValueError(f"sequence={self.sequence} must be a number of tokens, or 0 for the model's own")
         if not self.sequence:
             object.__setattr__(self, "sequence", getattr(self.model, "sequence", 0))
 

@@ -148,7 +148,7 @@ def _typed(kind: type, values: dict[str, str], what: str) -> dict:
 
 def _value(text: str, like):
     if isinstance(like, tuple):
-        return tuple(map(type(like[0]), text.split()))
+        return tuple(map(type(like[0]) if like else str, text.split()))
     return bool(int(text)) if isinstance(like, bool) else type(like)(text)
 
 

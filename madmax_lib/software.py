@@ -29,9 +29,7 @@ class Software:
 
     # communication, where a plan does not say
     overlap_tp: bool = False  # of tp, beside the products
-    overlap_tp_way: str = (
-        "none"  # none; ring: products in pieces; async: symmetric memory, weight gradient; user-buffers
-    )
+    overlap_tp_way: str = "none"  # ring: products in pieces; async: symmetric memory, weight gradient; user-buffers
     overlap_ep: bool = False  # exchanges of tokens, beside the work of another batch
     overlap_dp: bool = True  # of gradients, beside the backward pass; FSDP's always is
     gathers_tensorwise: bool = False  # FSDP gathers tensor by tensor, not layer by layer
@@ -64,7 +62,8 @@ class Software:
     temporary_bytes: float = 0.0  # while the optimizer runs, per parameter that it updates
     weights_sharded_from: int = 3  # ZeRO stage
     logit_bytes: float = 10.0  # per logit at the loss
-    engine: bool = (
-        False  # DeepSpeed's: keeps what it sent, buckets to reduce and to gather, gathers 1e9 weights at most
-    )
+    split_logit_bytes: float = 0.0  # the same where tp splits the logits; 0: as logit_bytes
+    engine: bool = False  # DeepSpeed's: keeps what it sent, two buckets, at most 1e9 gathered weights
     stored_8bit: bool = False  # fp8 products keep their inputs in 8 bits
+    keeps: tuple[str, ...] = ()  # further: gate of SwiGLU, fp32 norm inputs, gathered inputs (tp), outputs (all logits)
+    stages_by_flops: bool = False  # stages are cut at equal FLOPs, the head's among them

@@ -20,6 +20,7 @@ __all__ = ["LayerBytes", "dropout_bytes", "in_flight", "layer_bytes"]
 _MASK_BYTES = 1  # a dropout mask holds one byte per element [arXiv 2205.05198, section 4.1]
 _LOG_SUM_BYTES = 4  # fused attention keeps the fp32 log-sum-exp of each row [arXiv 2205.14135]
 _ROUTER_BYTES = 8  # fp32 logits and probabilities of a mixture's router
+_NORM_BYTES = 4  # an RMSNorm of several kernels keeps its input in fp32
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,12 @@ def dropout_bytes(model: Transformer) -> int:
 
 
 def layer_bytes(
-    case: Case, *, width: float = 2.0, product_width: float | None = None, mixture: bool = False
+    case: Case, *, width: float = 2.0, product_width: float | None = None, mixture: bool = False, further=()
 ) -> LayerBytes:
     """Activations of one layer on one device for one micro-batch; the plans of the case may be arrays.
 
     width: bytes per element; product_width: of the inputs kept for matrix products, `width` if None. mixture: the
-    feed-forward part is a mixture of experts.
+    feed-forward part is a mixture of experts. further: what the software keeps beside, see `Software.keeps`.
     """
     model, p, tokens, tp = case.model, case.plan, case.tokens, case.plan.tp
     h, heads = model.hidden, model.heads
@@ -79,11 +80,18 @@ def layer_bytes(
     scores = heads * case.sequence / tp
     core = np.where(flash, _LOG_SUM_BYTES * heads / tp, scores * (width + (dropout + width if dropout else 0)))
     feed_forward = (width * (halves * inner + routed) + operand * (inner + routed)) / tp + router / shards
+    if "gate" in further:
+        feed_forward = feed_forward + (halves - 1) * width * inner / tp
+    between = 2 * (width + operand + dropout) * h / shards
+    if "norm" in further and model.norm == "rms":
+        between = between + 2 * _NORM_BYTES * h / shards
+    if "gathered" in further:
+        between = between + 2 * operand * h * (1 - 1 / shards)
     products = (qkv + halves * inner) / tp + 2 * h / shards
     passing = np.maximum((halves + 1) * inner / tp, np.where(flash, 0, 2 * scores)) + 2 * h + routed / tp
     return LayerBytes(
         input=tokens * width * h / shards,
-        hidden=tokens * 2 * (width + operand + dropout) * h / shards,
+        hidden=tokens * between,
         projections=tokens * ((width * qkv + operand * values) / tp + width * latent / shards),
         core=tokens * core,
         feed_forward=tokens * feed_forward,

@@ -53,10 +53,11 @@ PHASES = {
     "context": "always", "fragmentation": "always",
 }  # fmt: skip
 _FUSED_LOGITS = 4  # logits and their gradient in 16 bits, the rest stays in registers [flash-attn cross_entropy]
-# Nobody publishes these three apart. Chosen once, round, so that the 37 published rows of device memory (BLOOM,
-# torchtitan) come out with little bias; other rows publish what the allocator handed out and do not see them
-_CUDA_BYTES = 0.5e9  # context and kernels of one process
-_COMMUNICATOR_BYTES = 0.5e9  # buffers of NCCL, per group of ranks
+# The three below are round; with them the 37 published peaks of whole devices (BLOOM, torchtitan) have little bias.
+_CUDA_BYTES = (
+    0.5e9  # context and kernels of a process, loaded as needed; 1.3e9 all at once [Hugging Face, model memory]
+)
+_COMMUNICATOR_BYTES = 0.5e9  # per group: 4 MiB (NCCL_BUFFSIZE) and half for LL128, 32 channels, both ways [NCCL docs]
 FRAGMENTATION = 0.07  # of the allocated peak: held by the caching allocator, in no tensor
 
 
@@ -76,26 +77,31 @@ def memory(
     """Bytes on one device of each pipeline stage: columns stage, component, phase, size_bytes.
 
     sequence: tokens per sample, the model's own if None. global_batch: samples per step, which limits the micro-batches
-    a stage can hold; as many as the pipeline wants if None. software: whose habits, a name of `states.SOFTWARE`,
+    a stage can hold; as many as the pipeline wants if None. software: whose habits, a name of `catalog.software`,
     `default_software` if None; `stack` is its old name. fused_loss: cross entropy without fp32 logits. trainable: share
     of the parameters with gradients. phase: when the bytes are there, see `peak_bytes`. Offload is not counted, all
     lies on the device: see `fits` for it.
-    Raises ValueError for unknown optimizer, software or dtype, for gpipe without global_batch, a DLRM with tp or pp.
+    Raises ValueError for unknown optimizer, software or dtype, impossible sizes, gpipe without global_batch, DLRM with
+    tp or pp.
 
     >>> gpt = catalog.model("gpt2-large")
     >>> parts = memory(gpt, Plan(dp=4, zero=3)).set_index("component")["size_bytes"]  # FSDP: 4 + 4 + 8 bytes
     >>> (parts[["weights", "gradients", "optimizer"]] / gpt.parameters).tolist()  # of which each rank holds a quarter
     [1.0, 1.0, 2.0]
     """
+    if global_batch is not None and global_batch < 1:
+        raise ValueError(f"global_batch={global_batch} must be at least 1")
+    if not 0 <= trainable <= 1:
+        raise ValueError(f"trainable={trainable} must be a share of the parameters, 0..1")
     case = Case(model, None, plan, global_batch, sequence or 0, dtype, software or stack)
     if isinstance(model, DLRM):
         stages, parts = np.zeros(1, dtype=int), _dlrm_bytes(case, optimizer=optimizer, trainable=trainable)
     else:
         if plan.schedule == "gpipe" and global_batch is None:
             raise ValueError("schedule='gpipe' keeps every micro-batch, global_batch is needed")
-        stages = np.arange(plan.pp)
+        stages, software = np.arange(plan.pp), case.software or default_software(plan)
         options = {"optimizer": optimizer, "fused_loss": fused_loss, "trainable": trainable}
-        parts = stage_bytes(case, stages, *held_layers(model, plan), **options)
+        parts = stage_bytes(case, stages, *held_layers(model, plan, software), **options)
     rows = [
         (int(stage), name, PHASES[name], float(np.broadcast_to(size, stages.shape)[stage]))
         for stage in stages
@@ -104,12 +110,27 @@ def memory(
     return pd.DataFrame(rows, columns=["stage", "component", "phase", "size_bytes"])
 
 
-def held_layers(model: Transformer, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+def held_layers(model: Transformer, plan: Plan, software: str | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Layers of each pipeline stage, and how many of them have experts, (pp,) each."""
     first = model.dense_layers if model.experts else model.layers  # layer with experts
+    if software and plan.pp > 1 and software_of(software, "bf16").stages_by_flops:
+        ends = np.append(0, _ends_by_flops(model, plan.pp))
+        return np.diff(ends), np.diff(np.maximum(ends, first))
     held = [[layer for chunk in stage for layer in chunk] for stage in chunk_layers(model.layers, plan)]
     layers, mixtures = np.array([(len(of), sum(layer >= first for layer in of)) for of in held]).T
     return layers, mixtures
+
+
+def _ends_by_flops(model: Transformer, pp: int) -> np.ndarray:
+    """Layers up to the end of each stage, (pp,): it ends with the layer that exceeds its even share of the FLOPs.
+
+    The head counts, so that the last stages have fewer layers or none [nanotron, models/base.py, build_model].
+    """
+    layer = model.attention_parameters + model.mlp_parameters(model.ffn)
+    share = (model.layers + model.vocab * model.hidden / layer) / pp
+    number = np.arange(pp)
+    ends = np.maximum.accumulate(np.floor(share * (number + 1)).astype(int) + 1 - number) + number
+    return np.append(np.minimum(ends[:-1], model.layers), model.layers)
 
 
 def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:
@@ -130,16 +151,16 @@ def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:
 
 
 def plans_peak_bytes(case: Case) -> np.ndarray:
-    """Peak bytes (a, b) of a product of plans, each with the software it is usually run with.
+    """Peak bytes (a, b) of a product of plans, each with the software of the case, or that it is usually run with.
 
     case: with single degrees, ZeRO stages of shape (1, b), and other choices (a, 1) or (1, b). Equal to
     `peak_bytes(memory(model, plan, ...))` plan by plan.
     """
     plans, zero = case.plan, case.plan.zero[0]
-    usual = {z: default_software(Plans(tp=plans.tp, pp=plans.pp, zero=z)) for z in np.unique(zero)}
-    stages = _differing_stages(case.model, plans.pp)
+    usual = {z: case.software or default_software(Plans(tp=plans.tp, pp=plans.pp, zero=z)) for z in np.unique(zero)}
     result = np.empty(plans.shape)
     for software in dict.fromkeys(usual.values()):
+        stages = _differing_stages(case.model, plans.pp, software)
         columns = np.flatnonzero([usual[z] == software for z in zero])
         part = replace(case, plan=_with_columns(plans, columns), software=software)
         result[:, columns] = np.max(moment_peak(by_phase(stage_bytes(part, *stages).items())), axis=0)
@@ -152,10 +173,10 @@ def _with_columns(plans: Plans, columns: np.ndarray) -> Plans:
     return replace(plans, **{name: choice[:, columns] for name, choice in choices.items()})
 
 
-def _differing_stages(model: Transformer, pp: int) -> np.ndarray:
+def _differing_stages(model: Transformer, pp: int, software: str) -> np.ndarray:
     """Stage, layers and mixtures of the stages that can be the fullest, each (k, 1, 1): the first of equal ones."""
     kinds: dict[tuple, int] = {}
-    for stage, held in enumerate(zip(*held_layers(model, Plan(pp=pp)), strict=True)):
+    for stage, held in enumerate(zip(*held_layers(model, Plan(pp=pp), software), strict=True)):
         kinds.setdefault((*held, stage == 0, stage == pp - 1), stage)
     return np.array([(stage, *key[:2]) for key, stage in kinds.items()]).T[:, :, None, None]
 
@@ -174,14 +195,7 @@ def usable_bytes(device: Device) -> float:
 
 
 def stage_bytes(
-    case: Case,
-    stage,
-    layers,
-    mixtures=0,
-    *,
-    optimizer: str = "adam",
-    fused_loss: bool = False,
-    trainable: float = 1.0,
+    case: Case, stage, layers, mixtures=0, *, optimizer: str = "adam", fused_loss: bool = False, trainable: float = 1.0
 ) -> dict[str, np.ndarray]:
     """Bytes by component of a pipeline stage; the plans of the case, stage, layers and mixtures may be arrays.
 
@@ -189,15 +203,15 @@ def stage_bytes(
     Raises ValueError for unknown software, optimizer or dtype.
     """
     model, p, tokens, micro_batches = case.model, case.plan, case.tokens, case.micro_batches
-    name = case.software or default_software(p)
-    software, width = software_of(name, case.dtype), width_of(case.dtype)
+    software, width = software_of(case.software or default_software(p), case.dtype), width_of(case.dtype)
     stage, layers, mixtures = np.asarray(stage), np.asarray(layers), np.asarray(mixtures)
     held = in_flight(p.schedule, stage, p.pp, p.interleave, micro_batches)
     product_width = min(BYTES[case.dtype], width) if software.stored_8bit else width
+    widths = {"width": width, "product_width": product_width, "further": software.keeps}
     kept, moving = 0.0, 0.0
     for mixture, number in ((False, layers - mixtures), (True, mixtures)):
-        layer = layer_bytes(case, width=width, product_width=product_width, mixture=mixture and model.experts > 0)
-        one = layer.kept(p.recompute, by_products=name == "torch")
+        layer = layer_bytes(case, **widths, mixture=mixture and model.experts > 0)
+        one = layer.kept(p.recompute, by_products=software.selective_products > 0)
         again = np.where(p.recompute == "none", 0.0, layer.whole - one)
         kept = kept + number * one
         moving = np.maximum(moving, np.where(number > 0, again + layer.passing, 0.0))
@@ -206,7 +220,13 @@ def stage_bytes(
     sent = np.where(p.pp > 1, layer.input, 0.0) * software.engine
     outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
     waiting = np.where(p.schedule == "gpipe", held, 1.0)  # logits of micro-batches whose backward has not begun
-    logits = (_FUSED_LOGITS if fused_loss else software.logits) * waiting * outputs / p.tp + 2 * layer.input
+    width_of_logit = np.where(p.tp > 1, software.split_logit_bytes or software.logit_bytes, software.logit_bytes)
+    logits = (_FUSED_LOGITS if fused_loss else width_of_logit) * waiting * outputs / p.tp + 2 * layer.input
+    if "gathered" in software.keeps:  # for the head's product too
+        logits = logits + layer.input * (layer.shards - 1)
+    if "outputs" in software.keeps:
+        earlier = np.where(p.pp > 1, np.where(np.isfinite(micro_batches), micro_batches, p.pp) - 1, 0)
+        logits = logits + earlier * width * outputs / p.tp
     count = stage_parameters(model, p, stage, layers, mixtures)
     parts = state_bytes(p, count, software, optimizer, trainable) | {
         "activations": held * (kept + sent) + masks,

@@ -17,7 +17,7 @@ import pandas as pd
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory.memory import FRAGMENTATION, PHASES, by_phase, held_layers, moment_peak, stage_bytes
-from madmax_lib.simulator.memory.states import SOFTWARE, stage_parameters, state_bytes
+from madmax_lib.simulator.memory.states import software_of, stage_parameters, state_bytes
 from madmax_lib.simulator.offload.chunks import chunk_waste
 from madmax_lib.specs import DLRM
 
@@ -200,8 +200,9 @@ def as_table(sizes: dict[tuple[str, str], np.ndarray], devices: int) -> pd.DataF
 
 def _states(case: Case, count, method: Method, split: Split) -> dict[tuple[str, str], np.ndarray]:
     """Weights, gradients and optimizer states by place."""
-    widths = {"gradients": method.gradients, "copy": method.optimizer - _MOMENTS_BYTES, "accumulator": 0}
-    software = replace(SOFTWARE["deepspeed"], weights=method.weights, **widths)
+    widths = {"gradient_bytes": method.gradients, "copy_bytes": method.optimizer - _MOMENTS_BYTES}
+    software = software_of("deepspeed", "fp16")
+    software = replace(software, weight_bytes=method.weights, accumulator_bytes=0, **widths)
     states = state_bytes(case.plan, count, software, "adam", 1.0)
     names = "weights", "gradients", "optimizer"
     away = dict(zip(names, (split.weights, split.states, split.states), strict=True))
