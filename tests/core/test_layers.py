@@ -41,7 +41,7 @@ ONLY_IN = {
 }
 HEAVY = ["torch", "hta", "matplotlib", "dask", "ipywidgets", "pandas", "pyarrow"]
 # lines of Python: lower one when you can, raise none; DESIGN.md wants view, papers, planner and simulator lower still
-TOTAL, TESTS, LONGEST_MODULE, UNFORMATTED = 26_150, 17_000, 330, 60
+TOTAL, TESTS, LONGEST_MODULE, UNFORMATTED = 26_150, 16_600, 330, 60
 CEILINGS = {"core": 3000, "simulator": 4400, "traces": 5600, "runs": 4850, "calibration": 1550, "planner": 3100,
             "view": 3804, "papers": 5000}  # fmt: skip
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
