@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from madmax_lib import catalog
+from madmax_lib.software import Software
 from madmax_lib.specs import Cluster, Model
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ class Case:
     global_batch: samples per step over all devices (default None: as many as the pipeline wants).
     sequence: tokens per sample (default 0: the model's own).
     dtype: of the matrix products, a key of `ops.BYTES` (default bf16).
-    software: whose habits decide what is held in memory, a name of `catalog.software` (default None: the usual one).
+    software: that trains, a `Software` or the name of one in the catalog (default None: `none`, which is false).
     """
 
     model: Model
@@ -34,11 +36,12 @@ class Case:
     global_batch: int | None = None
     sequence: int = 0
     dtype: str = "bf16"
-    software: str | None = None
+    software: Software | str | None = None
 
     def __post_init__(self):
         if self.sequence < 0:
             raise ValueError(f"sequence={self.sequence} must be a number of tokens, or 0 for the model's own")
+        object.__setattr__(self, "software", catalog.software(self.software))
         if not self.sequence:
             object.__setattr__(self, "sequence", getattr(self.model, "sequence", 0))
 

@@ -126,12 +126,14 @@ def model(name: str | Path) -> Model:
     return _KINDS[kind](name, **_typed(_KINDS[kind], values, f"model {name}"))
 
 
-def software(name: str | None) -> Software:
-    """A training software by name or alias, any software for None. Raises ValueError for an unknown one.
+def software(name: str | Software | None) -> Software:
+    """A training software by name or alias, `none` for None. Raises ValueError for an unknown one.
 
     >>> software("torchtitan").overlap_tp, software("dgxc nemo").overlap_tp_way
     (False, 'user-buffers')
     """
+    if isinstance(name, Software):
+        return name
     name, rows = _rows("software", name or "none")
     values = {row["field"]: row["value"] for row in rows}
     base = software(values.pop("like")) if "like" in values else Software()

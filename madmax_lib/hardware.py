@@ -65,18 +65,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A network level.
-
-    name: in the catalog.
-    bandwidth_bytes_per_s: per device, one way.
-    latency_s: of one hop (default 0).
-    in_network_reduction: switches add what passes, as NVLink SHARP and InfiniBand SHARP do (default False).
-    """
+    """A network level."""
 
     name: str
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0
-    in_network_reduction: bool = False
+    bandwidth_bytes_per_s: float  # per device, one way
+    latency_s: float = 0.0  # of one hop
+    in_network_reduction: bool = False  # switches add what passes, as NVLink SHARP and InfiniBand SHARP do
 
     def __post_init__(self):
         check_positive(self, "bandwidth_bytes_per_s")
@@ -84,25 +78,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """What stands beside the devices of a node: memory, the links to it, and drives.
-
-    name: of the host.
-    memory_bytes, memory_bandwidth_bytes_per_s: of its memory.
-    link_bytes_per_s: achieved one way between that memory and one device.
-    uplinks: devices that can use that rate at once (default 0: all).
-    nvme_bytes, nvme_read_bytes_per_s, nvme_write_bytes_per_s: of all drives together (default 0: none).
-    tdp_w: of the processors (default NaN: unknown).
-    """
+    """What stands beside the devices of a node: memory, the links to it, and drives."""
 
     name: str
     memory_bytes: float
     memory_bandwidth_bytes_per_s: float
-    link_bytes_per_s: float
-    uplinks: int = 0
-    nvme_bytes: float = 0.0
+    link_bytes_per_s: float  # achieved one way between that memory and one device
+    uplinks: int = 0  # devices that can use that rate at once; 0: all
+    nvme_bytes: float = 0.0  # of all drives together, as are their rates; 0: none
     nvme_read_bytes_per_s: float = 0.0
     nvme_write_bytes_per_s: float = 0.0
-    tdp_w: float = float("nan")
+    tdp_w: float = float("nan")  # of the processors; NaN: unknown
 
     def __post_init__(self):
         check_positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s", "link_bytes_per_s")

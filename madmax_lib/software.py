@@ -67,3 +67,7 @@ class Software:
     stored_8bit: bool = False  # fp8 products keep their inputs in 8 bits
     keeps: tuple[str, ...] = ()  # further: gate of SwiGLU, fp32 norm inputs, gathered inputs (tp), outputs (all logits)
     stages_by_flops: bool = False  # stages are cut at equal FLOPs, the head's among them
+
+    def __bool__(self) -> bool:
+        """False for `none`: `case.software or usual` takes the usual one where none is named."""
+        return self.name != "none"
