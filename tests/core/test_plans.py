@@ -207,3 +207,12 @@ def test_experts_are_shared_by_what_expert_parallelism_leaves(sharing, ep, param
 
 def test_ends_that_count_as_layers_need_a_pipeline_to_matter():
     assert chunk_layers(4, Plan(embedding_as_layer=True, head_as_layer=True)) == [[range(4)]]
+
+
+def test_a_case_resolves_its_software_once():
+    """By name, by value, or none, which is false: the usual software of a plan can stand in for it."""
+    case = Case(mm.model("gpt2"), None, Plan(), software="megatron")
+    assert case.software is catalog.software(case.software) and case.software.name == "megatron-core"
+    assert replace(case, software=None).software.name == "none" and not replace(case, software=None).software
+    with pytest.raises(ValueError, match="unknown software 'megatronne'"):
+        replace(case, software="megatronne")
