@@ -19,7 +19,7 @@ def test_pictures_keep_their_table():
 
 
 def test_streams_are_blocks_of_the_step():
-    step = mm.simulate(*RUN, global_batch=64)
+    step = mm.simulate(*RUN, global_batch=64, dtype="fp16")
     drawn = figure_data(plot_streams(step))
     assert {"device computes", "host computes", "copies to the host"} <= set(drawn["row"])
     assert (drawn["start_s"] + drawn["dur_s"]).max() <= mm.breakdown(step)["total_s"].max() * 1.001
