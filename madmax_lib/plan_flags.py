@@ -162,7 +162,11 @@ def _interleave(flags: Mapping[str, str], pp: int) -> int:
 
 
 def _check_ends(flags: Mapping[str, str], plan: dict) -> None:
-    """Megatron-LM counts embedding and loss as layers only where all stages then come out equal."""
+    """Megatron-LM counts embedding and loss as layers only for equal stages, and cuts stated ends into equal chunks."""
+    for end in ("first", "last"):
+        if plan.get(f"{end}_layers", 0) % plan.get("interleave", 1):
+            name = f"--decoder-{end}-pipeline-num-layers={plan[f'{end}_layers']}"
+            raise ValueError(f"{name} is not a multiple of the {plan['interleave']} virtual stages")
     stages, extra = plan.get("pp", 1) * plan.get("interleave", 1), sum(name in flags for name in _ENDS)
     layers = _count(flags, "num-layers", 0)
     if extra and layers and (layers + extra) % stages:

@@ -65,6 +65,8 @@ def test_megatron(args, world, plan):
         ("--pipeline-model-parallel-layout Et*3|(tt|)*29", 1, "-parallel-layout=.*could change the plan"),
         ("--context-parallel-size 2 --cp-comm-type all_gather", 2, "--cp-comm-type=all_gather: a plan knows p2p, a2a"),
         ("--overlap-param-gather", 2, "overlap_gather is for zero=1 and zero=2, but zero=0"),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+         "--decoder-first-pipeline-num-layers 3", 2, "=3 is not a multiple of the 2 virtual stages"),
         ("--account-for-loss-in-pipeline-split --num-layers 16 --pipeline-model-parallel-size 4", 4,
          r"16 \+ 1 layers do not divide over 4 stages"),
         ("--expert-model-parallel-size 3", 8, "ep=3 does not divide dp x cp = 8 x 1"),
