@@ -196,6 +196,27 @@ def test_frozen_weights_have_no_gradients():
     assert lora["gradients"] == 0.04 * LLAMA.parameters and lora["optimizer"] == 0.08 * LLAMA.parameters
 
 
+def test_adapters_alone_have_gradients_and_states():
+    """Of rank 8 beside the frozen products of attention, whose inputs alone are kept."""
+    lora, whole = (sizes(LLAMA, plan, software="nemo") for plan in ("dp2.lora8", "dp2"))
+    adapters = 8 * 8 * ((512 + 768) + (512 + 512))
+    assert lora["weights"] == whole["weights"] and lora["gradients"] == pytest.approx(4 * adapters)
+    assert lora["optimizer"] == pytest.approx(12 * adapters)
+    assert whole["activations"] - lora["activations"] == 8 * 256 * 2 * (512 + 1408)
+    for device, plan in (("h100-80", "dp2.tp4.lora16"), ("h200", "dp4.tp2.lora16")):  # ran [MLPerf 4.0]
+        peak_of_base = peak(mm.model("llama2-70b"), plan, software="nemo", sequence=8192, global_batch=8, dtype="fp8")
+        assert peak_of_base < usable_bytes(catalog.device(device))
+
+
+def test_whole_experts_lie_over_tensor_parallel_ranks_too():
+    """etp=1: a device has tp times as many experts of its own, which fewer share, and copies of its tokens alone."""
+    split, whole = (sizes(MIXTURE, f"dp4.tp2.ep4{etp}.z1", software="megatron-core") for etp in ("", ".etp1"))
+    experts = 7 * 8 * MIXTURE.mlp_parameters(256) / 4
+    assert whole["weights"] - split["weights"] == pytest.approx(2 * experts / 2)
+    assert whole["optimizer"] == pytest.approx(split["optimizer"])  # over 2 instead of 1 that share them
+    assert split["activations"] - whole["activations"] == pytest.approx(7 * 256 * 2 * 2 * 512 / 2)
+
+
 def test_peak_is_the_fullest_moment():
     table = pd.DataFrame([(0, "weights", "always", 1.0), (0, "activations", "pass", 2.0), (0, "logits", "loss", 4.0),
                           (0, "block at work", "backward", 3.0), (0, "optimizer temporaries", "step", 5.0),

@@ -79,14 +79,12 @@ def layer_bytes(
     inner, routed = load * inner + shared, load * routed
     scores = heads * case.sequence / tp
     core = np.where(flash, _LOG_SUM_BYTES * heads / tp, scores * (width + (dropout + width if dropout else 0)))
-    feed_forward = (width * (halves * inner + routed) + operand * (inner + routed)) / tp + router / shards
-    if "gate" in further:
-        feed_forward = feed_forward + (halves - 1) * width * inner / tp
-    between = 2 * (width + operand + dropout) * h / shards
-    if "norm" in further and model.norm == "rms":
-        between = between + 2 * _NORM_BYTES * h / shards
-    if "gathered" in further:
-        between = between + 2 * operand * h * (1 - 1 / shards)
+    trained = np.where(p.lora_rank > 0, 0.0, operand)  # without gradients of their own, products keep no inputs
+    copies = width * routed / tp + trained * routed / p.expert_spread  # experts that tp splits see the tokens of all tp
+    gate, norm = (halves - 1) * width * ("gate" in further), _NORM_BYTES * ("norm" in further and model.norm == "rms")
+    feed_forward = (width * halves + gate + trained) * inner / tp + copies + router / shards
+    between = (2 * (width + dropout + norm) + operand + trained) * h / shards
+    between = between + (operand + trained) * h * (1 - 1 / shards) * ("gathered" in further)
     products = (qkv + halves * inner) / tp + 2 * h / shards
     passing = np.maximum((halves + 1) * inner / tp, np.where(flash, 0, 2 * scores)) + 2 * h + routed / tp
     return LayerBytes(

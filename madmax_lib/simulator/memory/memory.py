@@ -253,10 +253,8 @@ def _dlrm_bytes(case: Case, *, optimizer: str = "adam", trainable: float = 1.0) 
     parts["optimizer"] = parts["optimizer"] + 4 * tables / model.embedding_dim / p.dp
     pooled = 2 * 2 * model.tables * model.embedding_dim  # before and after the exchange, fp16
     products = 4 * model.mlp_dim * (model.bottom_layers + model.top_layers * max(model.active_experts, 1))
-    tokens = (
-        4 * model.transformer_layers * model.transformer_sequence * (6 * model.attention_dim + model.transformer_ffn)
-    )
-    parts |= {"activations": p.micro_batch * (pooled + products + tokens)}
+    width = 4 * model.transformer_layers * (6 * model.attention_dim + model.transformer_ffn)
+    parts |= {"activations": p.micro_batch * (pooled + products + model.transformer_sequence * width)}
     return parts | _overhead(p, parts)
 
 

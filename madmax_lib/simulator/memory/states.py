@@ -57,10 +57,11 @@ class StageParameters:
     """Parameters of a pipeline stage on one device, before ZeRO shards them; numbers or arrays.
 
     dense: all but routed experts.
-    experts: routed experts, after ep has split them.
+    experts: routed experts, after ep and etp have split them.
     ends: those of embedding and head, which `dense` includes.
     block: of the largest layer.
     routed: those of them that are routed experts.
+    adapted: of the adapters of attention's products, per rank [NeMo, llama2_70b_lora of MLPerf 4.0].
     """
 
     dense: float
@@ -68,12 +69,13 @@ class StageParameters:
     ends: float
     block: float
     routed: float = 0
+    adapted: float = 0
 
 
 def stage_parameters(model: Transformer, p: Plans, stage, layers, mixtures) -> StageParameters:
     """Parameters of a stage with so many layers, `mixtures` of them with experts."""
     expert = model.mlp_parameters(model.expert_ffn) / p.tp
-    experts = model.experts * expert / p.ep
+    experts = model.experts * expert * p.expert_spread / p.ep
     router = model.moe_parameters - (model.experts + model.shared_experts) * model.mlp_parameters(model.expert_ffn)
     beside = router + model.shared_experts * expert
     attention = model.attention_parameters / p.tp + 2 * model.norm_parameters
@@ -84,18 +86,20 @@ def stage_parameters(model: Transformer, p: Plans, stage, layers, mixtures) -> S
     ends = ends + last * model.norm_parameters
     dense = layers * attention + (layers - mixtures) * feed_forward + mixtures * beside + ends
     inner = np.maximum((layers > mixtures) * feed_forward, (mixtures > 0) * (experts + beside))
-    return StageParameters(dense, mixtures * experts, ends, attention + inner, np.minimum(experts, inner))
+    adapted = layers * sum(inputs + outputs for _, inputs, outputs in model.attention_matrices) / p.tp
+    return StageParameters(dense, mixtures * experts, ends, attention + inner, np.minimum(experts, inner), adapted)
 
 
 def state_bytes(p: Plans, count: StageParameters, software: Software, optimizer: str, trainable: float) -> dict:
     """Weights, gradients, optimizer and the buffers that move them.
 
     ZeRO shards over dp x cp, or `shard` of them, and experts over what of it expert parallelism leaves. Frozen weights
-    are as wide as those that compute uses.
+    are as wide as those that compute uses. trainable: share with gradients, where the plan has no adapters.
     """
     moments = _known("optimizer", optimizer, _MOMENTS) * software.moment_bytes
     whole = count.dense + count.experts
-    shard = owned(count.dense, count.experts, p.sharing, p.ep)
+    trainable = np.where(p.lora_rank > 0, p.lora_rank * count.adapted / np.maximum(whole, 1), trainable)
+    shard = owned(count.dense, count.experts, p.sharing, p.ep, p.expert_spread)
     compute = software.cast_bytes or software.weight_bytes
     weights = trainable * software.weight_bytes + (1 - trainable) * compute
     gradients = trainable * (software.gradient_bytes + software.accumulator_bytes * p.reduce_fp32)
@@ -124,7 +128,7 @@ def _gathered(p: Plans, software: Software, count: StageParameters, shard, gradi
     compute, whole = software.cast_bytes or software.weight_bytes, count.dense + count.experts
     layer = count.block
     if not software.cast_bytes:  # what a device has for itself is there already
-        alone = np.where(expert_sharing(p.sharing, p.ep) > 1, 0, count.routed)
+        alone = np.where(expert_sharing(p.sharing, p.ep, p.expert_spread) > 1, 0, count.routed)
         layer = np.where(p.sharing > 1, layer - alone, 0)
     most = _LIVE_PARAMETERS if software.engine else np.inf
     block = compute * np.minimum((1 + p.prefetch) * layer, most)
@@ -134,11 +138,11 @@ def _gathered(p: Plans, software: Software, count: StageParameters, shard, gradi
         return np.select([p.zero == 3, p.zero == 2], [block + scattered, 0.0 if software.engine else scattered], 0.0)
     block = block + compute * whole / _HPZ_DEVICES * p.hpz
     kept = compute * whole + scattered
-    freed = np.minimum(block + scattered + 2 * compute * count.ends, kept)
+    freed = np.minimum(block + scattered + (1 + trainable) * compute * count.ends, kept)
     if not software.frees_under_pipeline:
         kept = np.where(p.pp > 1, (compute + trainable * software.wire_bytes) * whole, kept)
         freed = np.where(p.pp > 1, kept, freed)
-    casts = software.cast_bytes * np.where(p.recompute == "none", whole, count.block)
+    casts = trainable * software.cast_bytes * np.where(p.recompute == "none", whole, count.block)
     return np.select([p.zero == 3, p.zero == 2], [freed, kept], casts)
 
 
