@@ -185,7 +185,7 @@ def test_logits_are_on_the_last_stage():
     table = rows.pivot(index="stage", columns="component", values="size_bytes")
     assert (table["logits"] > 0).tolist() == [False, False, False, True]
     assert table["logits"].max() == 256 * 1024 * 10 + 2 * 256 * 2 * 512
-    fused = sizes(LLAMA, "pp4", stage=3, fused_loss=True, software="megatron")["logits"]
+    fused = sizes(LLAMA, "pp4", stage=3, fused_loss=True, software="deepspeed")["logits"]
     assert table["logits"].max() - fused == 256 * 1024 * 6
     assert table["activations"].is_monotonic_decreasing
 

@@ -78,7 +78,7 @@ def memory(
 
     sequence: tokens per sample, the model's own if None. global_batch: samples per step, which limits the micro-batches
     a stage can hold; as many as the pipeline wants if None. software: whose habits, a name of `catalog.software`,
-    `default_software` if None; `stack` is its old name. fused_loss: cross entropy without fp32 logits. trainable: share
+    `default_software` if None; `stack` is its old name. fused_loss: it has no fp32 logits. trainable: share
     of the parameters with gradients. phase: when the bytes are there, see `peak_bytes`. Offload is not counted, all
     lies on the device: see `fits` for it.
     Raises ValueError for unknown optimizer, software or dtype, impossible sizes, gpipe without global_batch, DLRM with
@@ -221,7 +221,9 @@ def stage_bytes(
     outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
     waiting = np.where(p.schedule == "gpipe", held, 1.0)  # logits of micro-batches whose backward has not begun
     width_of_logit = np.where(p.tp > 1, software.split_logit_bytes or software.logit_bytes, software.logit_bytes)
-    logits = (_FUSED_LOGITS if fused_loss else width_of_logit) * waiting * outputs / p.tp + 2 * layer.input
+    if fused_loss and not software.fused_loss:  # else its bytes per logit know it
+        width_of_logit = _FUSED_LOGITS
+    logits = width_of_logit * waiting * outputs / p.tp + 2 * layer.input
     if "gathered" in software.keeps:  # for the head's product too
         logits = logits + layer.input * (layer.shards - 1)
     if "outputs" in software.keeps:
