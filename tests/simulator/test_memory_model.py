@@ -185,7 +185,7 @@ def test_logits_are_on_the_last_stage():
     table = rows.pivot(index="stage", columns="component", values="size_bytes")
     assert (table["logits"] > 0).tolist() == [False, False, False, True]
     assert table["logits"].max() == 256 * 1024 * 10 + 2 * 256 * 2 * 512
-    fused = sizes(LLAMA, "pp4", stage=3, fused_loss=True, software="deepspeed")["logits"]
+    fused = sizes(LLAMA, "pp4", stage=3, fused_loss=True, software="megatron")["logits"]
     assert table["logits"].max() - fused == 256 * 1024 * 6
     assert table["activations"].is_monotonic_decreasing
 
@@ -254,11 +254,13 @@ def random_plans(count, seed=0):
         yield model, mm.Plan(dp=dp, tp=tp, pp=pp, ep=ep, recompute=recompute, micro_batch=micro_batch)
 
 
-@pytest.mark.parametrize("software", SOFTWARE)
+@pytest.mark.parametrize("software", [*SOFTWARE, None])
 def test_memory_falls_with_the_zero_stage(software):
-    """Of the stages that the software can launch."""
+    """Of the stages that the software can launch; without one, of all where experts or layers are split."""
     facts = catalog.software(software)
     for model, plan in random_plans(60):
+        if not software and plan.tp * plan.pp * plan.ep == 1:
+            continue
         stages = facts.zero if plan.pp == 1 else facts.zero_under_pipeline
         peaks = [peak_bytes(memory(model, replace(plan, zero=zero), software=software)) for zero in stages]
         assert all(after <= before * (1 + 1e-9) for before, after in pairwise(peaks)), (model.name, str(plan), peaks)
@@ -266,12 +268,8 @@ def test_memory_falls_with_the_zero_stage(software):
 
 def test_default_software_is_monotone_in_zero():
     model = mm.model("llama-7b")
-    assert [default_software(mm.Plan(dp=8, zero=z)) for z in range(4)] == [
-        "automodel",
-        "megatron-deepspeed",
-        "megatron-deepspeed",
-        "automodel",
-    ]
+    usual = ["automodel", "megatron-deepspeed", "megatron-deepspeed", "automodel"]
+    assert [default_software(mm.Plan(dp=8, zero=z)) for z in range(4)] == usual
     assert default_software(mm.Plan(tp=2, pp=2, zero=1)) == "megatron-core"
     peaks = [peak(model, f"dp8.z{zero}.full") for zero in range(4)]
     assert peaks == sorted(peaks, reverse=True)

@@ -78,7 +78,7 @@ def memory(
 
     sequence: tokens per sample, the model's own if None. global_batch: samples per step, which limits the micro-batches
     a stage can hold; as many as the pipeline wants if None. software: whose habits, a name of `catalog.software`,
-    `default_software` if None; `stack` is its old name. fused_loss: it has no fp32 logits. trainable: share
+    `default_software` if None; `stack` is its old name. fused_loss: without fp32 logits. trainable: share
     of the parameters with gradients. phase: when the bytes are there, see `peak_bytes`. Offload is not counted, all
     lies on the device: see `fits` for it.
     Raises ValueError for unknown optimizer, software or dtype, impossible sizes, gpipe without global_batch, DLRM with
@@ -157,7 +157,8 @@ def plans_peak_bytes(case: Case) -> np.ndarray:
     `peak_bytes(memory(model, plan, ...))` plan by plan.
     """
     plans, zero = case.plan, case.plan.zero[0]
-    usual = {z: case.software or default_software(Plans(tp=plans.tp, pp=plans.pp, zero=z)) for z in np.unique(zero)}
+    degrees = {"tp": plans.tp, "pp": plans.pp, "ep": plans.ep}
+    usual = {z: case.software or default_software(Plans(**degrees, zero=z)) for z in np.unique(zero)}
     result = np.empty(plans.shape)
     for software in dict.fromkeys(usual.values()):
         stages = _differing_stages(case.model, plans.pp, software)
@@ -220,10 +221,8 @@ def stage_bytes(
     sent = np.where(p.pp > 1, layer.input, 0.0) * software.engine
     outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
     waiting = np.where(p.schedule == "gpipe", held, 1.0)  # logits of micro-batches whose backward has not begun
-    width_of_logit = np.where(p.tp > 1, software.split_logit_bytes or software.logit_bytes, software.logit_bytes)
-    if fused_loss and not software.fused_loss:  # else its bytes per logit know it
-        width_of_logit = _FUSED_LOGITS
-    logits = width_of_logit * waiting * outputs / p.tp + 2 * layer.input
+    of_logit = np.where(p.tp > 1, software.split_logit_bytes or software.logit_bytes, software.logit_bytes)
+    logits = (_FUSED_LOGITS if fused_loss else of_logit) * waiting * outputs / p.tp + 2 * layer.input
     if "gathered" in software.keeps:  # for the head's product too
         logits = logits + layer.input * (layer.shards - 1)
     if "outputs" in software.keeps:

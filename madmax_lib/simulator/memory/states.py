@@ -26,13 +26,12 @@ _HPZ_DEVICES = 8  # a node, over which ZeRO++ shards its second copy of the weig
 def default_software(plan: Plans) -> str:
     """The software such a plan is usually run with.
 
-    DDP and FSDP are PyTorch's, with fused kernels; tensor and pipeline parallelism without FSDP are Megatron's; ZeRO 1
-    and 2 alone are DeepSpeed's. From ZeRO 2 to 3 the software changes with it, so that memory may rise a little where
-    experts have nothing to share: PyTorch's weights are fp32. Within one software it falls with every stage.
+    Tensor, pipeline and expert parallelism are Megatron's; without them ZeRO 1 and 2 are DeepSpeed's, DDP and FSDP
+    PyTorch's, with fused kernels, whose fp32 loss may take more from ZeRO 2 to 3 than a small model saves.
     """
-    if plan.zero == 3 or (plan.zero == 0 and plan.tp * plan.pp == 1):
-        return "automodel"
-    return "megatron-core" if plan.tp * plan.pp > 1 else "megatron-deepspeed"
+    if plan.tp * plan.pp * plan.ep > 1:
+        return "megatron-core"
+    return "automodel" if plan.zero in (0, 3) else "megatron-deepspeed"
 
 
 def width_of(dtype: str) -> float:
@@ -134,7 +133,8 @@ def _gathered(p: Plans, software: Software, count: StageParameters, shard, gradi
     block = compute * np.minimum((1 + p.prefetch) * layer, most)
     scattered = (compute + gradients) * np.minimum(layer, most)
     if software.weights_sharded_from == 3:
-        block = np.minimum(block, compute * (whole - shard))
+        others = whole - shard
+        block, scattered = np.minimum(block, compute * others), np.minimum(scattered, gradients * others)
         return np.select([p.zero == 3, p.zero == 2], [block + scattered, 0.0 if software.engine else scattered], 0.0)
     block = block + compute * whole / _HPZ_DEVICES * p.hpz
     kept = compute * whole + scattered
