@@ -65,7 +65,7 @@ class Software:
     split_logit_bytes: float = 0.0  # the same where tp splits the logits; 0: as logit_bytes
     engine: bool = False  # DeepSpeed's: keeps what it sent, two buckets, at most 1e9 gathered weights
     stored_8bit: bool = False  # fp8 products keep their inputs in 8 bits
-    keeps: tuple[str, ...] = ()  # further: gate of SwiGLU, fp32 norm inputs, gathered inputs (tp), outputs (all logits)
+    keeps: tuple[str, ...] = ("masks",)  # of dropout; gate of SwiGLU, fp32 norm inputs, gathered inputs, all outputs
     stages_by_flops: bool = False  # stages are cut at equal FLOPs, the head's among them
 
     def __bool__(self) -> bool:

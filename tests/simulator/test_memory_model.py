@@ -72,7 +72,7 @@ def test_zero_paper(fact):
     assert states / 1e9 == pytest.approx(fact.value, abs=last_digit)
 
 
-def layer(model, tokens, sequence, *, mixture=False, product_width=None, further=(), **plan):
+def layer(model, tokens, sequence, *, mixture=False, product_width=None, further=("masks",), **plan):
     """What a layer keeps of so many tokens."""
     case = Case(model, None, Plans(micro_batch=tokens / sequence, **plan), sequence=sequence)
     return layer_bytes(case, mixture=mixture, product_width=product_width, further=further)
@@ -372,7 +372,8 @@ def read(row, usable):
     model = Transformer(
         row.model, int(row.layers), int(row.hidden), int(row.heads), number(row.ffn, 4 * int(row.hidden)),
         number(row.seq_len, 1024), number(row.vocab, 51200), kv_heads=number(row.kv_heads, int(row.heads)),
-        gated=modern and "mpt" not in name, norm="rms" if modern else "layer", tied=not modern or "mpt" in name,
+        gated=modern and "mpt" not in name, tied=not modern or "mpt" in name,
+        norm="rms" if modern and "mpt" not in name else "layer",
         positions="rope" if modern else "learned", attention_bias="none" if modern else "all", mlp_bias=not modern,
     )  # fmt: skip
     for pattern, known in (("deepseekv2", "deepseek-v2"), ("qwen3_30b", "qwen3-30b-a3b"), ("gpt oss", "gpt-oss-120b")):

@@ -54,13 +54,13 @@ class LayerBytes:
         return np.select([recompute == "full", recompute == "selective"], [self.input, selective], self.whole)
 
 
-def dropout_bytes(model: Transformer) -> int:
-    """Bytes of a mask per element: GPT, the language model with layer norms, trains with dropout, later ones do not."""
-    return _MASK_BYTES if model.norm == "layer" and not model.image else 0
+def dropout_bytes(model: Transformer, further=("masks",)) -> int:
+    """Bytes of a mask per element, where the software keeps some: GPT (layer norms) has dropout, later ones not."""
+    return _MASK_BYTES if "masks" in further and model.norm == "layer" and not model.image else 0
 
 
 def layer_bytes(
-    case: Case, *, width: float = 2.0, product_width: float | None = None, mixture: bool = False, further=()
+    case: Case, *, width: float = 2.0, product_width: float | None = None, mixture: bool = False, further=("masks",)
 ) -> LayerBytes:
     """Activations of one layer on one device for one micro-batch; the plans of the case may be arrays.
 
@@ -71,7 +71,7 @@ def layer_bytes(
     h, heads = model.hidden, model.heads
     flash, load = p.attention == "flash", np.where(p.capacity > 0, p.capacity, 1.0)
     operand = width if product_width is None else product_width
-    dropout = dropout_bytes(model)
+    dropout = dropout_bytes(model, further)
     shards = np.where(p.sequence_parallel, tp, 1)
     halves = 2 if model.gated else 1  # the first product of a gated part is twice as wide
     qkv, latent, values = _attention_widths(model)

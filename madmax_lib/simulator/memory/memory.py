@@ -157,8 +157,7 @@ def plans_peak_bytes(case: Case) -> np.ndarray:
     `peak_bytes(memory(model, plan, ...))` plan by plan.
     """
     plans, zero = case.plan, case.plan.zero[0]
-    degrees = {"tp": plans.tp, "pp": plans.pp, "ep": plans.ep}
-    usual = {z: case.software or default_software(Plans(**degrees, zero=z)) for z in np.unique(zero)}
+    usual = {z: case.software or default_software(replace(plans, zero=z)) for z in np.unique(zero)}
     result = np.empty(plans.shape)
     for software in dict.fromkeys(usual.values()):
         stages = _differing_stages(case.model, plans.pp, software)
@@ -216,7 +215,9 @@ def stage_bytes(
         again = np.where(p.recompute == "none", 0.0, layer.whole - one)
         kept = kept + number * one
         moving = np.maximum(moving, np.where(number > 0, again + layer.passing, 0.0))
-    masks = dropout_bytes(model) * tokens * model.hidden / layer.shards  # of the embedding, in the first chunk only
+    masks = (
+        dropout_bytes(model, software.keeps) * tokens * model.hidden / layer.shards
+    )  # of the embedding, in the first chunk only
     masks = np.where(stage == 0, masks * in_flight(p.schedule, stage, p.pp, 1, micro_batches), 0.0)
     sent = np.where(p.pp > 1, layer.input, 0.0) * software.engine
     outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
