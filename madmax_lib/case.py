@@ -21,8 +21,8 @@ __all__ = ["Case"]
 class Case:
     """A training step, or with `Plans` one step per plan.
 
-    model: what is trained.
-    cluster: where; None where only memory is asked for.
+    model: what is trained; a text names one of the catalog or a `config.json`.
+    cluster: where, or the name of one in the catalog, with its nodes; None where only memory is asked for.
     plan: how the model is split, a `Plan` or the columns of many.
     global_batch: samples per step over all devices (default None: as many as the pipeline wants).
     sequence: tokens per sample (default 0: the model's own).
@@ -30,8 +30,8 @@ class Case:
     software: that trains, a `Software` or the name of one in the catalog (default None: `none`, which is false).
     """
 
-    model: Model
-    cluster: Cluster | None
+    model: Model | str
+    cluster: Cluster | str | None
     plan: Plans
     global_batch: int | None = None
     sequence: int = 0
@@ -41,6 +41,9 @@ class Case:
     def __post_init__(self):
         if self.sequence < 0:
             raise ValueError(f"sequence={self.sequence} must be a number of tokens, or 0 for the model's own")
+        for name, named in (("model", catalog.model), ("cluster", catalog.cluster)):
+            if isinstance(text := getattr(self, name), str):
+                object.__setattr__(self, name, named(text))
         object.__setattr__(self, "software", catalog.software(self.software))
         if not self.sequence:
             object.__setattr__(self, "sequence", getattr(self.model, "sequence", 0))

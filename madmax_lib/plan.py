@@ -84,12 +84,14 @@ class Plan(Plans):
         super().__post_init__()
 
     @classmethod
-    def parse(cls, text: str) -> Plan:
-        """Plan from its text form; degrees may be left out.
+    def parse(cls, text: str | Plan) -> Plan:
+        """Plan from its text form, in which degrees may be left out; a Plan stays what it is.
 
         >>> Plan.parse("dp2.tp2.z3").world_size
         4
         """
+        if isinstance(text, Plan):
+            return text
         values: dict = {}
         for part in filter(None, text.strip().lower().split(".")):
             match = re.fullmatch(r"([a-z]+)(\d+)", part)

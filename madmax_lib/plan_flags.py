@@ -82,10 +82,8 @@ def megatron(args: str | Sequence[str] | Mapping[str, object], world_size: int |
     if "moe-expert-capacity-factor" in flags:
         plan["capacity"] = float(flags["moe-expert-capacity-factor"])
     if "optimizer-cpu-offload" in flags:
-        if float(flags.get("optimizer-offload-fraction", 1.0)) != 1.0:
-            raise ValueError(
-                f"--optimizer-offload-fraction={flags['optimizer-offload-fraction']}: a plan offloads all of it"
-            )
+        if float(share := flags.get("optimizer-offload-fraction", "1")) != 1.0:
+            raise ValueError(f"--optimizer-offload-fraction={share}: a plan offloads all of it")
         plan["offload"] = "optimizer"
     return plan
 
@@ -311,9 +309,7 @@ def _titan_recompute(config: Mapping) -> str:
     mode, option = table.get("mode", "selective"), str(table.get("selective_ac_option", "op"))
     if mode == "selective" and option != "op":
         if option != "1":
-            raise ValueError(
-                f"activation_checkpoint.selective_ac_option={option}: a plan recomputes every layer or none"
-            )
+            raise ValueError(f"selective_ac_option={option}: a plan recomputes every layer or none")
         mode = "full"
     return _choice("activation_checkpoint.mode", mode, {"none": "none", "selective": "selective", "full": "full"})
 

@@ -20,7 +20,7 @@ class Software:
     name: str = "none"
 
     # kernels
-    kernels: str = "fused"  # class of constants: eager, compiled, fused, legacy, deepspeed, xla or graph
+    kernels: str = "fused"  # class of constants: eager, compiled, fused, legacy, deepspeed, nanotron, xla or graph
     forward_kernels: int = 14  # launches of the forward pass of a dense LLaMA layer
     legacy: bool = False  # of 2021: its products are slower than its kernels explain
     unfused_attention: bool = False  # the scores of attention go through memory
@@ -29,7 +29,7 @@ class Software:
 
     # communication, where a plan does not say
     overlap_tp: bool = False  # of tp, beside the products
-    overlap_tp_way: str = "none"  # ring: products in pieces; async: symmetric memory, weight gradient; user-buffers
+    overlap_tp_way: str = "none"  # ring: products in pieces; async: symmetric memory; weight-gradient; user-buffers
     overlap_ep: bool = False  # exchanges of tokens, beside the work of another batch
     overlap_dp: bool = True  # of gradients, beside the backward pass; FSDP's always is
     gathers_tensorwise: bool = False  # FSDP gathers tensor by tensor, not layer by layer

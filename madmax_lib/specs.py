@@ -156,10 +156,10 @@ class Transformer:
         return self.parameters - self.moe_layers * idle
 
     def forward_flops(self, samples: float = 1, sequence: int | None = None) -> float:
-        """FLOPs of the forward pass, attention to all tokens; the backward pass of a step takes twice as many."""
+        """FLOPs of the forward pass, attention to all tokens or a window; the backward pass takes twice as many."""
         s = sequence or self.sequence
         products = sum(inputs * outputs for _, inputs, outputs in self.attention_matrices)
-        attention = 2 * s * products + 4 * s * s * self.core_width
+        seen = sum(min(self.layer_window(layer) or s, s) for layer in range(self.layers))
         matrices = 3 if self.gated else 2
         dense = 2 * s * matrices * self.hidden * self.ffn
         used = self.active_experts + self.shared_experts
@@ -168,7 +168,8 @@ class Transformer:
             ends = 2 * (s - 1) * 3 * self.patch**2 * self.hidden + 2 * self.hidden * self.classes
         else:
             ends = 2 * s * self.hidden * self.vocab
-        layers = self.layers * attention + (self.layers - self.moe_layers) * dense + self.moe_layers * moe
+        attention = 2 * s * self.layers * products + 4 * s * seen * self.core_width
+        layers = attention + (self.layers - self.moe_layers) * dense + self.moe_layers * moe
         return samples * (layers + ends)
 
 

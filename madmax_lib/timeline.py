@@ -259,8 +259,7 @@ def _joined_meta(metas: list[Meta]) -> Meta:
 
 
 def _conform(frame: pd.DataFrame, schema: dict[str, str], what: str) -> pd.DataFrame:
-    missing = [c for c in schema if c not in frame.columns]
-    if missing:
+    if missing := [c for c in schema if c not in frame.columns]:
         raise ValueError(f"{what} lack the column(s) {', '.join(missing)}")
     wrong = {c: d for c, d in schema.items() if str(frame[c].dtype) != d}
     given = frame
