@@ -7,6 +7,7 @@ from madmax_lib.doors import open_room
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from madmax_lib.case import Case as Case
     from madmax_lib.simulator.estimate import estimate as estimate
     from madmax_lib.simulator.memory.memory import (
         by_phase as by_phase,

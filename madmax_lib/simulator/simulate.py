@@ -11,17 +11,17 @@ from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.plan_rules import enforce
 from madmax_lib.plans import rules_of
-from madmax_lib.simulator.estimate import work_of
-from madmax_lib.simulator.layers.ops import storage_bytes
 from madmax_lib.simulator.layers.workload import chunk_blocks
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy, normalised
 from madmax_lib.simulator.rates.collectives import MeasuredCollectives
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
-from madmax_lib.simulator.rates.topology import Group, member_name
+from madmax_lib.simulator.rates.topology import Groups, member_name
 from madmax_lib.simulator.schedule.engine import Program, to_timeline
 from madmax_lib.simulator.schedule.layout import MicroBatch, StepBuilder
-from madmax_lib.simulator.schedule.prices import DataSheet, Fitted
+from madmax_lib.simulator.step.inputs import Steps
+from madmax_lib.simulator.step.prices import Prices
+from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Model
 from madmax_lib.timeline import Meta, Timeline
 
@@ -31,23 +31,25 @@ _ALL_RANKS_UP_TO = 64
 
 
 def simulate(
-    model: Model,
-    cluster: Cluster,
-    plan: Plan,
+    model: Model | str,
+    cluster: Cluster | str,
+    plan: Plan | str,
     *,
     global_batch: int,
     sequence: int | None = None,
     dtype: str = "bf16",
+    software: str | Software | None = None,
     parameters: Parameters | None = None,
     imbalance: float = 1.0,
     collectives: pd.DataFrame | None = None,
     policy: Policy | None = None,
 ) -> Timeline:
-    """One training step of a model on a cluster under a plan.
+    """One training step of a model on a cluster under a plan, or of what their names and its text say.
 
-    global_batch: samples over all devices. sequence: tokens per sample, the model's own if None. parameters: constants
-    of the step-time model, the shipped fit if None; `Parameters()` is the ideal machine (recommendation models: the
-    data sheet, or the shares of it that parameters name). imbalance: tokens of the busiest expert device over the mean.
+    global_batch: samples over all devices. sequence: tokens per sample, the model's own if None. software: that trains,
+    a name of `data/software.csv` or one of your own; any if None. parameters: constants of the step-time model, the
+    shipped fit if None; `Parameters()` is the ideal machine (recommendation models: the data sheet, or the shares of it
+    that parameters name). imbalance: tokens of the busiest expert device over the mean.
     collectives: measured seconds that replace the formulas, as in `MeasuredCollectives`.
     policy: how states leave the device under offload; the share that makes the step shortest is found if it names none.
     Ranks: one per pipeline stage, standing for all devices of the stage (meta.represents); all ranks of up to 64
@@ -59,7 +61,8 @@ def simulate(
     >>> {rank: len(devices) for rank, devices in step.meta.represents.items()}
     {0: 64, 64: 64}
     """
-    case = Case(model, cluster, plan, global_batch, sequence or 0, dtype)
+    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence or 0, dtype, software)
+    plan = case.plan
     step, program = _lay_out(case, parameters, imbalance=imbalance, collectives=collectives, policy=policy)
     offloaded = step.offloaded
     width = plan.world_size // plan.pp
@@ -67,13 +70,14 @@ def simulate(
         source="simulated",
         world_size=plan.world_size,
         represents={stage: list(range(stage * width, (stage + 1) * width)) for stage in range(plan.pp)},
-        device=cluster.device.name,
+        device=case.cluster.device.name,
         provenance={
-            "model": model.name,
-            "cluster": cluster.name,
-            "nodes": cluster.nodes,
+            "model": case.model.name,
+            "cluster": case.cluster.name,
+            "nodes": case.cluster.nodes,
             "plan": str(plan),
             "global_batch": global_batch,
+            **({"software": case.software.name} if case.software else {}),
             **({"offloaded": vars(offloaded.split)} if offloaded else {}),
         },
     )
@@ -93,7 +97,7 @@ def _lay_out(
     offloaded = None
     if case.plan.offload is not None:
         case = normalised(case)
-        offloaded, _ = best_offload(case, work_of(case), parameters or shipped(), policy)
+        offloaded, _ = best_offload(case, parameters or shipped(), policy)
     plan = case.plan
     sizes = dict.fromkeys((plan.micro_batch, plan.last_micro_batch(case.global_batch)))
     batches = [_micro_batch(case, samples, parameters, imbalance) for samples in sizes]
@@ -105,20 +109,18 @@ def _lay_out(
 def _micro_batch(case: Case, samples: int, parameters: Parameters | None, imbalance: float) -> MicroBatch:
     """Blocks of a micro-batch of so many samples per device, their prices and the message between stages.
 
-    Prices are the fitted step-time model's, for recommendation models the data sheet's.
+    Recommendation models are priced by the data sheet where no parameters are given.
     """
-    plan = replace(case.plan, micro_batch=samples)
-    case = replace(case, plan=plan)
+    case = replace(case, plan=replace(case.plan, micro_batch=samples))
     chunks = chunk_blocks(case, imbalance)
     if isinstance(case.model, DLRM):
-        return MicroBatch(chunks, DataSheet(plan, case.cluster, parameters or Parameters()), 0.0)
-    even = [block for stage in (chunks if imbalance == 1 else chunk_blocks(case)) for chunk in stage for block in chunk]
-    prices = Fitted(work_of(case), even, plan, case.cluster, parameters or shipped())
-    sent_bytes = case.tokens * case.model.hidden * storage_bytes(case.dtype)
-    return MicroBatch(chunks, prices, sent_bytes / plan.tp)  # each tp rank sends its part [arXiv 2104.04473]
+        return MicroBatch(chunks, Prices(Steps.of_machine(case), parameters or Parameters()), 0.0)
+    steps = Steps.of(case, imbalance)
+    sent_bytes = steps.work.moved_bytes / case.plan.tp  # each tp rank sends its part [arXiv 2104.04473]
+    return MicroBatch(chunks, Prices(steps, parameters or shipped()), float(sent_bytes))
 
 
-def _with_device_ranks(timeline: Timeline, plan: Plan, groups: dict[str, Group]) -> Timeline:
+def _with_device_ranks(timeline: Timeline, plan: Plan, groups: Groups) -> Timeline:
     """Stage numbers become device ranks: the first of each stage, or every one in a small world."""
     of_stage = timeline.meta.represents
     every = timeline.meta.world_size <= _ALL_RANKS_UP_TO
@@ -135,7 +137,7 @@ def _with_device_ranks(timeline: Timeline, plan: Plan, groups: dict[str, Group])
     return Timeline(spans, replace(timeline.meta, represents=represents), edges.reset_index(drop=True))
 
 
-def _with_members(group: pd.Series, rank: pd.Series, plan: Plan, groups: dict[str, Group]) -> pd.Categorical:
+def _with_members(group: pd.Series, rank: pd.Series, plan: Plan, groups: Groups) -> pd.Categorical:
     """Names of groups with their ranks; tp, dp and pp alone need none, they follow from the plan."""
     plain = ("tp", "dp", "pp") if plan.cp == 1 else ()
     if set(group.cat.categories) <= set(plain):

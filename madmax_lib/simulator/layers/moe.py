@@ -1,77 +1,70 @@
 """Which blocks make a mixture-of-experts layer and a recommendation model?
 
-Experts are split over ep inside dp x cp and over tp [Megatron-Core]: a device routes its tokens, sends each to the
-devices of its experts (all-to-all, dispatch), computes those that come, and gets them back (combine). Under sequence
-parallelism the tp devices of a group each send their part and gather what arrived before the experts compute.
+Experts are split over ep inside dp x cp and each over etp of the tp devices [Megatron-Core]: a device routes its
+tokens, sends each to the devices of its experts (all-to-all, dispatch), computes those that come, and gets them back
+(combine). Under sequence parallelism the tp devices of a group each send their part and gather what arrived before the
+experts compute; with etp = 1 experts lie over dp x cp x tp, and nothing is gathered.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
 from madmax_lib.case import Case
-from madmax_lib.plan import Plan
 from madmax_lib.plan_rules import RECOMMENDATION, enforce
-from madmax_lib.simulator.layers.ops import Block, Comm, Op, gemm, pointwise, storage_bytes, wide
+from madmax_lib.simulator.layers.ops import Block, Comm, Op, gemm, pointwise, precision
+from madmax_lib.simulator.layers.work import Work
+from madmax_lib.simulator.rates.compute import Number
 
-__all__ = ["dlrm_blocks", "mixture_blocks", "mlp_ops"]
-
-
-def mlp_ops(case: Case, tokens: float, width: float, prefix: str = "", experts: float = 1) -> tuple[Op, Op, Op]:
-    """Products and activation of a feed-forward block; `experts` equal ones share the tokens."""
-    model, dtype, inner, share = case.model, case.dtype, width / case.plan.tp, tokens / experts
-    up = 1 + model.gated
-    return (
-        gemm(f"{prefix}up", share, up * inner, model.hidden, dtype, count=experts, weights=True),
-        pointwise(f"{prefix}activation", tokens * up * inner, tokens * inner, dtype),
-        gemm(f"{prefix}down", share, model.hidden, inner, dtype, count=experts, weights=True),
-    )
+__all__ = ["dlrm_blocks", "mixture_blocks"]
 
 
-def _load_factor(plan: Plan, imbalance: float) -> float:
+def _load_factor(capacity: Number, imbalance: Number) -> Number:
     """Tokens of the busiest device over the even share; experts of a capacity drop what is beyond it.
 
-    >>> _load_factor(Plan(capacity=1.25), 1.5), _load_factor(Plan(), 1.5)
+    >>> float(_load_factor(1.25, 1.5)), float(_load_factor(0.0, 1.5))
     (1.25, 1.5)
     """
-    if not imbalance >= 1:
+    if not np.all(np.asarray(imbalance) >= 1):
         raise ValueError(f"imbalance={imbalance} must be at least 1: the busiest device over the mean")
-    return min(imbalance, plan.capacity) if plan.capacity else imbalance
+    return np.where(np.asarray(capacity) > 0, np.minimum(imbalance, capacity), imbalance)
 
 
-def mixture_blocks(
-    case: Case, layer: int, norm: Op, imbalance: float, ends: tuple[tuple[Comm, ...], tuple[Comm, ...]]
-) -> list[Block]:
-    """Feed-forward part of a mixture layer. ends: collectives that start and end a tensor-parallel block."""
-    model, plan, dtype, tokens = case.model, case.plan, case.dtype, case.tokens
-    spread = plan.tp if plan.sequence_parallel else 1
-    used, width, local = (
-        tokens * model.active_experts * _load_factor(plan, imbalance),
-        model.expert_ffn,
-        model.experts / plan.ep,
-    )
-    router = gemm("router", tokens / spread, model.experts, model.hidden, wide(dtype), weights=True)
-    sent = used / spread * model.hidden
-    permute = pointwise("permute", tokens / spread * model.hidden, sent, dtype)
-    unpermute = pointwise("unpermute", sent, tokens / spread * model.hidden, dtype)
-    own = model.norm_parameters + (model.hidden + model.router_bias) * model.experts
-    experts = mlp_ops(case, used, width, "experts ", local)
-    expert_parameters = local * model.mlp_parameters(width) / plan.tp
-    shared = model.shared_experts * width
-    shared_ops = mlp_ops(case, tokens, shared, "shared ") if shared else ()
-    shared_parameters = model.shared_experts * model.mlp_parameters(width) / plan.tp
-    common, whole = {"unit": f"layer {layer}", "recomputed": True}, {"before": ends[0], "after": ends[1]}
-    if plan.ep == 1:
-        ops, held = (
-            (norm, router, permute, *shared_ops, *experts, unpermute),
-            own + shared_parameters + expert_parameters,
-        )
-        return [Block(f"feed-forward {layer}", ops, held, **whole, **common)]
-    moved = used * model.hidden * storage_bytes(dtype)
-    exchange = Comm("all_to_all", "ep", moved / spread)
-    enter, leave = (exchange, Comm("all_gather", "tp", moved)), (Comm("reduce_scatter", "tp", moved), exchange)
-    blocks = [Block(f"shared {layer}", shared_ops, shared_parameters, **whole, **common)] if shared else []
-    blocks += [Block(f"router {layer}", (norm, router, permute), own, after=enter, **common)]
-    blocks += [Block(f"experts {layer}", (*experts, unpermute), expert_parameters, after=leave, expert=True, **common)]
-    return blocks
+def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Block]:
+    """Feed-forward part of a mixture layer: one block, or where tokens are exchanged (ep > 1) one between exchanges."""
+    m, p, width, tokens = work.shape, work.plan, work.width, work.tokens
+    etp = p.tp // p.expert_spread
+    used = tokens * m.active_experts * _load_factor(p.capacity, work.imbalance)
+    local = m.experts / p.ep
+    router = gemm("router", tokens / work.spread, m.experts, m.hidden, width.wide, weights=True, wide=True)
+    sent = used / work.spread * m.hidden
+    permute = pointwise("permute", tokens / work.spread * m.hidden, sent, width, experts=True)
+    unpermute = pointwise("unpermute", sent, tokens / work.spread * m.hidden, width, experts=True)
+    own = m.norm_parameters + (m.hidden + m.router_bias) * m.experts
+    experts = work.mlp(used * etp / p.tp, m.expert_ffn / etp, "experts ", local, experts=True)
+    expert_parameters = local * m.mlp_parameters(m.expert_ffn) / etp
+    shared_width = m.shared_experts * m.expert_ffn
+    has = np.asarray(shared_width) > 0  # in a stack others may stand beside
+    shared = work.mlp(has * tokens, shared_width / p.tp, "shared ") if np.any(shared_width) else ()
+    shared_parameters = m.shared_experts * m.mlp_parameters(m.expert_ffn) / p.tp
+    common, whole = {"unit": f"layer {number}", "recomputed": True}, {"before": work.enter, "after": work.leave}
+    if not exchanged:
+        ops = (work.norm(), router, permute, *shared, *experts, unpermute)
+        held = own + shared_parameters + expert_parameters
+        return [Block(f"feed-forward {number}", ops, held, **whole, **common)]
+    moved = used * m.hidden * width.storage_bytes
+    exchange = Comm("all_to_all", "ep", moved / work.spread)
+    gathered = moved * etp / p.tp * (etp > 1)
+    enter, leave = (exchange, Comm("all_gather", "etp", gathered)), (Comm("reduce_scatter", "etp", gathered), exchange)
+    sides = {
+        side: tuple(replace(comm, size_bytes=has * comm.size_bytes) for comm in comms) for side, comms in whole.items()
+    }
+    blocks = [Block(f"shared {number}", shared, shared_parameters, **sides, **common)] if shared else []
+    blocks += [Block(f"router {number}", (work.norm(), router, permute), own, **common)]
+    ends = {"before": enter, "after": leave, "expert": True}
+    return [*blocks, Block(f"experts {number}", (*experts, unpermute), expert_parameters, **ends, **common)]
 
 
 def dlrm_blocks(case: Case) -> list[Block]:
@@ -80,10 +73,10 @@ def dlrm_blocks(case: Case) -> list[Block]:
     Raises ValueError for any degree but dp.
     """
     enforce(RECOMMENDATION, case.plan, case)
-    model, plan, dtype = case.model, case.plan, case.dtype
+    model, plan, width = case.model, case.plan, precision(case.dtype)
     samples = plan.micro_batch
     rows = model.tables * samples * model.embedding_dim  # pooled, of the samples of one device
-    lookup = Op("lookup", "lookup", "fp16", read_bytes=2 * model.pooling * rows, written_bytes=2 * rows)
+    lookup = Op("lookup", "lookup", "fp16", read_bytes=2 * model.pooling * rows, written_bytes=2 * rows, wide=True)
     exchange = (Comm("all_to_all", "dp", 2 * rows),)
     held = model.embedding_parameters / plan.dp
     result = [Block("embedding", (lookup,), held, after=exchange, table=True)]
@@ -91,7 +84,7 @@ def dlrm_blocks(case: Case) -> list[Block]:
     def layer(name: str, tokens: float, *matrices: tuple[int, int], copies: int = 1, used: int = 1, **more) -> Block:
         rows, names = tokens * used / copies, (f"product {i}" for i in range(len(matrices)))
         ops = tuple(
-            gemm(product, rows, n, k, dtype, count=copies, weights=True)
+            gemm(product, rows, n, k, width, count=copies, weights=True)
             for product, (k, n) in zip(names, matrices, strict=True)
         )
         return Block(name, ops, copies * sum(k * n for k, n in matrices), recomputed=True, **more)

@@ -7,19 +7,25 @@ arrays: all formulas broadcast over NumPy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
 
 __all__ = [
     "BYTES",
     "Block",
     "Comm",
     "Op",
+    "Precision",
     "attention",
     "backward",
     "gemm",
     "mirror",
     "phases",
     "pointwise",
+    "precision",
     "storage_bytes",
     "wide",
 ]
@@ -35,13 +41,42 @@ _MIRROR = {
 }
 
 
+@dataclass(frozen=True)
+class Precision:
+    """In what a step computes and keeps.
+
+    name: dtype of the matrix products.
+    operand_bytes: of one of their operands.
+    storage_bytes: of an activation, weight or gradient in memory and on the network.
+    """
+
+    name: str
+    operand_bytes: float | np.ndarray
+    storage_bytes: float | np.ndarray
+
+    @property
+    def wide(self) -> Precision:
+        """That of attention, heads and memory, which stay in 16 bits where the products have fewer."""
+        return Precision(self.name if np.ndim(self.operand_bytes) else wide(self.name), *[self.storage_bytes] * 2)
+
+
+@lru_cache(maxsize=32)
+def precision(dtype: str) -> Precision:
+    """Precision of a dtype. Raises ValueError for an unknown one."""
+    return Precision(dtype, BYTES.get(dtype, 0), storage_bytes(dtype))
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """Forward work of one device on one micro-batch.
 
-    kind: gemm, attention, pointwise or lookup. shape: (count, m, n, k) of products of (m, k) by (k, n), else empty.
-    weights: the second operand is a parameter, so its gradient can be computed later. input_grad: False where nothing
-    before needs one. core: attention scores, which selective recompute repeats.
+    kind: gemm, attention, pointwise or lookup.
+    dtype: of the operands; wide: it is that of heads and attention, not that of the matrix products.
+    shape: (count, m, n, k) of products of (m, k) by (k, n), else empty.
+    weights: the second operand is a parameter, so its gradient can be computed later.
+    input_grad: False where nothing before needs one.
+    core: attention scores, which selective recompute repeats.
+    experts: of the experts of a mixture: one kernel for all of them.
     """
 
     name: str
@@ -54,6 +89,8 @@ class Op:
     weights: bool = False
     input_grad: bool = True
     core: bool = False
+    experts: bool = False
+    wide: bool = False
 
     @property
     def traffic_bytes(self) -> float:
@@ -123,22 +160,23 @@ def storage_bytes(dtype: str) -> int:
     return BYTES[wide(dtype)]
 
 
-def gemm(name: str, m, n, k, dtype: str, *, count=1.0, kind: str = "gemm", **flags) -> Op:
+def gemm(name: str, m, n, k, width: Precision, *, count=1.0, kind: str = "gemm", **flags) -> Op:
     """`count` products of (m, k) by (k, n)."""
-    flops, read = 2 * count * m * n * k, count * (m * k + k * n) * BYTES[dtype]
-    return Op(name, kind, dtype, flops, read, count * m * n * storage_bytes(dtype), (count, m, n, k), **flags)
+    flops, read = 2 * count * m * n * k, count * (m * k + k * n) * width.operand_bytes
+    written = count * m * n * width.storage_bytes
+    return Op(name, kind, width.name, flops, read, written, (count, m, n, k), **flags)
 
 
-def pointwise(name: str, read, written, dtype: str, *, kind: str = "pointwise", **flags) -> Op:
+def pointwise(name: str, read, written, width: Precision, *, kind: str = "pointwise", **flags) -> Op:
     """Work that is all memory traffic; read and written in elements."""
-    width = storage_bytes(dtype)
-    return Op(name, kind, wide(dtype), 0.0, read * width, written * width, **flags)
+    size = width.storage_bytes
+    return Op(name, kind, width.wide.name, 0.0, read * size, written * size, wide=True, **flags)
 
 
-def attention(name: str, flops, read, written, dtype: str) -> Op:
+def attention(name: str, flops, read, written, width: Precision) -> Op:
     """Scores, softmax and weighted values in one kernel; read and written in elements."""
-    width = storage_bytes(dtype)
-    return Op(name, "attention", wide(dtype), flops, read * width, written * width, core=True)
+    size = width.storage_bytes
+    return Op(name, "attention", width.wide.name, flops, read * size, written * size, core=True, wide=True)
 
 
 def backward(op: Op) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
@@ -146,17 +184,17 @@ def backward(op: Op) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
 
     A product becomes the products for its two operands, so it takes twice the FLOPs; fused attention two and a half
     times; all else reads what it read and the gradient of what it wrote, and writes the gradient of what it read.
+    Every operand of a product is read or written once by each of its three products, so all move the same bytes.
     """
     if op.shape:
         count, m, n, k = op.shape
-        same = {"count": count, "kind": op.kind, "core": op.core}
-        first = gemm(f"{op.name} dgrad", m, k, n, op.dtype, **same)
-        second = gemm(f"{op.name} wgrad", k, n, m, op.dtype, **same)
+        first = replace(op, name=f"{op.name} dgrad", shape=(count, m, k, n), weights=False)
+        second = replace(op, name=f"{op.name} wgrad", shape=(count, k, n, m), weights=False)
         inputs = (first,) if op.input_grad else ()
         return (inputs, (second,)) if op.weights else ((first, second), ())
     flops = _FLASH_BACKWARD * op.flops if op.kind == "attention" else op.flops
     read = op.read_bytes + (2 if op.kind == "attention" else 1) * op.written_bytes  # output and its gradient
-    return (Op(f"{op.name} grad", op.kind, op.dtype, flops, read, op.read_bytes, core=op.core),), ()
+    return (replace(op, name=f"{op.name} grad", flops=flops, read_bytes=read, written_bytes=op.read_bytes),), ()
 
 
 def mirror(comms: tuple[Comm, ...]) -> tuple[Comm, ...]:
@@ -168,16 +206,11 @@ def mirror(comms: tuple[Comm, ...]) -> tuple[Comm, ...]:
     return tuple(Comm(_MIRROR[comm.kind], comm.group, comm.size_bytes) for comm in reversed(comms))
 
 
-def phases(block: Block, recompute: str) -> dict[str, tuple[Op, ...]]:
-    """Ops of a block by phase: forward, recompute, backward (gradients of inputs), weight (of weights).
-
-    recompute: none, selective (attention scores) or full (everything in a layer), as in Plan.
-    """
-    pairs = [backward(op) for op in reversed(block.ops)]
-    again = {"none": (), "selective": tuple(op for op in block.ops if op.core), "full": block.ops}[recompute]
-    return {
-        "forward": block.ops,
-        "recompute": again if block.recomputed else (),
-        "backward": tuple(op for inputs, _ in pairs for op in inputs),
-        "weight": tuple(op for _, weights in pairs for op in weights),
-    }
+def phases(block: Block) -> Iterator[tuple[str, Op]]:
+    """Ops of a block with their phase: forward, backward (gradients of inputs) or weight (gradients of weights)."""
+    for op in block.ops:
+        yield "forward", op
+    for op in reversed(block.ops):
+        inputs, weights = backward(op)
+        yield from (("backward", part) for part in inputs)
+        yield from (("weight", part) for part in weights)

@@ -6,135 +6,142 @@ what lies between [arXiv 2205.05198]; context parallelism splits the tokens of a
 
 from __future__ import annotations
 
-from dataclasses import replace
+import numpy as np
 
-from madmax_lib.case import Case
-from madmax_lib.simulator.layers.moe import mixture_blocks, mlp_ops
-from madmax_lib.simulator.layers.ops import BYTES, Block, Comm, Op, attention, gemm, pointwise, storage_bytes, wide
-from madmax_lib.simulator.rates.compute import attention_flops
+from madmax_lib.simulator.layers.moe import mixture_blocks
+from madmax_lib.simulator.layers.ops import Block, Comm, Op, attention, gemm, pointwise
+from madmax_lib.simulator.layers.work import Work, existing, has
+from madmax_lib.simulator.rates.compute import Number, attention_flops
 
-__all__ = ["TransformerBlocks"]
+__all__ = ["embedding_block", "head_block", "layer_blocks"]
+
+_LOGIT_BYTES = (2, 6)  # read and written per logit: 16-bit logits, their fp32 copy and its gradient
 
 
-class TransformerBlocks:
-    """Blocks of a transformer under a plan, built once per kind of layer."""
+def layer_blocks(
+    work: Work, number: int | str, *, mixture: bool, windowed: bool, exchanged: bool = True
+) -> list[Block]:
+    """Blocks of one layer. exchanged: experts of a mixture lie on several devices (ep > 1)."""
+    feed_forward = mixture_blocks(work, number, exchanged=exchanged) if mixture else _dense(work, number)
+    return [*_attention(work, number, windowed), *feed_forward]
 
-    def __init__(self, case: Case, imbalance: float):
-        self.case, self.imbalance = case, imbalance
-        self.model, self.plan, self.dtype = case.model, case.plan, case.dtype
-        self.tokens = case.tokens
-        self.spread = self.plan.tp if self.plan.sequence_parallel else 1
-        self.moved_bytes = self.tokens * self.model.hidden * storage_bytes(self.dtype)
-        if self.plan.sequence_parallel:
-            self.enter, self.leave = self._tp("all_gather"), self._tp("reduce_scatter")
-        else:
-            self.enter, self.leave = self._tp("copy"), self._tp("all_reduce")
-        self.kinds: dict[tuple, list[Block]] = {}
 
-    def _tp(self, kind: str) -> tuple[Comm, ...]:
-        return (Comm(kind, "tp", self.moved_bytes),)
+def embedding_block(work: Work) -> Block:
+    """Rows of the token table, or the projection of patches."""
+    m, p, elements, ops = work.shape, work.plan, work.tokens * work.shape.hidden, []
+    image = np.asarray(m.image, float)
+    if has(image):  # the class token is a parameter
+        patches = image * (work.tokens * p.cp - p.micro_batch) / p.cp
+        inputs, out = m.patch_inputs, m.hidden / p.tp
+        ops += [gemm("patches", patches, out, inputs, work.width, weights=True, input_grad=False)]
+    if has(1 - image):
+        looked_up = elements * (1 - image)
+        ops += [pointwise("lookup", looked_up, looked_up, work.width, kind="lookup", input_grad=False)]
+    return Block("embedding", tuple(ops), m.embedding_parameters / p.tp, after=work.leave)
 
-    def layers(self, layers: range) -> list[Block]:
-        """Blocks of consecutive layers."""
-        return [block for layer in layers for block in self._layer(layer)]
 
-    def _layer(self, layer: int) -> list[Block]:
-        mixture = bool(self.model.experts) and layer >= self.model.dense_layers
-        kind = (mixture, self.model.layer_window(layer))
-        if kind not in self.kinds:
-            self.kinds[kind] = [*self._attention(layer), *self._feed_forward(layer, mixture)]
-        names = {"unit": f"layer {layer}"}
-        return [replace(block, name=f"{block.name.split()[0]} {layer}", **names) for block in self.kinds[kind]]
+def head_block(work: Work) -> Block:
+    """Final norm, logits and loss; the products stay in 16 bit [Transformer Engine recipes]."""
+    m, p, wide = work.shape, work.plan, work.width.wide
+    rows = np.where(np.asarray(m.image) > 0, p.micro_batch, work.tokens)
+    out = m.outputs / p.tp
+    logits = gemm("logits", rows, out, m.hidden, wide, weights=True, wide=True)
+    read, written = (size * rows * out for size in _LOGIT_BYTES)
+    loss = Op("loss", "pointwise", wide.name, 0.0, read, written, wide=True)
+    tied_copy = m.table_parameters * (np.asarray(p.pp) > 1)  # a tied table is held twice
+    held = np.where(np.asarray(m.head_parameters) > 0, m.head_parameters, tied_copy) / p.tp + m.norm_parameters
+    return Block("head", (work.norm(), logits, loss), held, before=work.enter)
 
-    def _norm(self) -> Op:
-        """Residual addition and normalisation in one kernel: two reads, one write."""
-        elements = self.tokens * self.model.hidden / self.spread
-        return pointwise("norm", 2 * elements, elements, self.dtype)
 
-    def embedding(self) -> Block:
-        """Rows of the token table, or the projection of patches."""
-        model, elements = self.model, self.tokens * self.model.hidden
-        if model.image:
-            patches = (
-                self.tokens * self.plan.cp - self.plan.micro_batch
-            ) / self.plan.cp  # the class token is a parameter
-            width, inputs = model.hidden / self.plan.tp, 3 * model.patch**2
-            op = gemm("patches", patches, width, inputs, self.dtype, weights=True, input_grad=False)
-        else:
-            op = pointwise("lookup", elements, elements, self.dtype, kind="lookup", input_grad=False)
-        return Block("embedding", (op,), model.embedding_parameters / self.plan.tp, after=self.leave)
+def _attention(work: Work, number: int | str, windowed: bool) -> list[Block]:
+    """Norm, products, scores and projection; under context parallelism three blocks."""
+    m, p, width = work.shape, work.plan, work.width
+    extra = 2 * m.head_dim * np.maximum(p.tp - m.kv_heads, 0)  # heads that several tp devices hold
+    products = [
+        gemm(name, work.tokens, (outputs + (extra if name == "qkv" else 0)) / p.tp, inputs, width, weights=True)
+        for name, inputs, outputs in m.matrices
+    ]
+    if has(m.rope):
+        channels = np.where(np.asarray(m.rope_head_dim) > 0, m.rope_head_dim, m.head_dim)
+        rotated = m.rope * work.tokens * (m.heads + m.kv_heads) * channels / p.tp
+        products.append(pointwise("rotary", rotated, rotated, width))
+    products += _adapters(work)
+    projection = gemm("projection", work.tokens, m.hidden, m.projection / p.tp, width, weights=True)
+    last = (m.projection * m.hidden + m.attention_bias * m.hidden) / p.tp
+    held = (m.attention_parameters + extra * m.hidden) / p.tp + m.norm_parameters
+    core, common = _core(work, windowed), {"unit": f"layer {number}", "recomputed": True}
+    if not has(np.asarray(p.cp) > 1):
+        parts = (work.norm(), *products, *core, projection)
+        return [Block(f"attention {number}", parts, held, before=work.enter, after=work.leave, **common)]
+    to_heads, to_tokens, ring_bytes = _exchanges(work)
+    return [
+        Block(f"qkv {number}", (work.norm(), *products), held - last, before=work.enter, after=to_heads, **common),
+        Block(f"core {number}", (*core, *_merge(work)), after=to_tokens, ring_bytes=ring_bytes, **common),
+        Block(f"projection {number}", (projection,), last, after=work.leave, **common),
+    ]
 
-    def head(self) -> Block:
-        """Final norm, logits and loss; the products stay in 16 bit [Transformer Engine recipes]."""
-        model, rows = self.model, self.plan.micro_batch if self.model.image else self.tokens
-        out, dtype = (model.classes if model.image else model.vocab) / self.plan.tp, wide(self.dtype)
-        logits = gemm("logits", rows, out, model.hidden, dtype, weights=True)
-        loss = Op("loss", "pointwise", dtype, 0.0, rows * out * BYTES[dtype], rows * out * 4)
-        tied_copy = model.vocab * model.hidden * (self.plan.pp > 1)  # a tied table is held twice
-        held = (model.head_parameters or tied_copy) / self.plan.tp + model.norm_parameters
-        return Block("head", (self._norm(), logits, loss), held, before=self.enter)
 
-    def _attention(self, layer: int) -> list[Block]:
-        model, plan, unit = self.model, self.plan, f"layer {layer}"
-        *first, (_, inputs, outputs) = model.attention_matrices
-        extra = 2 * model.head_dim * max(self.plan.tp - model.kv_heads, 0)  # heads that several tp devices hold
-        widths = [(name, k, n + (extra if name == "qkv" else 0)) for name, k, n in first]
-        products = [gemm(name, self.tokens, n / self.plan.tp, k, self.dtype, weights=True) for name, k, n in widths]
-        if model.positions == "rope":
-            rotated = (
-                self.tokens * (model.heads + model.kv_heads) * (model.rope_head_dim or model.head_dim) / self.plan.tp
-            )
-            products.append(pointwise("rotary", rotated, rotated, self.dtype))
-        projection = gemm("projection", self.tokens, outputs, inputs / self.plan.tp, self.dtype, weights=True)
-        last = (inputs * outputs + (model.hidden if model.attention_bias == "all" else 0)) / self.plan.tp
-        held = (model.attention_parameters + extra * model.hidden) / self.plan.tp + model.norm_parameters
-        common = {"unit": unit, "recomputed": True}
-        if plan.cp == 1:
-            parts = (self._norm(), *products, *self._core(layer), projection)
-            return [Block(f"attention {layer}", parts, held, before=self.enter, after=self.leave, **common)]
-        to_heads, to_tokens, ring_bytes = self._exchanges()
-        return [
-            Block(f"qkv {layer}", (self._norm(), *products), held - last, before=self.enter, after=to_heads, **common),
-            Block(f"core {layer}", self._core(layer), after=to_tokens, ring_bytes=ring_bytes, **common),
-            Block(f"projection {layer}", (projection,), last, after=self.leave, **common),
+def _adapters(work: Work) -> list[Op]:
+    """What LoRA adds to attention's products: inputs are read once more, outputs read and written [2106.09685]."""
+    adapted = np.asarray(work.plan.lora_rank) > 0
+    if not has(adapted):
+        return []
+    ends = [*((inputs, outputs / work.plan.tp) for _, inputs, outputs in work.shape.matrices)]
+    ends.append((work.shape.projection / work.plan.tp, work.shape.hidden))
+    read, written = (adapted * work.tokens * sum(part) for part in zip(*((i + o, o) for i, o in ends), strict=True))
+    return [pointwise("adapters", read, written, work.width)]
+
+
+def _core(work: Work, windowed: bool) -> tuple[Op, ...]:
+    """Scores, softmax and weighted values: one kernel with the causal half, or the full square through memory."""
+    m, p, s, width = work.shape, work.plan, work.sequence, work.width
+    heads, scored = m.heads / p.tp, m.head_dim + m.rope_head_dim
+    unfused = np.asarray(np.asarray(p.attention) == "unfused", float)
+    ops: list[Op] = []
+    if has(1 - unfused):
+        window = m.window if windowed else 0
+        flops = attention_flops(work.tokens, s, m.core_width / p.tp, causal=np.asarray(m.image) == 0, window=window)
+        read, written = work.tokens * sum(_widths(work)) / p.tp, work.tokens * heads * m.v_head_dim
+        ops += [attention("flash", *((1 - unfused) * part for part in (flops, read, written)), width)]
+    if has(unfused):
+        rows, scores = work.tokens / p.micro_batch, unfused * heads * work.tokens * s
+        each = {"count": unfused * p.micro_batch * heads, "kind": "attention", "core": True, "wide": True}
+        ops += [
+            gemm("scores", rows, s, scored, width.wide, **each),
+            pointwise("softmax", scores, scores, width, core=True),
+            gemm("values", rows, m.v_head_dim, s, width.wide, **each),
         ]
+    return tuple(ops)
 
-    def _exchanges(self) -> tuple[tuple[Comm, ...], tuple[Comm, ...], float]:
-        """Of context parallelism: collectives before and after the core (Ulysses), bytes passed on per step (ring)."""
-        widths = (*self._widths(), self.model.heads * self.model.v_head_dim)
-        q, k, v, out = (self.tokens * width / self.plan.tp * storage_bytes(self.dtype) for width in widths)
-        if self.plan.context == "ring":
-            return (), (), k + v
-        return (Comm("all_to_all", "cp", q + k + v),), (Comm("all_to_all", "cp", out),), 0.0
 
-    def _widths(self) -> tuple[float, float, float]:
-        """Channels of queries, keys and values of a token."""
-        model = self.model
-        scored = model.head_dim + model.rope_head_dim
-        return model.heads * scored, model.kv_heads * scored, model.kv_heads * model.v_head_dim
+def _widths(work: Work) -> tuple[Number, Number, Number]:
+    """Channels of queries, keys and values of a token."""
+    m = work.shape
+    scored = m.head_dim + m.rope_head_dim
+    return m.heads * scored, m.kv_heads * scored, m.kv_heads * m.v_head_dim
 
-    def _core(self, layer: int) -> tuple[Op, ...]:
-        """Scores, softmax and weighted values: one kernel with the causal half, or the full square through memory."""
-        model, s, window = self.model, self.case.sequence, self.model.layer_window(layer)
-        heads, scored = model.heads / self.plan.tp, model.head_dim + model.rope_head_dim
-        if self.plan.attention == "unfused":
-            rows, dtype, scores = self.tokens / self.plan.micro_batch, wide(self.dtype), heads * self.tokens * s
-            each = {"count": self.plan.micro_batch * heads, "kind": "attention", "core": True}
-            return (
-                gemm("scores", rows, s, scored, dtype, **each),
-                pointwise("softmax", scores, scores, dtype, core=True),
-                gemm("values", rows, model.v_head_dim, s, dtype, **each),
-            )
-        width = model.core_width / self.plan.tp
-        flops = attention_flops(self.tokens, s, width, causal=not model.image, window=window)
-        read = self.tokens * sum(self._widths()) / self.plan.tp
-        return (attention("flash", flops, read, self.tokens * heads * model.v_head_dim, self.dtype),)
 
-    def _feed_forward(self, layer: int, mixture: bool) -> list[Block]:
-        model = self.model
-        if mixture:
-            return mixture_blocks(self.case, layer, self._norm(), self.imbalance, (self.enter, self.leave))
-        ops = (self._norm(), *mlp_ops(self.case, self.tokens, model.ffn))
-        held = model.mlp_parameters(model.ffn) / self.plan.tp + model.norm_parameters
-        ends = {"before": self.enter, "after": self.leave}
-        return [Block(f"feed-forward {layer}", ops, held, unit=f"layer {layer}", recomputed=True, **ends)]
+def _exchanges(work: Work) -> tuple[tuple[Comm, ...], tuple[Comm, ...], Number]:
+    """Of context parallelism: collectives before and after the core (Ulysses), bytes passed on per step (ring)."""
+    p, widths = work.plan, (*_widths(work), work.shape.heads * work.shape.v_head_dim)
+    q, k, v, out = (work.tokens * channels / p.tp * work.width.storage_bytes for channels in widths)
+    split = np.asarray(p.cp) > 1
+    ulysses = np.asarray((np.asarray(p.context) == "ulysses") & split, float)
+    ring_bytes = (k + v) * (split - ulysses)
+    to_heads, to_tokens = ("all_to_all", "cp", ulysses * (q + k + v)), ("all_to_all", "cp", ulysses * out)
+    return existing(to_heads), existing(to_tokens), ring_bytes
+
+
+def _merge(work: Work) -> tuple[Op, ...]:
+    """What the steps of a ring add: each but the first reads its output and updates the fp32 sum."""
+    ring = (np.asarray(work.plan.context) == "ring") * (work.plan.cp - 1)
+    outputs = 2 * ring * work.tokens * work.shape.heads * work.shape.v_head_dim / work.plan.tp  # fp32: twice the width
+    return (pointwise("merge", 1.5 * outputs, outputs, work.width),) if has(ring) else ()
+
+
+def _dense(work: Work, number: int | str) -> list[Block]:
+    m, p = work.shape, work.plan
+    ops = (work.norm(), *work.mlp(work.tokens, m.ffn / p.tp))
+    held = m.mlp_parameters(m.ffn) / p.tp + m.norm_parameters
+    ends = {"before": work.enter, "after": work.leave}
+    return [Block(f"feed-forward {number}", ops, held, unit=f"layer {number}", recomputed=True, **ends)]

@@ -22,6 +22,7 @@ from madmax_lib.plan_layers import chunk_layers
 from madmax_lib.plan_rules import RECOMMENDATION, enforce
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.layers.ops import BYTES
+from madmax_lib.simulator.layers.workload import ends_by_flops
 from madmax_lib.simulator.memory.activations import dropout_bytes, in_flight, layer_bytes
 from madmax_lib.simulator.memory.states import (
     StageParameters,
@@ -31,6 +32,7 @@ from madmax_lib.simulator.memory.states import (
     state_bytes,
     width_of,
 )
+from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Device, Model, Transformer
 
 __all__ = [
@@ -62,30 +64,30 @@ FRAGMENTATION = 0.07  # of the allocated peak: held by the caching allocator, in
 
 
 def memory(
-    model: Model,
-    plan: Plan,
+    model: Model | str,
+    plan: Plan | str,
     *,
     sequence: int | None = None,
     dtype: str = "bf16",
     global_batch: int | None = None,
     optimizer: str = "adam",
-    software: str | None = None,
+    software: str | Software | None = None,
     fused_loss: bool = False,
     trainable: float = 1.0,
     stack: str | None = None,
 ) -> pd.DataFrame:
     """Bytes on one device of each pipeline stage: columns stage, component, phase, size_bytes.
 
-    sequence: tokens per sample, the model's own if None. global_batch: samples per step, which limits the micro-batches
-    a stage can hold; as many as the pipeline wants if None. software: whose habits, a name of `catalog.software`,
-    `default_software` if None; `stack` is its old name. fused_loss: without fp32 logits. trainable: share
-    of the parameters with gradients. phase: when the bytes are there, see `peak_bytes`. Offload is not counted, all
-    lies on the device: see `fits` for it.
+    model, plan: or their name and text. sequence: tokens per sample, the model's own if None. global_batch: samples per
+    step, which limits the micro-batches a stage can hold; as many as the pipeline wants if None. software: that trains,
+    a name of `data/software.csv` or one of your own; `default_software` if None; `stack` is its old name. fused_loss:
+    cross entropy without fp32 logits. trainable: share of the parameters with gradients. phase: when the bytes are
+    there, see `peak_bytes`. Offload is not counted, all lies on the device: see `fits` for it.
     Raises ValueError for unknown optimizer, software or dtype, impossible sizes, gpipe without global_batch, DLRM with
     tp or pp.
 
+    >>> parts = memory("gpt2-large", "dp4.z3").set_index("component")["size_bytes"]  # FSDP: 4 + 4 + 8 bytes
     >>> gpt = catalog.model("gpt2-large")
-    >>> parts = memory(gpt, Plan(dp=4, zero=3)).set_index("component")["size_bytes"]  # FSDP: 4 + 4 + 8 bytes
     >>> (parts[["weights", "gradients", "optimizer"]] / gpt.parameters).tolist()  # of which each rank holds a quarter
     [1.0, 1.0, 2.0]
     """
@@ -93,7 +95,8 @@ def memory(
         raise ValueError(f"global_batch={global_batch} must be at least 1")
     if not 0 <= trainable <= 1:
         raise ValueError(f"trainable={trainable} must be a share of the parameters, 0..1")
-    case = Case(model, None, plan, global_batch, sequence or 0, dtype, software or stack)
+    case = Case(model, None, Plan.parse(plan), global_batch, sequence or 0, dtype, software or stack)
+    model, plan = case.model, case.plan
     if isinstance(model, DLRM):
         stages, parts = np.zeros(1, dtype=int), _dlrm_bytes(case, optimizer=optimizer, trainable=trainable)
     else:
@@ -114,23 +117,11 @@ def held_layers(model: Transformer, plan: Plan, software: str | None = None) -> 
     """Layers of each pipeline stage, and how many of them have experts, (pp,) each."""
     first = model.dense_layers if model.experts else model.layers  # layer with experts
     if software and plan.pp > 1 and software_of(software, "bf16").stages_by_flops:
-        ends = np.append(0, _ends_by_flops(model, plan.pp))
+        ends = np.append(0, ends_by_flops(model, plan.pp))
         return np.diff(ends), np.diff(np.maximum(ends, first))
     held = [[layer for chunk in stage for layer in chunk] for stage in chunk_layers(model.layers, plan)]
     layers, mixtures = np.array([(len(of), sum(layer >= first for layer in of)) for of in held]).T
     return layers, mixtures
-
-
-def _ends_by_flops(model: Transformer, pp: int) -> np.ndarray:
-    """Layers up to the end of each stage, (pp,): it ends with the layer that exceeds its even share of the FLOPs.
-
-    The head counts, so that the last stages have fewer layers or none [nanotron, models/base.py, build_model].
-    """
-    layer = model.attention_parameters + model.mlp_parameters(model.ffn)
-    share = (model.layers + model.vocab * model.hidden / layer) / pp
-    number = np.arange(pp)
-    ends = np.maximum.accumulate(np.floor(share * (number + 1)).astype(int) + 1 - number) + number
-    return np.append(np.minimum(ends[:-1], model.layers), model.layers)
 
 
 def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:

@@ -17,6 +17,7 @@ import pandas as pd
 
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
+from madmax_lib.plan_rules import enforce, rules_of
 from madmax_lib.simulator.memory.memory import held_layers, memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.offload.hosts import host_of
 from madmax_lib.simulator.offload.placement import (
@@ -28,6 +29,7 @@ from madmax_lib.simulator.offload.placement import (
     normalised,
     peaks_by_place,
 )
+from madmax_lib.software import Software
 from madmax_lib.specs import Cluster, Model, Transformer
 
 __all__ = [
@@ -111,35 +113,36 @@ class LargestModel:
 
 
 def fits(
-    model: Model,
-    cluster: Cluster,
-    plan: Plan,
+    model: Model | str,
+    cluster: Cluster | str,
+    plan: Plan | str,
     *,
     global_batch: int,
     sequence: int | None = None,
     dtype: str = "bf16",
-    software: str | None = None,
+    software: str | Software | None = None,
     policy: Policy | None = None,
 ) -> FitsResult:
     """Whether a step of a model under a plan fits a cluster, with the place of every component.
 
-    sequence: tokens per sample, the model's own if None. software: whose habits, as in `memory` (without offload).
-    policy: how states leave the device; if it names no share, the least one that the device needs.
+    model, cluster, plan: or their names and its text. sequence: tokens per sample, the model's own if None. software:
+    whose habits, as in `memory`; under offload always DeepSpeed's. policy: how states leave the device; if it names no
+    share, the least one that the device needs.
     Raises ValueError for a plan that cannot be laid over model and cluster, or an offload to what the cluster lacks.
 
-    >>> from madmax_lib.catalog import cluster, model
-    >>> [fits(model("llama2-7b"), cluster("dgx-a100", nodes=1), Plan(dp=8, zero=zero), global_batch=8).fits
-    ...  for zero in (0, 3)]
+    >>> [fits("llama2-7b", "dgx-a100", plan, global_batch=8).fits for plan in ("dp8", "dp8.z3")]
     [False, True]
     """
-    plan.check(model, cluster, global_batch, sequence or 0)
+    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence or 0, dtype, software)
+    model, cluster, plan = case.model, case.cluster, case.plan
+    enforce(rules_of(case), plan, case)
     policy, share, room = policy or Policy(), float("nan"), room_bytes(cluster, plan)
     if plan.offload is None:
         parts = memory(model, plan, sequence=sequence, dtype=dtype, global_batch=global_batch, software=software)
         parts = parts.groupby("component", sort=False)["size_bytes"]
         sizes = {(name, "device"): size.to_numpy() for name, size in parts}
     else:
-        case = normalised(Case(model, cluster, plan, global_batch, sequence or 0, dtype))
+        case = normalised(case)
         possible = shares_that_fit(case, policy, room)
         share = float(possible[0]) if len(possible) else 1.0 if policy.share is None else policy.share
         sizes = bytes_by_place(case, share, policy)
@@ -186,9 +189,9 @@ def room_bytes(cluster: Cluster, plan: Plan) -> dict[str, float]:
 
 
 def moments(
-    model: Transformer,
-    cluster: Cluster,
-    plan: Plan,
+    model: Transformer | str,
+    cluster: Cluster | str,
+    plan: Plan | str,
     *,
     global_batch: int,
     sequence: int | None = None,
@@ -202,10 +205,11 @@ def moments(
     is not given are placed dynamically: what the device has room for at a moment lies there. plan: with offload.
     Raises ValueError as `fits`, and for a plan without offload.
     """
+    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence or 0, dtype)
+    model, cluster, plan = case.model, case.cluster, case.plan
     if plan.offload is None:
         raise ValueError(f"moments are those of an offloaded step, but {plan} offloads nothing")
-    policy = policy or Policy()
-    case = normalised(Case(model, cluster, plan, global_batch, sequence or 0, dtype))
+    policy, case = policy or Policy(), normalised(case)
     options = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
     share = fits(model, cluster, case.plan, policy=policy, **options).share
     sizes = bytes_by_place(case, share, policy)

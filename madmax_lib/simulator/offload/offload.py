@@ -19,8 +19,8 @@ from madmax_lib.simulator.offload.fits import room_bytes, shares_that_fit
 from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, Offloaded, rates
 from madmax_lib.simulator.offload.placement import Policy, split_of, streams_gradients
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.step.inputs import Work
-from madmax_lib.simulator.step.step_time import achieved_rates, head_passes, layer_passes, layer_seconds
+from madmax_lib.simulator.step.inputs import Steps
+from madmax_lib.simulator.step.pieces import Pieces, pieces_of
 
 __all__ = ["OffloadTimes", "best_offload", "offload_times"]
 
@@ -50,13 +50,11 @@ class OffloadTimes:
         return self.passes_s + self.drain_s + self.update_s + self.host_s
 
 
-def best_offload(
-    case: Case, work: Work, parameters: Parameters, policy: Policy | None = None
-) -> tuple[Offloaded, OffloadTimes]:
+def best_offload(case: Case, parameters: Parameters, policy: Policy | None = None) -> tuple[Offloaded, OffloadTimes]:
     """The share of the states that makes a step shortest, among those that device, host and drives can hold.
 
     Tried are hundredths from 0.01 and the least share that the device needs; of equal times, the smallest one. case:
-    as `normalised` gives it; work: of it. Returns what the engine needs to know, and the times of that share alone.
+    as `normalised` gives it. Returns what the engine needs to know, and the times of that share alone.
     Raises ValueError when no share fits, with what is missing.
     """
     policy = policy or Policy()
@@ -64,22 +62,21 @@ def best_offload(
     shares = shares[shares > 0] if policy.share is None else shares  # a plan with offload offloads something
     if not len(shares):
         raise ValueError(f"{case.model.name} under {case.plan} does not fit {case.cluster.name}: see mm.fits")
-    times = offload_times(case, work, parameters, shares, policy)
+    times = offload_times(case, parameters, shares, policy)
     at = int(np.argmin(times.total_s))
     best = OffloadTimes(*(values[at : at + 1] for values in vars(times).values()))
     return _offloaded(case, float(shares[at]), policy), best
 
 
-def offload_times(
-    case: Case, work: Work, parameters: Parameters, shares: np.ndarray, policy: Policy | None = None
-) -> OffloadTimes:
-    """Seconds that each share costs. case: as `normalised` gives it; work: of it."""
+def offload_times(case: Case, parameters: Parameters, shares: np.ndarray, policy: Policy | None = None) -> OffloadTimes:
+    """Seconds that each share costs. case: as `normalised` gives it."""
     plan, offloaded = case.plan, _offloaded(case, shares, policy or Policy())
     batches = offloaded.micro_batches
-    stage = _first_stage(case, work, parameters, offloaded)
+    pieces = pieces_of(Steps.of(case), parameters)
+    stage = _first_stage(case, pieces, offloaded)
     passes_s = (batches + plan.pp - 1) * (stage.start_s + stage.wait_s)
     drain_s = stage.tail_s(batches if streams_gradients(plan) else 1)
-    update_s = float(np.ravel(layer_seconds(work, parameters)["optimizer_s"])[0]) * (1 - offloaded.split.states)
+    update_s = float(pieces.prices.update_s(pieces.owned)) * (1 - offloaded.split.states)
     host_s, copy_s = _update(stage, offloaded)
     if offloaded.delayed:
         step_s = batches * stage.computed_s + passes_s + drain_s
@@ -182,11 +179,10 @@ class _Stage:
         return np.maximum.reduce([last_s, since_first_s, since_head_s, queue_s])
 
 
-def _first_stage(case: Case, work: Work, parameters: Parameters, offloaded: Offloaded) -> _Stage:
+def _first_stage(case: Case, pieces: Pieces, offloaded: Offloaded) -> _Stage:
     model, plan = case.model, case.plan
-    rate = achieved_rates(work, parameters)
-    forward, backward = (float(np.ravel(sum(causes.values()))[0]) for causes in layer_passes(work, parameters, rate))
-    head_forward, head_backward = (float(np.ravel(s)[0]) for s in head_passes(work, parameters, rate))
+    forward, backward = map(float, pieces.layer.passes_s)
+    head_forward, head_backward = map(float, pieces.head.passes_s)
     layers, mixtures = held_layers(model, plan)
     count = stage_parameters(model, plan, np.arange(plan.pp), layers, mixtures)
     sharing = plan.sharing if plan.zero else 1

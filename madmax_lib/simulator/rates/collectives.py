@@ -10,19 +10,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-__all__ = ["MeasuredCollectives", "all_gather_s", "all_reduce_s", "all_to_all_s", "send_s", "shared_bandwidth"]
+__all__ = ["MeasuredCollectives", "all_gather_s", "all_to_all_s", "ring_steps"]
 
+_TREE_STEPS = 32  # per doubling of the nodes: what a ring of 256 nodes takes
 _KEYS, _VALUES = ["collective", "ranks", "nodes"], ["size_bytes", "seconds"]
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
-
-
-def all_reduce_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s=0.0):
-    """Ring all-reduce: 2(p-1) latency + 2(p-1)/p size / bandwidth.
-
-    >>> float(all_reduce_s(1e9, 8, 100e9))
-    0.0175
-    """
-    return 2 * all_gather_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s)
 
 
 def all_gather_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s=0.0):
@@ -47,25 +39,16 @@ def all_to_all_s(size_bytes, ranks, ranks_in_node, intra_bytes_per_s, inter_byte
     return np.maximum(near_s, far_s) + np.where(ranks > 1, latency_s, 0.0)
 
 
-def send_s(size_bytes, bandwidth_bytes_per_s, latency_s=0.0):
-    """Point-to-point message."""
-    return latency_s + size_bytes / bandwidth_bytes_per_s
+def ring_steps(nodes):
+    """Steps between nodes of an all-gather or reduce-scatter: a ring, and above some 250 nodes a tree's growth.
 
+    A ring takes nodes - 1 steps; parallel aggregated trees (PAT, NCCL 2.23) grow with the logarithm.
 
-def shared_bandwidth(ranks, stride, domain, link_bytes_per_s, nic_bytes_per_s):
-    """Bandwidth per rank of rings whose ranks are `stride` devices apart, `domain` devices on the fast link.
-
-    Inside the domain the link; across domains the k ranks of a domain drive their k network ports with as many rings,
-    up to the link.
-
-    >>> shared_bandwidth([8, 16, 2], [1, 1, 8], 8, 300e9, 25e9).tolist()  # a node; two nodes; one device of each
-    [300000000000.0, 200000000000.0, 25000000000.0]
+    >>> ring_steps([1, 2, 4096]).tolist()
+    [0.0, 1.0, 384.0]
     """
-    ranks, stride, domain = np.asarray(ranks, float), np.asarray(stride, float), np.asarray(domain, float)
-    in_domain = np.minimum(np.maximum(np.floor(domain / stride), 1), ranks)
-    across = in_domain * nic_bytes_per_s
-    across = np.where(in_domain > 1, np.minimum(across, link_bytes_per_s), across)
-    return np.where(ranks * stride <= domain, link_bytes_per_s, across)
+    nodes = np.maximum(np.asarray(nodes, float), 1.0)
+    return np.minimum(nodes - 1, _TREE_STEPS * np.log2(nodes))
 
 
 class MeasuredCollectives:

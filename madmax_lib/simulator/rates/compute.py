@@ -11,9 +11,11 @@ import numpy as np
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.specs import Device
 
+Number = float | np.ndarray
+
 __all__ = [
+    "Number",
     "attention_flops",
-    "compute_s",
     "gemm_s",
     "longer_of",
     "optimizer_bytes",
@@ -24,13 +26,6 @@ __all__ = [
 _ADAM_BYTES = 30  # fp32 parameter, two moments and gradient read; the first three and a 16-bit copy written
 _TILE = 128  # rows of a block in FlashAttention-2 and cuDNN: the diagonal blocks are computed whole [arXiv 2307.08691]
 _SCORE_BYTES = 10  # unfused softmax, mask and dropout: bytes written and read per score [arXiv 2205.05198, section 4.1]
-
-
-def compute_s(flops, traffic_bytes, device: Device, dtype: str, parameters: Parameters):
-    """Seconds of work that is bound by matrix products or by memory traffic, whichever is slower (roofline)."""
-    by_flops = flops / (device.peak(dtype) * parameters.compute_efficiency)
-    by_memory = traffic_bytes / (device.memory_bandwidth_bytes_per_s * parameters.memory_efficiency)
-    return np.maximum(by_flops, by_memory)
 
 
 def optimizer_bytes(parameter_count):

@@ -8,11 +8,13 @@ A constant of a group is named `name:group`, such as `gemm_efficiency:hopper-8`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
@@ -20,6 +22,7 @@ from madmax_lib.atomic import replacing
 
 __all__ = ["Parameters", "bounds", "load", "save", "shipped", "start"]
 
+_SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 _SHARES = ("compute_efficiency", "memory_efficiency", "network_efficiency")
 
 
@@ -33,8 +36,12 @@ class Parameters:
     intervals: 90 % (low, high) of the fitted constants; empty without a fit.
     fitted: names of the fitted constants.
     covariance: (n, n) of the fitted constants, each in its fitting scale (log or linear), in order of `fitted`.
-    residuals: 90 % (low, high) of log(measured / predicted) by kind of step, of rows that the fit has not seen.
-    provenance: rows, sha256 of the data and figures of the fit.
+    residuals: how log(measured / predicted) of sources that the fit has not seen spreads: the components of
+        `step.uncertainty`, and the 90 % half-widths "layouts dense" and "layouts mixture" of one plan over another.
+    sensitivities: by name of a constant without its group and by part of the step: how much of a relative change of
+        the constant (log scale; its value where the scale is linear) a step feels that consists of this part.
+    provenance: rows, sha256 of the data and figures of the fit; scale: by device family, the devices and tokens per
+        sample between which 90 % of its rows lie.
     """
 
     compute_efficiency: float = 1.0
@@ -44,7 +51,8 @@ class Parameters:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     fitted: tuple[str, ...] = ()
     covariance: tuple[tuple[float, ...], ...] = ()
-    residuals: Mapping[str, list] = field(default_factory=dict, hash=False)
+    residuals: Mapping[str, float] = field(default_factory=dict, hash=False)
+    sensitivities: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self):
@@ -54,6 +62,24 @@ class Parameters:
         if unknown := set(self.constants) - set(bounds().index):
             raise ValueError(f"constant {sorted(unknown)[0]!r} is not in data/parameter_bounds.csv")
         object.__setattr__(self, "constants", {**_ideal_values(), **self.constants})
+
+    @cached_property
+    def uncertainty(self) -> tuple[dict[str, int], np.ndarray]:
+        """Place of each constant, and the covariance of all in their fitting scale.
+
+        A constant that is not fitted is as uncertain as its interval, else as its prior; none whose bounds fix it.
+        """
+        table = bounds()
+        places = {name: place for place, name in enumerate(table.index)}
+        width = np.where(table["low"] < table["high"], table["sigma"], 0.0)
+        for name, ends in self.intervals.items():
+            low, high = np.log(ends) if table.at[name, "scale"] == "log" else ends
+            width[places[name]] = (high - low) / (2 * _SIGMAS)
+        covariance = np.diag(width**2)
+        if self.covariance:
+            fitted = [places[name] for name in self.fitted]
+            covariance[np.ix_(fitted, fitted)] = self.covariance
+        return places, covariance
 
 
 @lru_cache(maxsize=1)
@@ -93,6 +119,7 @@ def load(path: str | Path) -> Parameters:
             fitted=tuple(content["fitted"]),
             covariance=tuple(tuple(row) for row in content["covariance"]),
             residuals=content.get("residuals", {}),
+            sensitivities=content.get("sensitivities", {}),
             provenance=content["provenance"],
         )
     except (json.JSONDecodeError, KeyError, TypeError) as error:
@@ -106,12 +133,18 @@ def save(parameters: Parameters, path: str | Path) -> None:
         "intervals": {name: [_short(v) for v in pair] for name, pair in sorted(parameters.intervals.items())},
         "fitted": list(parameters.fitted),
         "covariance": [[_short(v, 4) for v in row] for row in parameters.covariance],
-        "residuals": {name: [_short(v, 4) for v in values] for name, values in parameters.residuals.items()},
+        "residuals": {name: _short(value, 4) for name, value in parameters.residuals.items()},
+        "sensitivities": {
+            name: {part: _short(slope, 3) for part, slope in slopes.items()}
+            for name, slopes in parameters.sensitivities.items()
+        },
         "provenance": dict(parameters.provenance),
         **{name: getattr(parameters, name) for name in _SHARES},
     }
+    text = json.dumps(content, indent=1)
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # a row on a line
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.write_text(text + "\n")
 
 
 def _short(value: float, digits: int = 6) -> float:

@@ -1,95 +1,92 @@
-"""Which devices talk to each other, over which link? The groups of a plan on a cluster, and the time of a collective.
+"""Which devices talk to each other? The groups of a plan, and how they lie on the nodes.
 
 Devices are numbered with tp innermost, then cp, dp and pp [Megatron-LM]; experts' groups lie in dp x cp in the same
-order. A group is every `stride`-th device.
+order, under etp = 1 in dp x cp x tp. A group is every `stride`-th device. All numbers may be arrays.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from madmax_lib.plan import Plan
-from madmax_lib.plans import expert_sharing
-from madmax_lib.simulator.rates.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s, shared_bandwidth
-from madmax_lib.specs import Cluster
+from madmax_lib.plans import Plans, expert_sharing
+from madmax_lib.simulator.rates.compute import Number
 
-__all__ = ["Group", "collective_s", "groups", "member_name"]
+__all__ = ["Group", "Groups", "member_name"]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Equal groups of devices that are `stride` apart, and the network that one of them sees.
+    """Equal groups of devices.
 
-    name: tp, cp, ep, dp ..., see `groups`.
+    name: tp, cp, ep, dp ..., see `Groups`.
     ranks: devices of a group.
     stride: distance of neighbours in the numbering of devices.
-    bandwidth_bytes_per_s: of a device in a ring.
-    latency_s: of a message.
-    hop_bytes_per_s: of a message to a neighbour alone.
-    in_node: devices of a group on a node.
-    near_bytes_per_s, far_bytes_per_s: inside a node and between nodes, per device.
+    in_node: devices that every group has on each of its nodes, at least.
     """
 
     name: str
-    ranks: int
-    stride: int
-    bandwidth_bytes_per_s: float
-    latency_s: float
-    hop_bytes_per_s: float
-    in_node: int
-    near_bytes_per_s: float
-    far_bytes_per_s: float
+    ranks: Number
+    stride: Number
+    in_node: Number
+
+    @property
+    def nodes(self) -> Number:
+        """Nodes over which a group is spread."""
+        return self.ranks / self.in_node
 
 
-def groups(plan: Plan, cluster: Cluster, link_bytes_per_s: float, nic_bytes_per_s: float) -> dict[str, Group]:
-    """All groups of a plan by name, at achieved rates inside a node and of a network port.
+class Groups:
+    """Groups of a plan on nodes of `node` devices, by name.
 
-    tp, cp, ep, dp (gradients: dp x cp), edp (gradients of experts), shard and replicate (HSDP), the same of experts,
-    node and across (the two levels of ZeRO++), pp; pairs of pipeline stages on the same node and on others.
+    tp, cp, ep, etp, dp (gradients: dp x cp), edp (gradients of experts), shard and replicate (HSDP), the same of
+    experts, node and across (the two levels of ZeRO++), pp; pairs of stages on the same node and on others.
     """
-    replicas, tp, shard = plan.dp * plan.cp, plan.tp, plan.sharing
-    expert_shard = int(expert_sharing(shard, plan.ep))
-    in_node = int(np.gcd(replicas, max(cluster.devices_per_node // tp, 1)))
-    shapes = {
-        "tp": (tp, 1),
-        "cp": (plan.cp, tp),
-        "ep": (plan.ep, tp),
-        "dp": (replicas, tp),
-        "edp": (replicas // plan.ep, tp * plan.ep),
-        "shard": (shard, tp),
-        "replicate": (replicas // shard, tp * shard),
-        "expert-shard": (expert_shard, tp * plan.ep),
-        "expert-replicate": (replicas // (plan.ep * expert_shard), tp * plan.ep * expert_shard),
-        "node": (in_node, tp),
-        "across": (replicas // in_node, tp * in_node),
-        "pp": (plan.pp, tp * replicas),
-        "same node": (2, 1),
-        "other node": (2, cluster.devices_per_node),
-    }
-    near, far = link_bytes_per_s, nic_bytes_per_s
-    result = {}
-    for name, (ranks, stride) in shapes.items():
-        inside = ranks * stride <= cluster.devices_per_node
-        bandwidth = float(shared_bandwidth(ranks, stride, cluster.devices_per_node, near, far))
-        latency_s = (cluster.intra if inside else cluster.inter).latency_s
-        in_node = ranks if inside else max(cluster.devices_per_node // stride, 1)
-        hop = near if inside else far
-        result[name] = Group(name, ranks, stride, bandwidth, latency_s, hop, in_node, near, far)
-    return result
 
+    def __init__(self, plan: Plans, node: Number):
+        self.plan, self.node = plan, node
+        self.of = cache(self._of)
 
-def collective_s(kind: str, size_bytes: float, group: Group, *, with_latency: bool = True) -> float:
-    """Seconds of one collective of a group; send_recv is a message to a neighbour."""
-    latency_s = group.latency_s if with_latency else 0.0
-    if kind == "send_recv":
-        return float(send_s(size_bytes, group.hop_bytes_per_s, latency_s))
-    if kind == "all_to_all":
-        levels = group.in_node, group.near_bytes_per_s, group.far_bytes_per_s
-        return float(all_to_all_s(size_bytes, group.ranks, *levels, latency_s))
-    formula = {"all_reduce": all_reduce_s, "all_gather": all_gather_s, "reduce_scatter": all_gather_s}[kind]
-    return float(formula(size_bytes, group.ranks, group.bandwidth_bytes_per_s, latency_s))
+    def __getitem__(self, name: str) -> Group:
+        return self.of(name)
+
+    def _of(self, name: str) -> Group:
+        ranks, stride = self._shape(name)
+        if name == "same node":
+            return Group(name, ranks, stride, 2)
+        if name == "other node":
+            return Group(name, ranks, stride, 1)
+        span = np.asarray(ranks * stride, dtype=np.int64)
+        shared = np.gcd(span, np.asarray(self.node, dtype=np.int64)) // np.asarray(stride, dtype=np.int64)
+        return Group(name, ranks, stride, np.clip(shared, 1, ranks))
+
+    def _shape(self, name: str) -> tuple[Number, Number]:
+        p = self.plan
+        replicas, shard = p.dp * p.cp, p.sharing
+        if name in ("tp", "cp", "dp", "shard", "replicate"):
+            return {
+                "tp": (p.tp, 1),
+                "cp": (p.cp, p.tp),
+                "dp": (replicas, p.tp),
+                "shard": (shard, p.tp),
+                "replicate": (replicas // shard, p.tp * shard),
+            }[name]
+        if name in ("node", "across"):
+            in_node = np.gcd(replicas, np.maximum(self.node // p.tp, 1))
+            return (in_node, p.tp) if name == "node" else (replicas // in_node, p.tp * in_node)
+        if name == "pp":
+            return p.pp, p.tp * replicas
+        if name in ("same node", "other node"):
+            return 2, 1
+        etp, holders = p.tp // p.expert_spread, replicas * p.expert_spread
+        if name in ("ep", "etp", "edp"):
+            return {"ep": (p.ep, etp), "etp": (etp, 1), "edp": (holders // p.ep, etp * p.ep)}[name]
+        expert_shard = np.asarray(expert_sharing(shard, p.ep, p.expert_spread), dtype=np.int64)
+        if name == "expert-shard":
+            return expert_shard, etp * p.ep
+        return holders // (p.ep * expert_shard), etp * p.ep * expert_shard
 
 
 def member_name(name: str, rank: int, count: int, stride: int) -> str:

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 from madmax_lib.case import Case
-from madmax_lib.simulator.layers.ops import Block, Comm, mirror, phases, storage_bytes
+from madmax_lib.simulator.layers.ops import Block, Comm, mirror
 from madmax_lib.simulator.offload.hosts import Offloaded
 from madmax_lib.simulator.rates.collectives import MeasuredCollectives
-from madmax_lib.simulator.rates.topology import Group
 from madmax_lib.simulator.schedule.engine import Program
 from madmax_lib.simulator.schedule.passes import BEFORE, MESSAGE, Pass
-from madmax_lib.simulator.schedule.prices import DataSheet
 from madmax_lib.simulator.schedule.schedules import Slot, dependency, in_order, order
 from madmax_lib.simulator.schedule.sharding import Sharding
 from madmax_lib.simulator.schedule.staging import Staging
 from madmax_lib.simulator.schedule.streams import Stream
+from madmax_lib.simulator.step.layer_time import layer_time
+from madmax_lib.simulator.step.prices import CAUSES, Prices
+from madmax_lib.simulator.step.traffic import held, sharded, slowed_s
 
 __all__ = ["MicroBatch", "StepBuilder"]
 
@@ -37,7 +38,7 @@ class MicroBatch:
     """
 
     chunks: list[list[list[Block]]]
-    prices: DataSheet
+    prices: Prices
     sent_bytes: float = 0.0
 
 
@@ -60,10 +61,11 @@ class StepBuilder:
     ):
         self.case, self.plan, self.measured, self.offloaded = case, case.plan, measured, offloaded
         self.batch, self.last, self.groups = batch, last or batch, batch.prices.groups
-        moved = (case.plan, storage_bytes(case.dtype), self.groups)
-        self.sharding = Staging(*moved, offloaded) if offloaded else Sharding(*moved)
+        self.sharding = Staging(batch.prices, offloaded) if offloaded else Sharding(batch.prices)
+        self.hidden = {group: float(share) for group, share in batch.prices.hidden_shares.items()}
         self.comm_s, self._pass = cache(self._comm_s), cache(self._lay_out)  # blocks and micro-batches repeat
         self._seconds: dict[tuple, dict[str, float]] = {}
+        self._stretches: dict[tuple, tuple[float, float]] = {}
 
     def build(self, micro_batches: int) -> Program:
         """All stages and micro-batches, gradients, optimizer."""
@@ -90,8 +92,9 @@ class StepBuilder:
     def _lay_out(self, stage: int, direction: str, chunk: int, first: bool, last: bool) -> Pass:
         """The ops of a pass. first: it gathers all parameters ahead; last: it is of the last micro-batch."""
         batch, split = self.last if last else self.batch, self.plan.schedule == "zero-bubble"
-        blocks, way = batch.chunks[stage][chunk], "forward" if direction == "forward" else "backward"
-        pass_ = Pass(self.groups, self.comm_s, partial(self._block_s, batch), batch.prices.traffic_scale[way])
+        blocks = batch.chunks[stage][chunk]
+        pass_ = Pass(self.comm_s, self._slowdowns(batch, blocks, direction, last))
+        self.current = batch
         if direction == "weight":
             self._weights(pass_, blocks, last)
         elif direction == "forward":
@@ -103,15 +106,18 @@ class StepBuilder:
         return pass_
 
     def _send(self, pass_: Pass, stage: int, to: int, what: str, size_bytes: float, ready: list[int]) -> None:
-        """Message to the next virtual stage, if there is one."""
+        """Message to the next virtual stage, if there is one; where it stops the host, the stage waits for it."""
         if not 0 <= to < self.plan.pp * self.plan.interleave:
             return
         low, high = sorted((stage, to % self.plan.pp))
         devices, node = self.plan.world_size // self.plan.pp, self.case.cluster.devices_per_node
         same_node = low * devices // node == ((high + 1) * devices - 1) // node  # it holds the devices of both stages
-        duration_s = self.comm_s("send_recv", size_bytes, self.groups["same node" if same_node else "other node"])
-        ready, name = [*ready, pass_.last] if pass_.last >= 0 else ready, f"send_recv {what}"
+        duration_s = self.comm_s("send_recv", size_bytes, "same node" if same_node else "other node")
+        ready, name = [*ready, pass_.computed] if pass_.computed >= 0 else ready, f"send_recv {what}"
         pass_.sends = pass_.op(Stream.PIPELINE, "comm", name, duration_s, ready, group="pp", size_bytes=size_bytes)
+        if self.batch.prices.habits.blocking_sends:
+            stop_s = self.batch.prices.constants["send_stop_s"] / 2
+            pass_.last = pass_.op(Stream.COMPUTE, "idle", f"{name} handshake", stop_s, [pass_.sends])
 
     def _forward(self, pass_: Pass, blocks: list[Block], first: bool) -> list[int]:
         gathered = self._gathers(pass_, blocks, "forward", first)
@@ -120,6 +126,8 @@ class StepBuilder:
             after = [*previous, *gathered(block), *([] if block.beside else exchanged)]
             if block.recomputed and block.unit != unit:
                 self.sharding.keep(pass_, block, previous)
+            if block.unit != unit:
+                self._launch(pass_, [one for one in blocks if one.unit == block.unit], "forward", 1)
             unit, done = block.unit, self._work(pass_, block, "forward", after)
             if block.table:
                 exchanged = done  # the blocks beside do not wait for the lookup
@@ -134,10 +142,11 @@ class StepBuilder:
         previous, exchanged = [MESSAGE, BEFORE], []
         reduce = self.sharding.reducer(pass_, last)
         for unit in _units(blocks)[::-1]:
+            self._launch(pass_, unit, "backward", 2 + float(self.batch.prices.repeats))
             if unit[0].recomputed:
                 previous = [*previous, *self.sharding.restore(pass_, unit[0])]
             for block in unit:
-                if "recompute" in pass_.block_s(block):
+                if self._block_s(block)["recompute"]:
                     previous = self._work(pass_, block, "recompute", [*previous, *gathered(block)])
             for block in unit[::-1]:
                 if table and not exchanged and (block.table or block.beside):
@@ -153,27 +162,42 @@ class StepBuilder:
         reduce = self.sharding.reducer(pass_, last)
         for unit in _units(blocks)[::-1]:
             for block in unit[::-1]:
-                pass_.compute(f"{block.name} weight", pass_.block_s(block)["weight"], [BEFORE])
+                pass_.compute(f"{block.name} weight", self._block_s(block)["weight"], [BEFORE], block.unit)
                 reduce(block, pass_.last, end=block is blocks[0], unit_end=block is unit[0])
 
     def _work(self, pass_: Pass, block: Block, phase: str, after: list[int], split: bool = False) -> list[int]:
-        """One block: collectives, compute, collectives. Returns what the next block waits for."""
+        """One block: collectives, compute, collectives. Returns what the next block waits for.
+
+        A share of the compute runs beside the collectives, as far as software hides them: it is that of other tiles.
+        """
         before, behind = block.before, block.after
         if phase == "backward":
             before, behind = () if block.table else mirror(block.after), mirror(block.before)
         elif phase == "recompute" and self.plan.recompute == "selective":
             before, behind = (), ()  # the scores alone
-        name, seconds = f"{block.name} {phase}", pass_.block_s(block)
-        after = pass_.comms(before, name, after)
+        name, seconds, launched = f"{block.name} {phase}", self._block_s(block), pass_.launches[-1:]
         duration_s = seconds[phase] + (seconds["weight"] if phase == "backward" and not split else 0.0)
+        after = [*after, *launched]
         if block.ring_bytes and self.plan.cp > 1:
+            after = pass_.comms(before, name, after)
             return pass_.comms(behind, name, self._ring(pass_, block, phase, duration_s, after))
-        beside_s = min(self._hidden_s(behind), duration_s)
-        first = pass_.compute(name, duration_s - beside_s, after)
+        lead_s, tail_s = self._hidden_s(before), self._hidden_s(behind)
+        scale = min(1.0, duration_s / (lead_s + tail_s)) if lead_s + tail_s else 0.0
+        ready = pass_.comms(before, name, after)
+        if lead_s:
+            pass_.compute(name, scale * lead_s, after, block.unit)
+        first = pass_.compute(name, max(duration_s - scale * (lead_s + tail_s), 0.0), ready, block.unit)
         done = pass_.comms(behind, name, [first])
-        if beside_s:
-            pass_.compute(name, beside_s, [first])  # whatever computes next comes after it on the stream
+        if tail_s:
+            pass_.compute(name, scale * tail_s, [first], block.unit)  # what computes next comes after it on the stream
         return done
+
+    def _launch(self, pass_: Pass, unit: list[Block], phase: str, passes: float) -> None:
+        """The host issues the kernels of a unit, ahead of the device as far as it can."""
+        prices, mixture = self.batch.prices, any(op.experts for block in unit for op in block.ops)
+        seconds = float(prices.launch_s + mixture * prices.routing_s) * passes if unit[0].recomputed else 0.0
+        if seconds:
+            pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", f"launch {unit[0].unit} {phase}", seconds, ()))
 
     def _ring(self, pass_: Pass, block: Block, phase: str, duration_s: float, after: list[int]) -> list[int]:
         """Attention in cp steps, the next keys and values on their way meanwhile, in backward their gradients too."""
@@ -181,7 +205,8 @@ class StepBuilder:
         ready, returned = after, []
         for step in range(steps):
             coming = pass_.comm("send_recv", "cp", name, block.ring_bytes, ready) if step < steps - 1 else []
-            op = pass_.compute(name, duration_s / steps, [*ready, *(after if step == 0 else [])])
+            waits = [*ready, *(after if step == 0 else [])]
+            op = pass_.compute(name, duration_s / steps, waits, block.unit)
             if phase == "backward":
                 returned = pass_.comm("send_recv", "cp", f"{name} gradients", block.ring_bytes, [op])
             ready = coming
@@ -209,44 +234,81 @@ class StepBuilder:
         """Update of the parameters that a device owns; ZeRO-1/2 then gather them unless the next pass does."""
         prices, blocks = self.batch.prices, [block for chunk in self.batch.chunks[stage] for block in chunk]
         owned = self.sharding.owned(blocks)
-        if prices.host_s:
-            after = [program.op(Stream.COMPUTE, "idle", "host work", prices.host_s, dict.fromkeys(after), rank=stage)]
-        update_s = prices.update_s(owned * self.sharding.kept)
-        done = [program.op(Stream.COMPUTE, "compute", "adam", update_s, dict.fromkeys(after), rank=stage)]
+        host_s, after = float(prices.host_s), list(dict.fromkeys(after))
+        if host_s:
+            after = [program.op(Stream.LAUNCH, "cpu", "end of step", host_s, after, rank=stage)]
+        update_s = float(prices.update_s(owned * self.sharding.kept))
+        done = [program.op(Stream.COMPUTE, "compute", "adam", update_s, after, rank=stage)]
         done += self.sharding.update(program, stage, owned, len(_units(blocks)), after)
-        if self.plan.zero in (1, 2) and not self.plan.overlap_gather:
-            pass_ = Pass(self.groups, self.comm_s)
+        if self.plan.zero in (1, 2) and not self.plan.overlap_gather and not self.plan.lora_rank:
+            pass_ = Pass(self.comm_s)
             self.sharding.gather(pass_, blocks, "", [BEFORE], name="parameters")
             program.extend(pass_.program, stage, [(waiting, op) for waiting, _ in pass_.waits for op in done])
 
-    def _block_s(self, batch: MicroBatch, block: Block) -> dict[str, float]:
-        """Seconds of a block by phase, without "recompute" where nothing is; blocks of the same ops are priced once."""
-        key = (batch is self.last, block.ops, block.recomputed)
+    def _block_s(self, block: Block) -> dict[str, float]:
+        """Seconds of a block by phase; blocks of the same ops are priced once."""
+        batch = self.current
+        key = (batch is self.last, id(block.ops))
         if key not in self._seconds:
-            parts = phases(block, self.plan.recompute).items()
-            needed = {phase: ops for phase, ops in parts if ops or phase != "recompute"}
-            self._seconds[key] = {phase: batch.prices.ops_s(block, phase, ops) for phase, ops in needed.items()}
+            phases = batch.prices.block_s(block).items()
+            self._seconds[key] = {phase: float(sum(causes.values())) for phase, causes in phases}
         return self._seconds[key]
 
-    def _hidden_s(self, behind: tuple[Comm, ...]) -> float:
-        """Seconds of a block that run beside the tensor-parallel collectives behind it.
+    def _slowdowns(self, batch: MicroBatch, blocks: list[Block], direction: str, last: bool) -> Callable[[str], float]:
+        """Of compute by unit, beside the gathers and reductions of weights."""
+        if direction == "weight":
+            return lambda unit: 1.0
+        way = 0 if direction == "forward" else 1
+        factors = {unit[0].unit: self._slowdown(batch, unit, last)[way] for unit in _units(blocks)}
+        return partial(dict.get, factors)
 
-        A reduce-scatter hides with the all-gather of the next block, which is as long.
-        """
-        hidden, group = self.batch.prices.tp_hidden, self.groups["tp"]
-        if not hidden or group.ranks == 1:
-            return 0.0
-        twice = {"reduce_scatter": 2.0, "all_reduce": 1.0}
-        comms = [comm for comm in behind if comm.group == "tp" and comm.kind in twice]
-        return hidden * sum(twice[comm.kind] * self.comm_s(comm.kind, comm.size_bytes, group) for comm in comms)
+    def _slowdown(self, batch: MicroBatch, unit: list[Block], last: bool) -> tuple[float, float]:
+        """Of a unit's compute, forward and backward: by gathers of weights and reductions of gradients."""
+        if not unit[0].recomputed:
+            return 1.0, 1.0
+        key = batch is self.last, last, tuple(id(block.ops) for block in unit)
+        if key not in self._stretches:
+            prices = batch.prices
+            time = layer_time(unit, prices)
+            traffic, late = sharded(held(unit), prices), bool(prices.gathers_late)
+            backward_s = 0.0 if late and traffic.backward_s else traffic.backward_s + traffic.reduce_s
+            backward_s = backward_s + (self.sharding.reduced_s(unit, last) if self._reduces_beside else 0.0)
+            moved = 0.0 if late else traffic.forward_s, backward_s
+            computed = [float(sum(times[cause] for cause in CAUSES)) for times in (time.forward, time.backward)]
+            slowed = [float(slowed_s(*pair, prices)) for pair in zip(time.passes_s, moved, strict=True)]
+            self._stretches[key] = tuple(
+                1 + s / busy if busy else 1.0 for s, busy in zip(slowed, computed, strict=True)
+            )
+        return self._stretches[key]
 
-    def _comm_s(self, kind: str, size_bytes: float, group: Group) -> float:
+    @cached_property
+    def _reduces_beside(self) -> bool:
+        """Whether gradients are reduced beside a backward pass: the first bucket is full before its end."""
+        held_bytes = self.sharding.gradient_width * max(
+            sum(block.parameters for block in chunk) for stage in self.batch.chunks for chunk in stage
+        )
+        if self.plan.zero == 3:
+            return self.plan.shard > 0
+        return bool(self.batch.prices.habits.hides_dp > 0 and held_bytes > self.plan.bucket_bytes)
+
+    def _hidden_s(self, comms: tuple[Comm, ...]) -> float:
+        """Seconds of collectives beside which a block computes."""
+        return sum(
+            self.hidden[comm.group] * self.comm_s(comm.kind, comm.size_bytes, comm.group)
+            for comm in comms
+            if self.hidden.get(comm.group)
+        )
+
+    def _comm_s(self, kind: str, size_bytes: float, name: str, calls: float = 1.0) -> float:
         """Seconds of a collective: as measured, where it was."""
-        if self.measured:
-            seconds = self.measured.seconds(kind, group.ranks, -(-group.ranks // group.in_node), size_bytes)
+        group = self.groups[name]
+        if self.measured and group.ranks > 1:
+            seconds = self.measured.seconds(
+                kind, int(group.ranks), -(-int(group.ranks) // int(group.in_node)), size_bytes
+            )
             if seconds is not None:
                 return seconds
-        return self.batch.prices.comm_s(kind, size_bytes, group)
+        return float(self.batch.prices.comm_s(kind, size_bytes, group, calls))
 
 
 def _units(blocks: list[Block]) -> list[list[Block]]:

@@ -12,67 +12,76 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from madmax_lib.plan import Plan
+import numpy as np
+
 from madmax_lib.plans import owned
 from madmax_lib.simulator.layers.ops import Block
-from madmax_lib.simulator.rates.topology import Group
 from madmax_lib.simulator.schedule.engine import Program
 from madmax_lib.simulator.schedule.passes import Pass
+from madmax_lib.simulator.schedule.streams import Stream
+from madmax_lib.simulator.step.prices import Prices
+from madmax_lib.simulator.step.traffic import held
 
 __all__ = ["Sharding"]
 
-_INT8, _INT4, _FP32 = 1.0, 0.5, 4  # bytes
+_INT8, _INT4 = 1.0, 0.5  # bytes
 
 
 class Sharding:
-    """Data-parallel traffic of a plan. width: bytes of a parameter or gradient in the step's dtype."""
+    """Data-parallel traffic of a plan, at `prices`."""
 
-    def __init__(self, plan: Plan, width: float, groups: dict[str, Group]):
-        self.plan, self.width, self.groups = plan, width, groups
-        self.gradient_width = _FP32 if plan.reduce_fp32 else width
-        self.every_batch = plan.zero == 3 or (plan.zero == 2 and plan.pp == 1)  # reduces with each of them
+    def __init__(self, prices: Prices):
+        self.prices, self.plan, self.groups = prices, prices.plan, prices.groups
+        self.width = prices.steps.work.width.storage_bytes
+        self.gradient_width = float(prices.gradient_bytes)
+        zero, pipeline = self.plan.zero, self.plan.pp > 1
+        each = (zero == 2 and not pipeline) or (zero == 0 and pipeline and bool(prices.habits.reduces_each))
+        self.every_batch = zero == 3 or each
+        self.beside = bool(prices.habits.hides_dp)  # gradients are reduced beside the backward pass
         self.kept = 1.0  # share of the update that the device does
 
     def group(self, expert: bool) -> str:
         """Group that shards the states, of experts or of all else: HSDP's shard, or all replicas."""
-        if self.plan.shard:
-            return "expert-shard" if expert else "shard"
-        return "edp" if expert else "dp"
+        return self.prices.shard_name(expert)
 
     def owned(self, blocks: list[Block]) -> float:
         """Parameters that a device updates; looked-up rows of tables are updated in their own backward pass."""
-        dense, experts = (_parameters(blocks, expert) for expert in (False, True))
-        return float(owned(dense, experts, self.plan.sharing if self.plan.zero else 1, self.plan.ep))
+        count, trained = held(blocks), self.plan.lora_rank == 0
+        sharing = self.plan.sharing if self.plan.zero else 1
+        return trained * float(owned(count.dense, count.experts, sharing, self.plan.ep, self.plan.expert_spread))
 
     def gathers_ahead(self, phase: str, first: bool, units: int) -> int | None:
         """Units whose parameters a pass gathers ahead, None if it gathers none."""
         if self.plan.zero == 3:
-            return self.plan.prefetch
+            return 0 if self.prices.gathers_late else self.plan.prefetch
         return units if self.plan.overlap_gather and phase == "forward" and first else None
 
     def gather(self, pass_: Pass, unit: list[Block], phase: str, after: list[int], name: str = "") -> list[int]:
-        """All-gather of the parameters of a unit."""
-        result = []
-        for expert in (False, True):
+        """All-gather of the parameters of a unit, or under a name of several units, a call for each."""
+        result, count = [], held(unit)
+        calls, slower = float(len({block.unit for block in unit})), 1.0
+        if self.plan.zero == 3:
+            calls, slower = float(self.prices.gather_calls()), float(self.prices.gather_slowdown())
+        for expert, parameters in ((False, count.dense), (True, count.experts)):
             group, width = self.group(expert), self.width
             if not expert and self.plan.hpz and phase == "backward":
                 group = "node"
             elif self.plan.qwz:
                 width = min(_INT8, width)
-            size_bytes = _parameters(unit, expert) * width
+            size_bytes = parameters * width * slower
             what = name or f"{unit[0].unit}{' experts' if expert else ''} {phase}"
             if size_bytes and self.groups[group].ranks > 1:
-                result += pass_.comm("all_gather", group, what, size_bytes, after)
+                result += pass_.comm("all_gather", group, what, size_bytes, after, calls)
         return result
 
     def reducer(self, pass_: Pass, last: bool) -> Callable:
         """Function that takes the blocks of a backward pass in order and issues what reduces their gradients.
 
-        Buckets close when they are full, at the end of the pass, and under ZeRO-3 with every unit. The optimizer waits
-        for those of the last micro-batch (`pass_.ends`).
+        Buckets close when a unit ends that fills them, at the end of the pass, and under ZeRO-3 with every unit. The
+        optimizer waits for those of the last micro-batch (`pass_.ends`).
         """
         buckets: dict[bool, list[Block]] = {False: [], True: []}
-        active = last or self.every_batch
+        active = (last or self.every_batch) and not self.plan.lora_rank
 
         def reduce(block: Block, op: int, *, end: bool, unit_end: bool) -> None:
             if not active:
@@ -80,15 +89,28 @@ class Sharding:
             if not block.table:
                 buckets[block.expert].append(block)
             for expert, bucket in buckets.items():
-                size_bytes = _parameters(bucket, expert) * self.gradient_width
-                full = size_bytes >= self.plan.bucket_bytes or (self.plan.zero == 3 and unit_end)
+                size_bytes = sum(one.parameters for one in bucket) * self.gradient_width
+                full = unit_end and (self.plan.zero == 3 or (self.beside and size_bytes >= self.plan.bucket_bytes))
                 if size_bytes and (full or end):
-                    what = bucket[-1].unit if self.plan.zero == 3 else bucket[-1].name
-                    done = self._reduce(pass_, expert, f"gradients {what}", size_bytes, op, last)
+                    done = self._reduce(pass_, expert, f"gradients {bucket[-1].unit}", size_bytes, op, last)
                     pass_.ends += done if last else []
                     bucket.clear()
+                    if not self.beside and self.plan.zero < 3:  # what follows waits
+                        pass_.last = pass_.op(Stream.COMPUTE, "idle", "reductions", 0.0, [pass_.last, *done])
 
         return reduce
+
+    def reduced_s(self, unit: list[Block], last: bool) -> float:
+        """Seconds in which gradients of a unit are reduced: below ZeRO-3, and at last between HSDP's copies."""
+        kind, count, seconds = "reduce_scatter" if self.plan.zero else "all_reduce", held(unit), 0.0
+        for expert, parameters in ((False, count.dense), (True, count.experts)):
+            group, size_bytes = self.groups[self.group(expert)], parameters * self.gradient_width
+            if self.plan.zero < 3 and (last or self.every_batch):
+                seconds += float(self.prices.comm_s(kind, size_bytes, group))
+            if self.plan.shard and last:
+                copies = self.groups["expert-replicate" if expert else "replicate"]
+                seconds += float(self.prices.comm_s("all_reduce", size_bytes / group.ranks, copies))
+        return seconds
 
     def keep(self, pass_: Pass, block: Block, ready: list[int]) -> None:
         """What becomes of a layer's checkpoint once its input is there: it stays."""
@@ -102,21 +124,19 @@ class Sharding:
         return []
 
     def _reduce(self, pass_: Pass, expert: bool, what: str, size_bytes: float, op: int, last: bool) -> list[int]:
-        group, done = self.group(expert), [op]
-        if self.plan.zero == 0:
-            done = pass_.comm("all_reduce", group, what, size_bytes, done)
-        elif self.plan.qgz and not expert:
+        group, done, plan = self.group(expert), [op], self.plan
+        calls = float(np.ceil(size_bytes / plan.bucket_bytes)) if plan.zero < 3 else float(self.prices.gather_calls())
+        calls = max(calls, 1.0)
+        if plan.zero == 0:
+            return pass_.comm("all_reduce", group, what, size_bytes, done, calls)
+        if plan.qgz and not expert:
             node = self.groups["node"].ranks
             size_bytes *= min(_INT4 / self.gradient_width, 1.0)
             done = pass_.comm("all_to_all", "node", what, size_bytes, done)
-            done = pass_.comm("all_to_all", "across", what, size_bytes / node, done)
-        else:
-            done = pass_.comm("reduce_scatter", group, what, size_bytes, done)
-            if last and self.plan.shard:
-                copies = "expert-replicate" if expert else "replicate"
-                done = pass_.comm("all_reduce", copies, what, size_bytes / self.groups[group].ranks, done)
+            return pass_.comm("all_to_all", "across", what, size_bytes / node, done)
+        done = pass_.comm("reduce_scatter", group, what, size_bytes, done, calls)
+        if last and plan.shard:
+            copies, part_bytes = "expert-replicate" if expert else "replicate", size_bytes / self.groups[group].ranks
+            calls = max(float(np.ceil(part_bytes / plan.bucket_bytes)), 1.0)
+            done = pass_.comm("all_reduce", copies, what, part_bytes, done, calls)
         return done
-
-
-def _parameters(blocks: list[Block], expert: bool) -> float:
-    return sum(block.parameters for block in blocks if block.expert == expert and not block.table)

@@ -7,15 +7,14 @@ finished tiles are copied back meanwhile, and the device updates its own share b
 
 from __future__ import annotations
 
-from madmax_lib.plan import Plan
 from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, Offloaded
 from madmax_lib.simulator.offload.placement import streams_gradients
-from madmax_lib.simulator.rates.topology import Group
 from madmax_lib.simulator.schedule.engine import Program
 from madmax_lib.simulator.schedule.passes import BEFORE, Pass
 from madmax_lib.simulator.schedule.sharding import Sharding
 from madmax_lib.simulator.schedule.streams import Stream
+from madmax_lib.simulator.step.prices import Prices
 
 __all__ = ["Staging"]
 
@@ -23,9 +22,9 @@ __all__ = ["Staging"]
 class Staging(Sharding):
     """Data-parallel traffic of a plan, and what offload adds to it."""
 
-    def __init__(self, plan: Plan, width: float, groups: dict[str, Group], offloaded: Offloaded):
-        super().__init__(plan, width, groups)
-        self.offloaded, self.every_batch = offloaded, streams_gradients(plan)
+    def __init__(self, prices: Prices, offloaded: Offloaded):
+        super().__init__(prices)
+        self.offloaded, self.every_batch = offloaded, streams_gradients(prices.plan)
         self.kept = 1 - float(offloaded.split.states)
 
     def gather(self, pass_: Pass, unit: list[Block], phase: str, after: list[int], name: str = "") -> list[int]:

@@ -28,6 +28,7 @@ class Stream(IntEnum):
     UP = 8, "copies to the host"
     HOST = -1, "host computes"
     DRIVES = -2, "drives"
+    LAUNCH = -3, "host launches"
 
     def __new__(cls, number: int, label: str, group: str = ""):
         """A number with its name and the group whose collectives run there."""
@@ -39,4 +40,5 @@ class Stream(IntEnum):
     @cache
     def of(cls, group: str) -> Stream:
         """The stream on which a group of devices communicates; those without one share that of data parallelism."""
-        return next((stream for stream in cls if stream.group == group.removeprefix("expert-")), cls.DATA)
+        name = "tp" if group == "etp" else group.removeprefix("expert-")
+        return next((stream for stream in cls if stream.group == name), cls.DATA)

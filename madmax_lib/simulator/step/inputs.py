@@ -1,125 +1,263 @@
-"""What is a training step to the step-time model? Numbers and classes, one step per row of the arrays.
+"""What is a training step to the machine that runs it? Work, machine and habits of the software, of one step or many.
 
-A step is given by the dimensions of its model, its plan, the habits of its software and the rates of its machine; the
-classes choose which of the model's constants apply to it.
+`Steps.of` takes a case, whose plan may be the columns of many plans; `Steps.stack` takes many cases, each of its own
+model, machine and software. All entries broadcast, so what depends on one thing only is worked out once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from madmax_lib.case import Case
+from madmax_lib.plans import Plans
+from madmax_lib.simulator.layers.ops import Precision, precision
+from madmax_lib.simulator.layers.shape import Shape
+from madmax_lib.simulator.layers.work import Work
+from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.specs import Device, Link, Transformer
 
-__all__ = ["CLASSES", "FIELDS", "Work"]
-
-_NEEDED = float("nan")
-# fields of a step and their values if not given; NaN = needed
-FIELDS: dict[str, float] = {
-    # model. attention_weights: of one layer; core_width: channels of scores and values over two; window: in tokens, of
-    # windowed_share of the layers
-    "layers": _NEEDED, "hidden": _NEEDED, "heads": _NEEDED, "kv_width": _NEEDED, "head_dim": _NEEDED, "ffn": _NEEDED,
-    "gated": 0, "vocab": _NEEDED, "sequence": _NEEDED, "experts": 0, "active_experts": 0, "shared_experts": 0,
-    "expert_ffn": 0, "dense_layers": 0, "window": 0, "windowed_share": 0, "attention_weights": _NEEDED,
-    "core_width": _NEEDED, "causal": 1,
-    # plan. shard: devices that share the weights (FSDP); trained: 1, or 0 where the base is frozen (LoRA);
-    # recompute_*: share of the forward pass repeated; prefetch: layers that FSDP gathers ahead; bucket_bytes: of
-    # gradients reduced together; late_gather: ZeRO-1 gathers weights after the update, not beside the next pass;
-    # reduce_each: gradients are reduced with every micro-batch
-    "dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "micro_batches": 1, "interleave": 1, "zero": 0,
-    "shard": 1, "sequence_parallel": 0, "recompute_gemm": 0, "recompute_attention": 0, "recompute_tp": 0, "trained": 1,
-    "gpipe": 0, "zero_bubble": 0, "ulysses": 0, "hpz": 0, "qgz": 0, "prefetch": 1, "bucket_bytes": 0, "late_gather": 0,
-    "reduce_each": 0,
-    # software. bytes per weight: gather and reduce of FSDP, gradient in a bucket, gradient_wire in a ring, of which
-    # gathered are ZeRO-1's weights. ends_as_layers: embedding and head count as layers when the model is cut into
-    # stages; send_once: a token goes once to a rank with several experts
-    "gather_bytes": 2, "reduce_bytes": 2, "gradient_bytes": 2, "gradient_wire_bytes": 4, "gathered_bytes": 2,
-    "overlap_tp": 0, "overlap_dp": 1, "tensorwise": 0, "unfused": 0, "legacy": 0, "mx": 0, "rowwise": 0,
-    "ends_as_layers": 0, "send_once": 0,
-    # machine, data-sheet rates. domain: devices on one fast link
-    "peak_gemm": _NEEDED, "peak_16": _NEEDED, "memory": _NEEDED, "link": _NEEDED, "nic": _NEEDED, "domain": 8,
-}  # fmt: skip
-# class -> the constants it chooses; other constants are one number
-CLASSES = {
-    "family": ("nvlink_share",),
-    "device": ("device_rate",),
-    "gemm": ("gemm_efficiency",),
-    "attention": ("attention_efficiency",),
-    "kernels": ("pointwise_factor", "launch_s", "weight_bytes"),
-    "network": ("network_share",),
-    "mixture": ("moe_launch_s", "moe_pointwise"),
-}
-_CLASS_OF = {name: kind for kind, names in CLASSES.items() for name in names}
+__all__ = ["Coded", "Habits", "Machine", "Steps"]
 
 
-class Work:
-    """Steps to be timed: an array per field of `FIELDS` and codes per class of `CLASSES`, which broadcast to `shape`.
+@dataclass(frozen=True)
+class Coded:
+    """A class of constants for each step: the names that occur, and the number of each step's name."""
 
-    Fields of shape (a, 1) and (1, b) stand for a x b steps: what depends on one of them is worked out once.
-    columns: numbers or arrays by field. classes: text or arrays of text. Raises ValueError naming a field that is
-    missing or unknown.
+    names: tuple[str, ...]
+    code: np.ndarray | int = 0
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> Coded:
+        """Of a text per step."""
+        names, code = np.unique(np.asarray(texts, dtype=str), return_inverse=True)
+        return cls(tuple(names.tolist()), code.reshape(-1))
+
+    def constant(self, parameters: Parameters, name: str) -> Number:
+        """For each step, the constant `name:class`, or `name:other` where its class has none."""
+        constants = parameters.constants
+        keys = (f"{name}:{known}" for known in self.names)
+        values = [constants[key] if key in constants else constants[f"{name}:other"] for key in keys]
+        if len(values) == 1:
+            return values[0]
+        return np.concatenate(np.broadcast_arrays(*map(np.atleast_1d, values)), axis=-1)[..., self.code]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Data-sheet rates of the devices and links of a step, and the classes of constants that say what is reached.
+
+    peak_gemm, peak_wide: FLOP/s of the products, and of heads and attention.
+    memory, link, nic: bytes/s of the device's memory, inside a node and of a device's share of the network.
+    node: devices on one fast link. leaf: devices under one switch, beyond which oversubscription divides the network's
+        rate. in_network: 1 where switches reduce. mx: 1 for block scaling (MXFP8).
+    family, rate, gemm, head, attention, near, network: classes of constants; near: of the link inside a node.
     """
 
-    def __init__(self, columns: Mapping[str, object], classes: Mapping[str, object]):
-        if unknown := set(columns) - set(FIELDS):
-            raise ValueError(f"{sorted(unknown)[0]!r} is not a field of a step")
-        missing = [name for name, value in FIELDS.items() if value != value and name not in columns]
-        missing += [name for name in CLASSES if name not in classes]
-        if missing:
-            raise ValueError(f"field {missing[0]!r} of a step is missing")
-        given = {name: columns.get(name, default) for name, default in FIELDS.items()}
-        values = {name: np.atleast_1d(np.asarray(value, float)) for name, value in given.items()}
-        self.codes = {name: _coded(classes[name]) for name in CLASSES}
-        shapes = {value.shape for value in values.values()} | {code.shape for _, code in self.codes.values()}
-        self.shape = np.broadcast_shapes(*shapes)
-        self.__dict__.update(values)
-
-    def constant(self, name: str, parameters: Parameters) -> np.ndarray | float:
-        """A constant for each step, by its class."""
-        if name not in _CLASS_OF:
-            return parameters.constants[name]
-        return self.of_class(_CLASS_OF[name], f"{name}:{{}}", parameters)
-
-    def of_class(self, kind: str, name: str, parameters: Parameters) -> np.ndarray:
-        """For each step, the constant `name` with its class of that kind put in."""
-        known, code = self.codes[kind]
-        values = [parameters.constants[name.format(group)] for group in known]
-        if not any(isinstance(value, np.ndarray) for value in values):
-            return np.array(values)[code]
-        return np.concatenate(np.broadcast_arrays(*map(np.atleast_1d, values)), axis=-1)[..., code]
-
-    @cached_property
-    def mixture_share(self) -> np.ndarray:
-        """Share of layers that are mixtures of experts."""
-        return np.where(self.experts > 0, 1 - self.dense_layers / self.layers, 0.0)
-
-    @cached_property
-    def dense_weights(self) -> np.ndarray:
-        """Weights of the mean layer beside its routed experts."""
-        dense = (1 - self.mixture_share) * self.ffn + self.mixture_share * self.shared_experts * self.expert_ffn
-        return self.attention_weights + (2 + self.gated) * self.hidden * dense
-
-    @cached_property
-    def expert_weights(self) -> np.ndarray:
-        """Weights of the routed experts of the mean layer, which are split over ep."""
-        return self.mixture_share * self.experts / self.ep * (2 + self.gated) * self.hidden * self.expert_ffn
-
-    @cached_property
-    def layer_weights(self) -> np.ndarray:
-        """Weights of the mean layer on a device before tensor and data parallelism split them."""
-        return self.dense_weights + self.expert_weights
-
-    @cached_property
-    def end_weights(self) -> np.ndarray:
-        """Weights of embedding and head."""
-        return 2 * self.vocab * self.hidden
+    peak_gemm: Number
+    peak_wide: Number
+    memory: Number
+    link: Number
+    nic: Number
+    node: Number
+    leaf: Number
+    oversubscription: Number
+    in_network: Number
+    mx: Number
+    family: Coded
+    rate: Coded
+    gemm: Coded
+    head: Coded
+    attention: Coded
+    near: Coded
+    network: Coded
 
 
-def _coded(classes) -> tuple[list[str], np.ndarray]:
-    """Classes that occur, and the number of each step's class."""
-    if isinstance(classes, str):
-        return [classes], np.zeros(1, int)
-    known, code = np.unique(np.asarray(classes, dtype=str).reshape(-1), return_inverse=True)
-    return known.tolist(), code.reshape(-1)
+@dataclass(frozen=True)
+class Habits:
+    """What the software of a step does where the plan does not say, as in `Software`; 1 or 0 where it is a question.
+
+    kernels, stack: classes of constants: how kernels are made, and the software itself.
+    forward_kernels: that a layer launches in a forward pass.
+    hides_tp: class of constants: the way in which tensor-parallel collectives run beside products.
+    overlap_tp, hides_ep, hides_dp: whether they do, exchanges of experts do, and gradients do.
+    tensorwise: FSDP gathers tensor by tensor.
+    reduces_each: gradients are reduced with every micro-batch whatever the ZeRO stage.
+    legacy: products of 2021.
+    repeated: share of the products that selective recompute repeats instead of attention's scores.
+    send_once: a token goes once to a rank with several of its experts.
+    blocking_sends: messages between stages stop the host.
+    by_flops: stages are cut at equal FLOPs, the head's among them.
+    wire_bytes: of a gradient in reductions, where the plan does not say fp32.
+    mixture: class of constants of mixture layers.
+    """
+
+    kernels: Coded
+    stack: Coded
+    forward_kernels: Number
+    hides_tp: Coded
+    overlap_tp: Number
+    hides_ep: Number
+    hides_dp: Number
+    tensorwise: Number
+    reduces_each: Number
+    legacy: Number
+    repeated: Number
+    send_once: Number
+    blocking_sends: Number
+    by_flops: Number
+    wire_bytes: Number
+    mixture: Coded
+
+
+@dataclass(frozen=True)
+class Steps:
+    """One training step or many.
+
+    work: what is computed. machine: where. habits: by which software.
+    global_batch: samples per step over all devices.
+    """
+
+    work: Work
+    machine: Machine
+    habits: Habits
+    global_batch: Number
+
+    @classmethod
+    def of(cls, case: Case, imbalance: Number = 1.0) -> Steps:
+        """Of one case, with one plan or the columns of many."""
+        machine, habits = (_coded(row) for row in (_machine(case), _habits(case)))
+        return cls(Work.of(case, imbalance), Machine(**machine), Habits(**habits), case.global_batch)
+
+    @classmethod
+    def of_machine(cls, case: Case) -> Steps:
+        """Of a case whose work is given as blocks elsewhere, that of a recommendation model."""
+        machine, habits = (_coded(row) for row in (_machine(case), _habits(case)))
+        nothing = Shape.of(_NOTHING)
+        return cls(
+            Work(nothing, case.plan, 0, precision(case.dtype)), Machine(**machine), Habits(**habits), case.global_batch
+        )
+
+    @classmethod
+    def stack(cls, cases: Sequence[Case]) -> Steps:
+        """Of many cases of transformers; arrays of shape (n,)."""
+        plans = Plans(**{f.name: np.array([getattr(case.plan, f.name) for case in cases]) for f in fields(Plans)})
+        widths = [precision(case.dtype) for case in cases]
+        width = Precision("", *(np.array([getattr(w, name) for w in widths]) for name in _WIDTHS))
+        sequence, batch = (np.array([getattr(case, name) for case in cases]) for name in ("sequence", "global_batch"))
+        work = Work(Shape.stack([case.model for case in cases]), plans, sequence, width)
+        machine, habits = (_stacked([read(case) for case in cases]) for read in (_machine, _habits))
+        return cls(work, Machine(**machine), Habits(**habits), batch)
+
+    def __getitem__(self, rows: np.ndarray) -> Steps:
+        """Some of stacked steps."""
+        return _rows(self, rows)
+
+    @property
+    def micro_batches(self) -> Number:
+        """Per step and pipeline, the last one perhaps short."""
+        return np.ceil(self.global_batch / (self.work.plan.dp * self.work.plan.micro_batch))
+
+
+_NOTHING = Transformer("nothing", layers=1, hidden=1, heads=1, ffn=0)
+_WIDTHS = ("operand_bytes", "storage_bytes")
+
+
+def _machine(case: Case) -> dict[str, float | str]:
+    """Fields of `Machine` of a case."""
+    cluster, device, family = case.cluster, case.cluster.device, case.cluster.device.family
+    wide = case.dtype in ("fp32", "tf32", "fp64")
+    release = "recent" if case.software.kernels in ("fused", "graph") else "pytorch"
+    return {
+        "peak_gemm": device.peak(case.dtype),
+        "peak_wide": device.peak(case.dtype if wide else device.nearest("bf16")),
+        "memory": device.memory_bandwidth_bytes_per_s,
+        "link": cluster.intra.bandwidth_bytes_per_s,
+        "nic": cluster.inter.bandwidth_bytes_per_s,
+        "node": cluster.devices_per_node,
+        "leaf": cluster.leaf_devices or float("inf"),
+        "oversubscription": cluster.oversubscription,
+        "in_network": float(cluster.inter.in_network_reduction),
+        "mx": float(case.dtype == "mxfp8"),
+        "family": family,
+        "rate": "unlisted" if (family, device.rate_class) == ("other", "other") else device.rate_class,
+        "gemm": f"{family}-{_bits(device, case.dtype)}",
+        "head": f"{family}-16",
+        "attention": f"hopper-{release}" if family == "hopper" else family,
+        "near": _kind(cluster.intra),
+        "network": _kind(cluster.inter),
+    }
+
+
+def _kind(link: Link) -> str:
+    """Class of constants of a link: the first word of its name, such as nvlink4, pcie, ib or efa.
+
+    >>> _kind(Link("pcie4-per-gpu", 1.0)), _kind(Link("ib-ndr-400-per-gpu", 1.0))
+    ('pcie', 'ib')
+    """
+    word, through_host = link.name.partition("-")[0], "-host-" in link.name
+    return word if word.startswith("nvlink") else word.rstrip("0123456789") + "-host" * through_host
+
+
+def _bits(device: Device, dtype: str) -> int:
+    """8 and 4 where the device multiplies such numbers, 16 for all others."""
+    if dtype == "nvfp4" and "nvfp4" in device.peak_flops:
+        return 4
+    return 8 if dtype in ("fp8", "mxfp8", "nvfp4") and "fp8" in device.peak_flops else 16
+
+
+def _habits(case: Case) -> dict[str, float | str | np.ndarray]:
+    """Fields of `Habits` of a case: what the plan sets, else what the software does."""
+    plan, software = case.plan, case.software
+    return {
+        "kernels": software.kernels,
+        "stack": software.name,
+        "forward_kernels": software.forward_kernels,
+        "hides_tp": software.overlap_tp_way,
+        "overlap_tp": plan.overlaps("tp", software) + 0.0,
+        "hides_ep": plan.overlaps("ep", software) + 0.0,
+        "hides_dp": plan.overlaps("dp", software) + 0.0,
+        "tensorwise": float(software.gathers_tensorwise),
+        "reduces_each": float(software.reduces_every_micro_batch),
+        "legacy": float(software.legacy),
+        "repeated": software.selective_products,
+        "send_once": float(software.send_once),
+        "blocking_sends": float(software.sends_block),
+        "by_flops": float(software.stages_by_flops),
+        "wire_bytes": software.wire_bytes,
+        "mixture": _mixture(case),
+    }
+
+
+def _mixture(case: Case) -> str | Coded:
+    """Class of constants of mixture layers: how their software learns the counts of their tokens."""
+    if not case.model.experts:
+        return "none"
+    software, capacity = case.software, case.plan.capacity
+    usual = "graph" if software.name == "none" or software.kernels == "graph" else "early"
+    if np.ndim(capacity):
+        return Coded.of(np.where(capacity > 0, "dropped", usual))
+    return "dropped" if capacity else usual
+
+
+def _coded(row: dict) -> dict:
+    return {name: Coded((value,)) if isinstance(value, str) else value for name, value in row.items()}
+
+
+def _stacked(rows: list[dict]) -> dict:
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return {name: (Coded.of if isinstance(values[0], str) else np.array)(values) for name, values in columns.items()}
+
+
+def _rows(item, rows: np.ndarray):
+    """The same with some rows of all arrays in it."""
+    if isinstance(item, np.ndarray):
+        return item[rows] if item.ndim else item
+    if isinstance(item, tuple):
+        return tuple(_rows(part, rows) for part in item)
+    if not hasattr(item, "__dataclass_fields__"):
+        return item
+    return type(item)(**{f.name: _rows(getattr(item, f.name), rows) for f in fields(item)})

@@ -1,118 +1,183 @@
-"""Which communication of a step shows, and for how long? Tensor, context, expert and data parallelism in closed form.
+"""What moves because data parallelism replicates or shards weights and gradients, and for how long?
 
-All of `simulator.rates.collectives` at achieved rates, one step per row of the arrays (`work`).
+Per device, ZeRO-3 gathers the weights of a layer for both passes and scatters its gradients; the other stages reduce
+gradients in buckets beside the last backward pass, and ZeRO-1/2 gather the updated weights [arXiv 1910.02054]. Compute
+beside communication is slowed [arXiv 2507.03114].
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
-from madmax_lib.simulator.rates.collectives import all_gather_s, all_reduce_s, all_to_all_s, shared_bandwidth
-from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.step.inputs import Work
+from madmax_lib.simulator.layers.ops import Block
+from madmax_lib.simulator.rates.compute import Number
+from madmax_lib.simulator.step.prices import Prices
 
-__all__ = ["copies_sent", "data_s", "exchange_s", "gradients_s", "ring_s", "tensor_s", "to_heads_s"]
+__all__ = ["Gradients", "Held", "Sharded", "beside_s", "gradients", "held", "sharded", "slowed_s"]
 
-_TENSORS = 12  # of a transformer layer: weights and biases of four products and two norms
-
-
-def data_s(w: Work, p: Parameters, rates: dict[str, np.ndarray]) -> tuple[tuple, tuple]:
-    """Seconds of FSDP per layer: (gather, reduction) of the forward and of the backward pass."""
-    gather_s = _gather_s(w, p, rates)
-    reduce_s = gather_s * w.reduce_bytes / w.gather_bytes
-    again_s = np.where(w.zero >= 3, gather_s, 0.0)
-    if np.any(w.hpz) or np.any(w.qgz):
-        node = np.minimum(np.maximum(np.floor(w.domain / w.tp), 1), w.shard)
-        weights = w.layer_weights / w.tp
-        near_s = all_gather_s(2 * weights, node, _bandwidth(w, rates, node, w.tp)) + _latency_s(node, p)
-        again_s = np.where(w.hpz > 0, near_s, again_s)
-        reduce_s = np.where(w.qgz > 0, _quantised_s(w, p, weights / 2, node, rates), reduce_s)
-    return (gather_s, 0.0), (again_s, w.trained * reduce_s)
+_INT8, _INT4 = 1.0, 0.5  # bytes
 
 
-def tensor_s(w: Work, p: Parameters, tokens, rates):
-    """What is visible of one reduction of a layer's activations over tp, 16 bit."""
-    time = _latency_s(w.tp, p) + all_reduce_s(2 * tokens * w.hidden, w.tp, _bandwidth(w, rates, w.tp, 1))
-    return np.where(w.tp > 1, time * np.where(w.overlap_tp > 0, p.constants["tp_exposed"], 1.0), 0.0)
+@dataclass(frozen=True)
+class Held:
+    """Parameters of some blocks on a device, before data parallelism shards them: all but experts, and experts."""
+
+    dense: Number
+    experts: Number
+
+    @property
+    def parts(self) -> tuple[tuple[bool, Number], ...]:
+        """(whether experts, parameters), where there are any."""
+        return tuple((kind, count) for kind, count in ((False, self.dense), (True, self.experts)) if np.any(count))
 
 
-def ring_s(w: Work, p: Parameters, tokens, rates):
-    """Ring of context parallelism in 16 bit: (keys and values, their gradients, which come home: one hop more)."""
-    one_port = np.minimum(rates["nic"], rates["link"])
-    hop = np.where(w.cp * w.tp <= w.domain, rates["link"], one_port)
-    time = _latency_s(w.cp, p) + 4 * tokens * w.kv_width / w.tp * (w.cp - 1) / hop
-    time = np.where((w.cp > 1) & (w.ulysses == 0), time, 0.0)
-    return time, time * w.cp / np.maximum(w.cp - 1, 1)
+@dataclass(frozen=True)
+class Sharded:
+    """Seconds of the traffic of ZeRO-3 for some blocks: gathers for forward and backward pass, and reductions."""
+
+    forward_s: Number
+    backward_s: Number
+    reduce_s: Number
 
 
-def exchange_s(w: Work, p: Parameters, tokens, rates):
-    """All-to-all of the tokens of a mixture layer, once, 16 bit."""
-    if not np.any(w.ep > 1):
-        return np.zeros(1)
-    share = p.constants["all_to_all_share"]
-    inside = np.maximum(np.floor(w.domain / w.tp), 1)
-    size = 2 * tokens * copies_sent(w) * w.hidden / w.tp * p.constants["imbalance"]
-    time = all_to_all_s(size, w.ep, inside, share * rates["link"], share * rates["nic"], p.constants["collective_s"])
-    return np.where(w.ep > 1, time * w.mixture_share, 0.0)
+@dataclass(frozen=True)
+class Gradients:
+    """Seconds of the gradient traffic of a stage.
 
-
-def to_heads_s(w: Work, p: Parameters, tokens, rates):
-    """All-to-alls of Ulysses in a forward pass: queries, keys and values to heads, outputs back to tokens, 16 bit."""
-    if not np.any(w.ulysses):
-        return np.zeros(1)
-    inside = np.maximum(np.floor(w.domain / w.tp), 1)
-    size = 2 * tokens * (2 * w.core_width + 2 * w.kv_width) / w.tp
-    time = all_to_all_s(size, w.cp, inside, rates["link"], rates["nic"], 2 * p.constants["collective_s"])
-    return np.where((w.ulysses > 0) & (w.cp > 1), time, 0.0)
-
-
-def copies_sent(w: Work) -> np.ndarray:
-    """Devices that a token is sent to: once to each expert, or once to each device of its experts."""
-    return np.where(w.send_once > 0, w.ep * (1 - (1 - 1 / w.ep) ** w.active_experts), w.active_experts)
-
-
-def _gather_s(w: Work, p: Parameters, rates):
-    """All-gather of one layer's weights over the devices that share them (FSDP), 0 otherwise."""
-    sharded = (w.zero >= 2) & (w.shard > 1)
-    size = w.gather_bytes * w.layer_weights / w.tp
-    share = np.where(w.tensorwise > 0, p.constants["tensorwise_share"], 1.0)
-    calls = np.where(w.tensorwise > 0, _TENSORS, 1)
-    time = all_gather_s(size, w.shard, share * _bandwidth(w, rates, w.shard, w.tp)) + calls * _latency_s(w.shard, p)
-    return np.where(sharded, time, 0.0)
-
-
-def _quantised_s(w: Work, p: Parameters, size_bytes, node, rates):
-    """ZeRO++'s exchange of 4-bit gradients: inside the node, then across [arXiv 2306.10209]."""
-    call_s, across = p.constants["collective_s"], w.shard / node
-    inside_s = all_to_all_s(size_bytes, node, node, rates["link"], rates["nic"], call_s)
-    return inside_s + all_to_all_s(size_bytes / node, across, 1, rates["link"], rates["nic"], call_s)
-
-
-def gradients_s(w: Work, p: Parameters, rates, stage_passes_s):
-    """Gradient traffic that stays visible; FSDP has reduced within its shard already.
-
-    Gradients are reduced beside the last backward pass of a stage, weights of ZeRO-1/2 gathered beside its first
-    forward pass; what is longer than these shows, and so does the last bucket. stage_passes_s: (forward, backward).
+    reduce_s: of all its gradients; each_s: without HSDP's copies, which are reduced once a step, on their own stream.
+    last_s: of the last bucket.
+    ready: layers whose gradients fill the first bucket.
+    gather_s: of its updated weights (ZeRO-1/2).
     """
-    held = (w.layers * w.layer_weights / w.tp + w.end_weights / w.tp) / w.pp
-    sharded = (w.zero >= 2) & (w.shard > 1)
-    replicas = np.where(sharded, w.dp * w.cp / w.shard, w.dp * w.cp)
-    stride = np.where(sharded, w.tp * w.shard, w.tp)
-    size = w.gradient_wire_bytes / 2 * held / np.where(sharded, w.shard, 1)
-    time = all_reduce_s(size, replicas, _bandwidth(w, rates, replicas, stride)) + _latency_s(replicas, p)
-    last = np.minimum(w.bucket_bytes / np.maximum(w.gradient_bytes * held, 1.0), 1.0)
-    visible = np.where(w.overlap_dp > 0, np.maximum(p.constants["dp_exposed"], last), 1.0)
-    gather_s = time * w.gathered_bytes / w.gradient_wire_bytes
-    reduce_s, (forward_s, backward_s) = time - gather_s, stage_passes_s
-    late_s = np.maximum(reduce_s - backward_s, 0.0)
-    shown = np.maximum(visible * reduce_s, late_s) + w.reduce_each * (w.micro_batches - 1) * late_s
-    shown = shown + np.maximum(np.where(w.late_gather > 0, 1.0, visible) * gather_s, gather_s - forward_s)
-    return np.where(replicas > 1, w.trained * shown, 0.0)
+
+    reduce_s: Number
+    each_s: Number
+    last_s: Number
+    ready: Number
+    gather_s: Number
 
 
-def _bandwidth(w: Work, rates, ranks, stride):
-    return shared_bandwidth(ranks, stride, w.domain, rates["link"], rates["nic"])
+def held(blocks: Sequence[Block]) -> Held:
+    """Parameters of blocks; looked-up tables are not among them."""
+    dense, experts = (
+        sum((block.parameters for block in blocks if block.expert == kind and not block.table), 0.0)
+        for kind in (False, True)
+    )
+    return Held(dense, experts)
 
 
-def _latency_s(ranks, p: Parameters):
-    return np.where(ranks > 1, p.constants["collective_s"] + (ranks - 1) * p.constants["hop_s"], 0.0)
+def sharded(count: Held, prices: Prices) -> Sharded:
+    """Traffic of ZeRO-3 for weights in each micro-batch; none for other stages."""
+    plan = prices.plan
+    full = np.asarray(plan.zero) >= 3
+    if not np.any(full):
+        return Sharded(0.0, 0.0, 0.0)
+    storage = prices.steps.work.width.storage_bytes
+    width = np.where(plan.qwz, np.minimum(_INT8, storage), storage)
+    slow, calls = prices.gather_slowdown(), prices.gather_calls()
+    forward_s: Number = 0.0
+    backward_s: Number = 0.0
+    reduce_s: Number = 0.0
+    for expert, parameters in count.parts:
+        group, size = prices.groups[prices.shard_name(expert)], full * parameters
+        gather_s = prices.comm_s("all_gather", slow * width * size, group, calls)
+        again_s, scatter_s = gather_s, prices.comm_s("reduce_scatter", prices.gradient_bytes * size, group, calls)
+        if not expert and np.any(plan.hpz):
+            again_s = np.where(plan.hpz, prices.comm_s("all_gather", storage * size, prices.groups["node"]), again_s)
+        if not expert and np.any(plan.qgz):
+            scatter_s = np.where(plan.qgz, _quantised_s(prices, size), scatter_s)
+        forward_s, backward_s, reduce_s = forward_s + gather_s, backward_s + again_s, reduce_s + scatter_s
+    return Sharded(forward_s, backward_s, prices.trained * reduce_s)
+
+
+def gradients(layer: Held, layers: Number, end: Number, prices: Prices) -> Gradients:
+    """Gradient traffic of a stage of so many layers, with `end` parameters of embedding and head.
+
+    ZeRO-3 has reduced within its shard already: what is left is that of HSDP's copies, which ZeRO-1/2 have too.
+    """
+    plan, zero = prices.plan, np.asarray(prices.plan.zero)
+    full, split = zero >= 3, (zero == 1) | (zero == 2)
+    within_s: Number = 0.0
+    across_s: Number = 0.0
+    last_s: Number = 0.0
+    gather_s: Number = 0.0
+    ready: Number = 1.0
+    for expert, count in layer.parts:
+        replicas = prices.groups[prices.shard_name(expert)]
+        share = prices.gradient_bytes / np.where(full, replicas.ranks, 1)
+        calls, together = _bucket_calls(share * count, plan.bucket_bytes, layers, full)
+        parts = [(layers, together, share * count, calls)]
+        if not expert and np.any(end):
+            parts.append((1.0, 1.0, share * end, np.maximum(np.ceil(share * end / plan.bucket_bytes), 1.0)))
+        for number, in_last, size_bytes, calls in parts:
+            one_s = _within_s(size_bytes, calls, expert, prices), _across_s(size_bytes, calls, expert, prices)
+            within_s, across_s = within_s + number * one_s[0], across_s + number * one_s[1]
+            last_s = last_s + in_last * sum(one_s)
+        ready = np.where(np.asarray(count) > 0, np.maximum(ready, together), ready)  # no experts wait for nothing
+        if np.any(split):
+            bytes_ = prices.steps.work.width.storage_bytes * (layers * count + (0.0 if expert else end))
+            gather_s = gather_s + split * prices.comm_s("all_gather", bytes_, replicas, layers)
+    reduce_s = np.maximum(within_s, across_s)
+    return Gradients(reduce_s, within_s, np.minimum(last_s, within_s + across_s), np.minimum(ready, layers), gather_s)
+
+
+def _within_s(size_bytes: Number, calls: Number, expert: bool, prices: Prices) -> Number:
+    """Seconds in which gradients are reduced among those that shard the states, below ZeRO-3."""
+    zero, group = np.asarray(prices.plan.zero), prices.groups[prices.shard_name(expert)]
+    halves_s = prices.comm_s("reduce_scatter", size_bytes, group, calls) if np.any(zero > 0) else 0.0
+    whole_s = prices.comm_s("all_reduce", size_bytes, group, calls) if np.any(zero == 0) else 0.0
+    return np.where(zero == 0, whole_s, np.where(zero < 3, halves_s, 0.0))
+
+
+def _across_s(size_bytes: Number, calls: Number, expert: bool, prices: Prices) -> Number:
+    """Seconds in which HSDP's copies reduce their shards of them."""
+    hybrid = np.asarray(prices.plan.shard) > 0
+    if not np.any(hybrid):
+        return 0.0
+    group, copies = (prices.groups[f"expert-{name}" if expert else name] for name in ("shard", "replicate"))
+    part_bytes = size_bytes / np.where(np.asarray(prices.plan.zero) < 3, group.ranks, 1)
+    return np.where(hybrid, prices.comm_s("all_reduce", part_bytes, copies, calls), 0.0)
+
+
+def beside_s(busy_s: Number, gather_s: Number, reduce_s: Number, prices: Prices) -> Number:
+    """Seconds of compute with traffic of weights beside it: they slow each other down, the longer one counts.
+
+    Gathers tensor by tensor, or not ahead, are beside nothing, nor are reductions then, which come before them.
+    """
+    moved_s = gather_s + reduce_s
+    together_s = np.maximum(busy_s + slowed_s(busy_s, moved_s, prices), moved_s)
+    if not np.any(prices.gathers_late):
+        return together_s
+    return np.where(prices.gathers_late & (np.asarray(gather_s) > 0), busy_s + moved_s, together_s)
+
+
+def slowed_s(busy_s: Number, moved_s: Number, prices: Prices) -> Number:
+    """Seconds that so much communication beside it adds to compute."""
+    slow = prices.constants["contention"]
+    return np.minimum(slow / (1 + slow) * moved_s, slow * busy_s)
+
+
+def _quantised_s(prices: Prices, parameters: Number) -> Number:
+    """ZeRO++'s exchange of 4-bit gradients: inside the node, then across [arXiv 2306.10209]."""
+    node, size = prices.groups["node"], _INT4 * parameters
+    across_s = prices.comm_s("all_to_all", size / node.ranks, prices.groups["across"])
+    return prices.comm_s("all_to_all", size, node) + across_s
+
+
+def _bucket_calls(layer_bytes: Number, bucket_bytes: Number, layers: Number, full: Number) -> tuple[Number, Number]:
+    """Calls that reduce the gradients of a layer, and layers whose gradients are reduced together.
+
+    Buckets close at the end of a layer, under ZeRO-3 (full) of each; one larger than a bucket is reduced in several
+    calls.
+
+    >>> one, other = _bucket_calls(100.0, 30.0, 8, False), _bucket_calls(10.0, 25.0, 8, False)
+    >>> [float(part) for part in (*one, *other)]
+    [4.0, 1.0, 0.3333333333333333, 3.0]
+    """
+    bytes_ = np.maximum(layer_bytes, 1.0)
+    whole = (bytes_ >= bucket_bytes) | full
+    together = np.where(whole, 1.0, np.minimum(np.ceil(bucket_bytes / bytes_), layers))
+    return np.where(whole, np.ceil(bytes_ / bucket_bytes), 1 / together), together

@@ -1,6 +1,15 @@
-"""How sure is a predicted step? The kinds of steps that err alike, and the width of a 90 % interval.
+"""How sure is a predicted step? The 90 % interval of log(measured / predicted), for known stacks and for strangers.
 
-The widths come with the parameters: what `calibration.intervals` found in rows that the fit had not seen, by kind.
+Its variance is the sum of
+
+    constants^2 * s' C s    what the rows leave open: C the covariance of the constants, s what the step feels
+    stranger^2              what every source has of its own
+    mixture^2, rare^2       more of it: mixtures of experts; LoRA and images, which few sources ran
+    _SCALE^2 * doublings    devices or tokens beyond those of nine in ten rows of the device's family
+
+and the half-width is `quantile` times its root. C holds the prior's width of what no row has fixed, such as the rate of
+a software or a device that nobody has measured, so strangers are wide where the step rests on what is strange about
+them. s follows from the shares of the step's parts. `calibration.intervals` finds the components in sources left out.
 """
 
 from __future__ import annotations
@@ -10,25 +19,62 @@ from collections.abc import Mapping
 import numpy as np
 
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.step.inputs import Work
+from madmax_lib.simulator.step.inputs import Coded, Steps
+from madmax_lib.simulator.step.step_time import PARTS
 
-__all__ = ["SPLITS", "comparison_width", "known_width", "log_width", "split_of"]
+__all__ = ["COMPONENTS", "comparison_width", "components", "log_width", "places_of", "width_of"]
 
-SPLITS = ("mixture", "sharded", "old model parallel", "model parallel", "data parallel")
-_UNKNOWN_FAMILY = 2.5  # for a family without rows: known ones timed as if unknown err 2.2 x as much, of only three
+COMPONENTS = ("constants", "stranger", "mixture", "rare")
+_CLASSES = {
+    "gemm_efficiency": "gemm",
+    "attention_efficiency": "attention",
+    "device_rate": "rate",
+    "link_share": "near",
+    "network_share": "network",
+    "network_s": "network",
+    "network_hop_s": "network",
+    "stack_rate": "stack",
+    "pointwise_factor": "kernels",
+    "weight_bytes": "kernels",
+    "launch_s": "kernels",
+    "comm_launch_s": "kernels",
+    "step_s": "kernels",
+    "tp_hidden": "hides_tp",
+    "ep_hidden": "stack",
+    "moe_pointwise": "mixture",
+    "moe_launch_s": "mixture",
+}  # field of Machine or Habits that says which constant of a name a step has
+_SCALE = 0.04  # fits on at most 16, 32, 64, 128 devices: squared errors of the others grow by 0.04^2 per doubling
 
 
-def split_of(experts, zero, tp, pp, unfused) -> np.ndarray:
-    """Place in `SPLITS`: how a model is split decides which errors it has."""
-    parallel = tp * pp > 1
-    return np.select([experts > 0, zero >= 2, parallel & (unfused > 0), parallel], [0, 1, 2, 3], 4)
+def log_width(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters) -> np.ndarray:
+    """Half-width of the 90 % interval of each step, as a logarithm; NaN for parameters that know no residuals.
+
+    times: of `step_time`.
+    """
+    if "quantile" not in parameters.residuals:
+        return np.full(np.shape(times["step_s"]), np.nan)
+    return width_of(components(steps, times, parameters), parameters.residuals)
 
 
-def known_width(residuals: Mapping[str, list[float]], family: str, split: str) -> float:
-    """Half-width of log(measured / predicted) of a kind; few rows: of its class, or of all; NaN if nothing is known."""
-    names = f"{family} {split}", "mixture" if split == "mixture" else "dense", "all"
-    found = next((residuals[name][1] for name in names if name in residuals), float("nan"))
-    return found * (_UNKNOWN_FAMILY if family == "other" else 1.0)
+def width_of(parts: Mapping[str, np.ndarray], residuals: Mapping[str, float]) -> np.ndarray:
+    """Half-widths from `components` and their sizes."""
+    variance = sum(residuals[name] ** 2 * np.asarray(parts[name]) for name in COMPONENTS)
+    return residuals["quantile"] * np.sqrt(variance + _SCALE**2 * np.asarray(parts["doublings"]))
+
+
+def components(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters) -> dict[str, np.ndarray]:
+    """What the components of the variance are multiplied by: `COMPONENTS`, and doublings."""
+    shape, plan = steps.work.shape, steps.work.plan
+    rare = (np.asarray(shape.image) > 0) | (np.asarray(plan.lora_rank) > 0)
+    mixture = (np.asarray(shape.experts) > 0) & ~rare
+    return {
+        "constants": _open_variance(steps, times, parameters),
+        "stranger": np.ones(()),
+        "mixture": 1.0 * mixture,
+        "rare": 1.0 * rare,
+        "doublings": _doublings(steps, parameters),
+    }
 
 
 def comparison_width(parameters: Parameters, mixture: bool) -> float:
@@ -36,13 +82,45 @@ def comparison_width(parameters: Parameters, mixture: bool) -> float:
 
     NaN for parameters that know none.
     """
-    found = parameters.residuals.get("layouts mixture" if mixture else "layouts dense")
-    return float("nan") if found is None else found[1]
+    return parameters.residuals.get("layouts mixture" if mixture else "layouts dense", float("nan"))
 
 
-def log_width(work: Work, parameters: Parameters) -> np.ndarray:
-    """`known_width` of each step, of the shape of work."""
-    families, code = work.codes["family"]
-    table = np.array([[known_width(parameters.residuals, family, split) for split in SPLITS] for family in families])
-    split = split_of(work.experts, work.zero, work.tp, work.pp, work.unfused)
-    return np.broadcast_to(table[code, split], work.shape)
+def places_of(steps: Steps, name: str, places: Mapping[str, int]) -> np.ndarray:
+    """Of the constant of that name which each step has, where places says where `name:group` is."""
+    field = _CLASSES.get(name)
+    if field is None:
+        return np.array(places[name])
+    coded: Coded = getattr(steps.machine if hasattr(steps.machine, field) else steps.habits, field)
+    other = places.get(f"{name}:other")
+    return np.array([places.get(f"{name}:{known}", other) for known in coded.names])[coded.code]
+
+
+def _open_variance(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters) -> np.ndarray:
+    """Variance of log step_s that the constants leave open, s' C s."""
+    names = list(parameters.sensitivities)
+    if not names:
+        return np.zeros(np.shape(times["step_s"]))
+    places, covariance = parameters.uncertainty
+    slopes = np.array([[parameters.sensitivities[name].get(part, 0.0) for part in PARTS] for name in names])
+    shares = np.stack([times[part] for part in PARTS]) / times["step_s"]
+    which = np.stack(np.broadcast_arrays(*(np.atleast_1d(places_of(steps, name, places)) for name in names)))
+    kinds, kind = np.unique(which, axis=1, return_inverse=True)
+    result = np.empty(shares.shape[1])
+    for number, at in enumerate(kinds.T):
+        of_parts = slopes.T @ covariance[np.ix_(at, at)] @ slopes
+        rows = slice(None) if which.shape[1] == 1 else kind.reshape(-1) == number
+        result[rows] = np.einsum("pn,pn->n", of_parts @ shares[:, rows], shares[:, rows])
+    return np.maximum(result, 0.0)
+
+
+def _doublings(steps: Steps, parameters: Parameters) -> np.ndarray:
+    """Of devices and of tokens per sample, from those of the rows of a device's family; unseen families have none."""
+    scale, plan, family = parameters.provenance.get("scale", {}), steps.work.plan, steps.machine.family
+    sizes = {"devices": plan.dp * plan.tp * plan.pp * plan.cp, "sequence": steps.work.sequence}
+    result = np.zeros(())
+    for name, size in sizes.items():
+        ends = [scale.get(known, {}).get(name, (1.0, np.inf)) for known in family.names]
+        low, high = np.log2(np.array(ends)[family.code].T)
+        size = np.log2(size)
+        result = result + np.maximum(size - high, 0.0) + np.maximum(low - size, 0.0)
+    return result

@@ -1,0 +1,252 @@
+"""What does each operation of a step cost? Seconds of ops, collectives and launches at the rates that are reached.
+
+One price list for steps laid out event by event and for arrays of plans in closed form. A product takes the longer of
+its FLOPs and its bytes, and its bytes again in part, as operands are fetched before a wave of tiles can start; all else
+on the device is memory traffic, but for attention. Constants stand in `data/parameter_bounds.csv`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from madmax_lib.simulator.layers.ops import Block, Op, phases
+from madmax_lib.simulator.rates.collectives import all_gather_s, all_to_all_s, ring_steps
+from madmax_lib.simulator.rates.compute import Number, optimizer_bytes
+from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator.rates.topology import Group, Groups
+from madmax_lib.simulator.step.inputs import Steps
+
+__all__ = ["CAUSES", "Prices"]
+
+CAUSES = ("gemm_s", "attention_s", "pointwise_s")  # of compute
+_SCORE_BYTES = 2.5  # unfused softmax, mask and dropout move 10 bytes per score [arXiv 2205.05198, section 4.1], not 4
+_COLLECTIVES = 4  # of tensor parallelism in the forward pass of a layer: two gathers, two scatters
+_TENSORS = 12  # of a transformer layer: weights and biases of four products and two norms
+
+
+class Prices:
+    """Prices of the ops, collectives and launches of steps under parameters; arrays where steps are many."""
+
+    def __init__(self, steps: Steps, parameters: Parameters):
+        self.steps, self.parameters = steps, parameters
+        self.machine, self.habits, self.plan = steps.machine, steps.habits, steps.work.plan
+        self.constants = parameters.constants
+        self.groups = Groups(self.plan, self.machine.node)
+
+    @cached_property
+    def memory(self) -> Number:
+        """Bytes/s of the device's memory."""
+        return self.machine.memory * self.parameters.memory_efficiency
+
+    @cached_property
+    def link(self) -> Number:
+        """Bytes/s of a ring inside a node, per device."""
+        share = self.machine.near.constant(self.parameters, "link_share")
+        return self.machine.link * self.parameters.network_efficiency * share
+
+    @cached_property
+    def nic(self) -> Number:
+        """Bytes/s of a device's share of the network."""
+        share = self.machine.network.constant(self.parameters, "network_share")
+        return self.machine.nic * self.parameters.network_efficiency * share
+
+    @cached_property
+    def flops(self) -> dict[str, Number]:
+        """FLOP/s of products (gemm), of those of heads (wide), of experts, attention, and unfused scores."""
+        m, c = self.machine, self.constants
+        reached = self.parameters.compute_efficiency * m.rate.constant(self.parameters, "device_rate")
+        reached = reached * self.habits.stack.constant(self.parameters, "stack_rate")
+        product = reached * np.where(self.habits.legacy, c["legacy_software"], 1.0)
+        gemm = m.peak_gemm * product * m.gemm.constant(self.parameters, "gemm_efficiency")
+        gemm = gemm / np.where(m.mx, c["quantise_mx"], 1.0)
+        return {
+            "gemm": gemm,
+            "experts": gemm * c["moe_gemm"],
+            "wide": m.peak_wide * product * m.head.constant(self.parameters, "gemm_efficiency"),
+            "attention": m.peak_wide * reached * m.attention.constant(self.parameters, "attention_efficiency"),
+            "scores": m.peak_wide * reached * c["unfused_efficiency"],
+        }
+
+    @cached_property
+    def _pointwise(self) -> dict[str, Number]:
+        """Seconds per byte of pointwise work, that of experts, and that of unfused scores."""
+        factor = self.habits.kernels.constant(self.parameters, "pointwise_factor") / self.memory
+        return {
+            "": factor,
+            "experts": factor * self.habits.mixture.constant(self.parameters, "moe_pointwise"),
+            "core": _SCORE_BYTES * self.constants["softmax_factor"] / self.memory,
+        }
+
+    def op_s(self, op: Op) -> Number:
+        """Seconds of an op on the device."""
+        if op.kind == "gemm":
+            rate = self.flops["experts" if op.experts else "wide" if op.wide else "gemm"]
+            bytes_s = op.traffic_bytes / self.memory
+            return np.maximum(op.flops / rate, bytes_s) + self.constants["gemm_bytes"] * bytes_s
+        if op.kind == "attention":
+            return self._misfit(op) * op.flops / self.flops["scores" if op.shape else "attention"]
+        if op.kind == "lookup":
+            return op.traffic_bytes / self.memory
+        return op.traffic_bytes * self._pointwise["experts" if op.experts else "core" if op.core else ""]
+
+    def _misfit(self, op: Op) -> Number:
+        """Unfused heads whose dimension is no multiple of 8 miss the tensor cores, of 16 fill their tiles badly."""
+        if not op.shape:
+            return 1.0
+        channels = np.asarray(self.steps.work.shape.head_dim)
+        return np.where(channels % 8 > 0, 8.0, np.where(channels % 16 > 0, 1.2, 1.0))
+
+    def block_s(self, block: Block) -> dict[str, dict[str, Number]]:
+        """Seconds of a block by phase (forward, recompute, backward, weight) and cause (`CAUSES`)."""
+        selective = np.asarray(np.asarray(self.plan.recompute) == "selective", float)
+        trained = self.trained
+        result = {phase: dict.fromkeys(CAUSES, 0.0) for phase in ("forward", "recompute", "backward", "weight")}
+        for phase, op in phases(block):
+            cause, seconds = _cause(op), self.op_s(op)
+            if phase == "forward" and block.recomputed:
+                kept = self.habits.repeated if cause == "gemm_s" else op.core * (self.habits.repeated == 0)
+                again = (self.repeats + selective * kept) * seconds
+                result["recompute"][cause] = result["recompute"][cause] + again
+            result[phase][cause] = result[phase][cause] + (seconds * trained if phase == "weight" else seconds)
+        extra = self.habits.kernels.constant(self.parameters, "weight_bytes") * block.parameters / self.memory
+        result["weight"]["gemm_s"] = result["weight"]["gemm_s"] + trained * extra * (not block.table)
+        return result
+
+    def latency_s(self, kind: str, group: Group) -> Number:
+        """Seconds of a collective of no size."""
+        c, nodes = self.constants, group.nodes
+        near = c["collective_s"] + c["hop_s"] * (group.in_node - 1)
+        far = self.machine.network.constant(self.parameters, "network_s")
+        hop = self.machine.network.constant(self.parameters, "network_hop_s")
+        if kind == "send_recv":
+            return c["collective_s"] + np.where(nodes > 1, far, 0.0)
+        if kind == "all_to_all":
+            return c["collective_s"] + c["hop_s"] * (group.ranks - 1) + np.where(nodes > 1, far, 0.0)
+        if kind == "all_reduce":
+            return 2 * near + np.where(nodes > 1, far + 2 * hop * np.log2(np.maximum(nodes, 1)), 0.0)
+        return near + np.where(nodes > 1, far + hop * ring_steps(nodes), 0.0)
+
+    def far(self, group: Group) -> Number:
+        """Bytes/s of a device's share of the network that a group has; above a leaf switch it may be oversubscribed."""
+        if not np.any(np.isfinite(self.machine.leaf)):
+            return self.nic
+        beyond = group.ranks * group.stride > np.asarray(self.machine.leaf)
+        return self.nic / np.where(beyond, self.machine.oversubscription, 1.0)
+
+    def bandwidth(self, group: Group) -> Number:
+        """Bytes/s per device of rings in a group: across nodes as many ports as it has devices on each of them."""
+        far = self.far(group)
+        ports = np.where(group.in_node > 1, np.minimum(group.in_node * far, self.link), far)
+        return np.where(group.nodes > 1, ports, self.link)
+
+    def comm_s(self, kind: str, size_bytes: Number, group: Group, calls: Number = 1.0) -> Number:
+        """Seconds of a collective of a group, split into so many calls; 0 where it moves nothing."""
+        if kind == "copy":
+            return 0.0
+        if kind == "send_recv":
+            seconds = size_bytes / np.where(group.nodes > 1, self.far(group), self.link)
+        elif kind == "all_to_all":
+            seconds = self._exchange_s(size_bytes, group)
+        else:
+            times = 1 if kind != "all_reduce" else np.where(group.nodes > 1, 2 - self.machine.in_network, 2)
+            seconds = times * all_gather_s(size_bytes, group.ranks, self.bandwidth(group))
+        moves = (np.asarray(group.ranks) > 1) & (np.asarray(size_bytes) > 0)
+        return np.where(moves, seconds + calls * self.latency_s(kind, group), 0.0)
+
+    def _exchange_s(self, size_bytes: Number, group: Group) -> Number:
+        """All-to-all; that of tokens goes once to a device, or node, of several experts where software does so."""
+        far = self.far(group)
+        levels = group.in_node, self.link, far
+        if group.name != "ep":
+            return all_to_all_s(size_bytes, group.ranks, *levels)
+        shape, share = self.steps.work.shape, self.constants["all_to_all_share"]
+        active = np.maximum(shape.active_experts, 1)
+        copies = np.where(self.habits.send_once, _distinct(group.ranks, active), active) / active
+        nodes = np.asarray(shape.routed_nodes)
+        by_node = np.minimum(np.where(nodes > 0, nodes, np.inf), _distinct(group.nodes, active)) / active
+        fewer = np.where(nodes > 0, by_node / copies, 1.0)
+        return all_to_all_s(size_bytes * copies, group.ranks, group.in_node, share * self.link, share * far / fewer)
+
+    @cached_property
+    def repeats(self) -> Number:
+        """1 where the backward pass repeats the forward one, with its collectives."""
+        return np.asarray(np.asarray(self.plan.recompute) == "full", float)
+
+    @cached_property
+    def split(self) -> Number:
+        """1 where the gradients of weights are computed later than those of inputs."""
+        return np.asarray(np.asarray(self.plan.schedule) == "zero-bubble", float)
+
+    @cached_property
+    def trained(self) -> Number:
+        """1, or 0 where the weights are frozen under adapters (LoRA)."""
+        return np.asarray(np.asarray(self.plan.lora_rank) == 0, float)
+
+    @cached_property
+    def gathers_late(self) -> np.ndarray:
+        """Where ZeRO-3 gathers nothing ahead."""
+        return (np.asarray(self.plan.prefetch) == 0) | (np.asarray(self.habits.tensorwise) > 0)
+
+    @cached_property
+    def gradient_bytes(self) -> Number:
+        """Of a gradient in reductions."""
+        wire = np.maximum(self.habits.wire_bytes, self.steps.work.width.storage_bytes)
+        return np.where(self.plan.reduce_fp32, 4.0, wire)
+
+    def shard_name(self, expert: bool) -> str:
+        """Group that shards the weights of experts or of all else: HSDP's shard, or all replicas."""
+        if np.any(self.plan.shard):
+            return "expert-shard" if expert else "shard"
+        return "edp" if expert else "dp"
+
+    def gather_calls(self) -> Number:
+        """Calls in which the weights of a layer are gathered."""
+        return np.where(self.habits.tensorwise, _TENSORS, 1.0)
+
+    def gather_slowdown(self) -> Number:
+        """Of gathers tensor by tensor."""
+        return np.where(self.habits.tensorwise, 1 / self.constants["tensorwise_share"], 1.0)
+
+    def update_s(self, parameters: Number) -> Number:
+        """Seconds of the optimizer for the parameters that a device owns."""
+        return optimizer_bytes(parameters) * self.constants["optimizer_factor"] / self.memory
+
+    @cached_property
+    def launch_s(self) -> Number:
+        """Seconds of the host for the kernels of a layer and its collectives, forward; backward takes twice as many.
+
+        Where messages between stages stop the host, ranks of tp wait for each other's hosts in every collective.
+        """
+        kernels, split, pipeline = self.habits.kernels, np.asarray(self.plan.tp) > 1, np.asarray(self.plan.pp) > 1
+        collectives_s = _COLLECTIVES * kernels.constant(self.parameters, "comm_launch_s")
+        if np.any(self.habits.blocking_sends):
+            stopped = (np.asarray(self.habits.blocking_sends) > 0) & pipeline
+            collectives_s = collectives_s * np.where(stopped, self.plan.tp, 1)
+        return self.habits.forward_kernels * kernels.constant(self.parameters, "launch_s") + split * collectives_s
+
+    @cached_property
+    def routing_s(self) -> Number:
+        """Seconds of the host for what a mixture layer launches beside a dense one, forward; backward takes twice."""
+        return self.habits.mixture.constant(self.parameters, "moe_launch_s")
+
+    @cached_property
+    def host_s(self) -> Number:
+        """Seconds of the host at the end of a step."""
+        return self.habits.kernels.constant(self.parameters, "step_s")
+
+    @cached_property
+    def hidden_shares(self) -> dict[str, Number]:
+        """Share of a block's collectives that runs beside its products, by group."""
+        tp = self.habits.overlap_tp * self.habits.hides_tp.constant(self.parameters, "tp_hidden")
+        return {"tp": tp, "ep": self.habits.hides_ep * self.habits.stack.constant(self.parameters, "ep_hidden")}
+
+
+def _distinct(places: Number, tokens: Number) -> Number:
+    """Of so many places, those that as many random tokens are expected to meet."""
+    return places * (1 - (1 - 1 / np.maximum(places, 1)) ** tokens)
+
+
+def _cause(op: Op) -> str:
+    return "attention_s" if op.core else "gemm_s" if op.kind == "gemm" else "pointwise_s"
