@@ -1,7 +1,7 @@
 """How do a few plans compare? Their costs side by side, single changes of one, and which of a search's best to measure.
 
 A predicted step is as sure as its 90 % interval, but plans of one model on one machine err together: two of them are
-compared with the spread of runs of the same source and model (`calibration.intervals.comparison_quantiles`).
+compared with the spread of runs of the same source and model (`calibration.intervals.comparison_widths`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.offload.fits import FitsResult, fits
@@ -19,6 +20,7 @@ from madmax_lib.simulator.offload.placement import PLACES, Policy
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.step.step_time import COMMUNICATION
 from madmax_lib.simulator.step.uncertainty import comparison_width
+from madmax_lib.software import Software
 from madmax_lib.specs import Cluster, Model, Transformer
 
 __all__ = ["EXPOSED", "lever_table", "shortlist", "variants"]
@@ -28,22 +30,23 @@ _WAY = ["tp", "cp", "pp", "ep", "zero", "recompute"]
 
 
 def variants(
-    model: Model,
-    cluster: Cluster,
+    model: Model | str,
+    cluster: Cluster | str,
     plans: Iterable[Plan | str],
     *,
     global_batch: int,
     sequence: int | None = None,
     dtype: str = "bf16",
+    software: str | Software | None = None,
     parameters: Parameters | None = None,
 ) -> pd.DataFrame:
     """Columns of `estimate`, exposed (share of the step), memory_gb and fits, indexed by the text of each plan.
 
-    Raises ValueError, as the plan does, for one that cannot be laid out.
+    The other arguments are those of `estimate` and `fits`. Raises ValueError, as the plan does, for one that cannot be
+    laid out.
     """
-    shape, rows = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}, {}
-    for plan in plans:
-        plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    shape, rows = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype, "software": software}, {}
+    for plan in map(Plan.parse, plans):
         row = estimate(model, cluster, plan, **shape, parameters=parameters).iloc[0]
         result = fits(model, cluster, plan, **shape)
         memory_gb = _used_gb(result)["device"]
@@ -68,13 +71,17 @@ def shortlist(table: pd.DataFrame, model: Transformer, parameters: Parameters | 
     return table.assign(ratio=ratio, ratio_low=low, ratio_high=high, worth_measuring=low <= 1.0)
 
 
-def lever_table(model: Transformer, cluster: Cluster, plan: Plan, *, global_batch: int) -> pd.DataFrame:
+def lever_table(
+    model: Transformer | str, cluster: Cluster | str, plan: Plan | str, *, global_batch: int
+) -> pd.DataFrame:
     """A plan and single changes of it: lever, plan, device_gb, host_gb and nvme_gb (of a node), fits, step_s.
 
     Levers: recompute, ZeRO stages, micro-batch 1, and with full recompute all that may leave the device on the host or
     on drives, where the cluster has them. step_s is NaN for what does not fit. Levers that change nothing, or that the
     plan's degrees exclude, are left out. Raises ValueError for a plan that already offloads.
     """
+    case = Case(model, cluster, Plan.parse(plan), global_batch)
+    cluster, plan = case.cluster, case.plan
     if plan.offload is not None:
         raise ValueError(f"{plan} offloads already: the levers begin with a plan that does not")
     changes = {"as given": {}} | {f"recompute {kind}": {"recompute": kind} for kind in ("none", "selective", "full")}
@@ -86,19 +93,19 @@ def lever_table(model: Transformer, cluster: Cluster, plan: Plan, *, global_batc
         changes |= {"all to drives": away | {"offload": "nvme"}} if cluster.host.nvme_bytes else {}
     plans = {lever: replace(plan, **change) for lever, change in changes.items()}
     levers = [lever for lever in plans if lever == "as given" or plans[lever] != plan]
-    return pd.DataFrame([{"lever": lever, **_outcome(model, cluster, plans[lever], global_batch)} for lever in levers])
+    return pd.DataFrame([{"lever": lever, **_outcome(replace(case, plan=plans[lever]))} for lever in levers])
 
 
-def _outcome(model: Transformer, cluster: Cluster, plan: Plan, global_batch: int) -> dict:
+def _outcome(case: Case) -> dict:
     """What a device, the host of a node and its drives hold, and the step if that fits."""
-    policy = Policy(share=1.0 if plan.offload else None)
-    placement = fits(model, cluster, plan, global_batch=global_batch, policy=policy)
+    run = {"global_batch": case.global_batch, "policy": Policy(share=1.0 if case.plan.offload else None)}
+    placement = fits(case.model, case.cluster, case.plan, **run)
     used_gb = _used_gb(placement).reindex(list(PLACES), fill_value=0.0)
     step_s = float("nan")
     if placement.fits:
-        dtype = cluster.device.nearest("bf16")
-        step_s = estimate(model, cluster, plan, global_batch=global_batch, dtype=dtype, policy=policy)["step_s"].item()
-    return {"plan": str(plan), **used_gb.add_suffix("_gb"), "fits": placement.fits, "step_s": step_s}
+        run["dtype"] = case.cluster.device.nearest("bf16")
+        step_s = estimate(case.model, case.cluster, case.plan, **run)["step_s"].item()
+    return {"plan": str(case.plan), **used_gb.add_suffix("_gb"), "fits": placement.fits, "step_s": step_s}
 
 
 def _used_gb(result: FitsResult) -> pd.Series:

@@ -16,13 +16,13 @@ import pandas as pd
 from madmax_lib.case import Case
 from madmax_lib.planner.space import SEARCHED, Degrees, Space, pass_choices, sharding_choices
 from madmax_lib.plans import Plans
-from madmax_lib.simulator.estimate import work_of
 from madmax_lib.simulator.memory.memory import plans_peak_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.power import device_energy_j
-from madmax_lib.simulator.step.step_time import step_time
+from madmax_lib.simulator.step.step_time import step_s, step_time
 
-__all__ = ["Found", "SearchProblem", "evaluate", "merged"]
+__all__ = ["Found", "SearchProblem", "energy_j", "evaluate", "merged"]
 
 _BLOCK = 1 << 16  # plans at a time: their arrays stay in the cache
 _OBJECTIVES = {"time": "step_s", "cost": "cost_usd", "energy": "energy_j", "memory": "memory_bytes"}
@@ -32,7 +32,7 @@ _OBJECTIVES = {"time": "step_s", "cost": "cost_usd", "energy": "energy_j", "memo
 class SearchProblem:
     """What is searched: everything that decides the result, for a worker on another machine too.
 
-    case: model, cluster, batch, sequence and dtype; its plan is not looked at.
+    case: model, cluster, batch, sequence, dtype and software; its plan is not looked at.
     space: values that are tried.
     objective: a key of `_OBJECTIVES`.
     top: plans to keep.
@@ -136,9 +136,12 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[_Block]:
 def _evaluated(problem: SearchProblem, plans: Plans, place: int) -> _Block:
     """A product of plans; place: of its first plan among all of the same degrees."""
     case = replace(problem.case, plan=plans)
-    times, memory = step_time(work_of(case), problem.parameters), plans_peak_bytes(case)
+    memory, steps = plans_peak_bytes(case), Steps.of(case)
+    values = {"step_s": np.broadcast_to(step_s(steps, problem.parameters), memory.shape), "memory_bytes": memory}
+    values["cost_usd"] = values["step_s"] * (case.cluster.world_size * problem.usd_per_hour / 3600)
+    if problem.objective == "energy":
+        values["energy_j"] = np.broadcast_to(energy_j(case, problem.parameters), memory.shape)
     fits = memory <= problem.room_bytes
-    values = {"step_s": times["step_s"], "memory_bytes": memory} | _costs(problem, times)
     objective = np.where(fits, values[_OBJECTIVES[problem.objective]], np.inf)
     best = _smallest(objective, memory, values["step_s"], problem.top)
     front = _front(values["step_s"], memory, fits)
@@ -146,12 +149,10 @@ def _evaluated(problem: SearchProblem, plans: Plans, place: int) -> _Block:
     return _Block(*tables, memory.size, int(fits.sum()), float(memory.min()))
 
 
-def _costs(problem: SearchProblem, times: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    cluster = problem.case.cluster
-    costs = {"cost_usd": times["step_s"] * cluster.world_size * problem.usd_per_hour / 3600}
-    if cluster.device.tdp_w > 0 or problem.objective == "energy":
-        costs["energy_j"] = cluster.world_size * device_energy_j(times, cluster.device)
-    return costs
+def energy_j(case: Case, parameters: Parameters) -> np.ndarray:
+    """Energy of all devices in a step, by plan."""
+    times = step_time(Steps.of(case), parameters)
+    return case.cluster.world_size * device_energy_j(times, case.cluster.device)
 
 
 def _smallest(objective: np.ndarray, memory: np.ndarray, step_s: np.ndarray, count: int) -> np.ndarray:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.planner.distribute import run_parts
-from madmax_lib.planner.evaluate import Found, SearchProblem
-from madmax_lib.planner.space import Space, legal_degrees, plan_of
+from madmax_lib.planner.evaluate import Found, SearchProblem, energy_j
+from madmax_lib.planner.space import SEARCHED, Space, legal_degrees, plan_of
+from madmax_lib.plans import Plans
 from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Transformer
 
 __all__ = ["SearchResult", "search"]
@@ -54,12 +56,13 @@ class SearchResult:
 
 
 def search(
-    model: Transformer,
-    cluster: Cluster,
+    model: Transformer | str,
+    cluster: Cluster | str,
     global_batch: int,
     objective: str = "time",
     top: int = 20,
     space: Space | None = None,
+    software: str | Software | None = None,
     client=None,
     *,
     sequence: int | None = None,
@@ -73,26 +76,26 @@ def search(
 ) -> SearchResult:
     """The best plans for a model on a cluster.
 
-    objective: time, cost (needs a price per device-hour, the catalog's if usd_per_hour is None), energy or memory.
-    space: the full `Space` if None, `Space.quick()` for what people usually run. client: a dask client that takes
-    shards of the space. directory: where finished shards are kept, so that a stopped search goes on. shard of shards:
-    this part only, for job arrays; it may hold no plan that fits. Interrupting returns the best so far with
-    complete=False.
+    model, cluster: or their names. objective: time, cost (needs a price per device-hour, the catalog's if usd_per_hour
+    is None), energy or memory. space: the full `Space` if None, `Space.quick()` for what people usually run. software:
+    that trains, a name of `data/software.csv` or one of your own; any if None. client: a dask client that takes shards
+    of the space. directory: where finished shards are kept, so that a stopped search goes on. shard of shards: this
+    part only, for job arrays; it may hold no plan that fits. Interrupting returns the best so far with complete=False.
     Raises ValueError naming the rule that leaves no plan, or the least memory that one would need.
 
-    >>> from madmax_lib.catalog import cluster, model
-    >>> two = cluster("kaggle-2xt4")
-    >>> found = search(model("gpt2"), two, global_batch=8, top=3, dtype="fp16", space=Space.quick(), progress=False)
+    >>> small = {"dtype": "fp16", "space": Space.quick(), "progress": False}
+    >>> found = search("gpt2", "kaggle-2xt4", global_batch=8, top=3, **small)
     >>> found.best.world_size, len(found.table), found.table["step_s"].is_monotonic_increasing
     (2, 3, True)
     """
+    case = Case(model, cluster, Plan(), global_batch, sequence or 0, dtype, software)
+    model, cluster = case.model, case.cluster
     if isinstance(model, DLRM):
         raise ValueError(f"{model.name}: recommendation models are split by dp only, no search is needed")
     if not 0 <= shard < shards:
         raise ValueError(f"shard={shard} is not one of 0 to {shards - 1} (shards={shards})")
     start = time.perf_counter()
     price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
-    case = Case(model, cluster, Plan(), global_batch, sequence or 0, dtype)
     room_bytes = usable_bytes(cluster.device)
     problem = SearchProblem(case, space or Space(), objective, top, parameters or shipped(), price, room_bytes)
     degrees, dropped = legal_degrees(problem.space, case)
@@ -101,7 +104,7 @@ def search(
     found, complete = run_parts(problem, degrees[shard::shards], client, directory, progress)
     if complete and not found.feasible and shards == 1:
         raise ValueError(_too_large(problem, found))
-    table, front = (_finished(case, part) for part in (found.table, found.front))
+    table, front = (_finished(case, problem.parameters, part) for part in (found.table, found.front))
     rules = [(rule, count, "layouts") for rule, count in sorted(dropped.items())]
     rules.append(("must fit in memory", found.evaluated - found.feasible, "plans"))
     rules = pd.DataFrame(rules, columns=["rule", "count", "of"])
@@ -109,14 +112,16 @@ def search(
     return SearchResult(table, front, found.evaluated, found.feasible, seconds, rules, complete)
 
 
-def _finished(case: Case, table: pd.DataFrame) -> pd.DataFrame:
-    """With the text of each plan, MFU and tokens per second."""
+def _finished(case: Case, parameters: Parameters, table: pd.DataFrame) -> pd.DataFrame:
+    """With the text of each plan, MFU, tokens per second and energy."""
     if not len(table):
         return table
     tokens = case.global_batch * case.sequence
     flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
     peak = case.cluster.world_size * case.cluster.device.peak(case.dtype)
     table = table.drop(columns="place").reset_index(drop=True)
+    if case.cluster.device.tdp_w > 0:
+        table["energy_j"] = energy_j(replace(case, plan=Plans.from_table(table[list(SEARCHED)])), parameters)
     table.insert(0, "plan", [str(plan_of(row)) for row in table.to_dict("records")])
     return table.assign(mfu=flops / table["step_s"] / peak, tokens_per_s=tokens / table["step_s"])
 

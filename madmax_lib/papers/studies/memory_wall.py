@@ -17,7 +17,7 @@ from madmax_lib import catalog
 from madmax_lib.case import Case
 from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.plan import Plan
-from madmax_lib.simulator.estimate import estimate, work_of
+from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.offload.fits import fits, gpt_shape, largest_model
 from madmax_lib.simulator.offload.hosts import rates
 from madmax_lib.simulator.offload.offload import best_offload, offload_times
@@ -124,9 +124,8 @@ def share_table(model: Transformer, cluster: Cluster, plan: Plan, *, global_batc
     Columns of `OffloadTimes`.
     """
     case = normalised(Case(model, cluster, plan, global_batch, dtype="fp16"))
-    work = work_of(case)
-    times = offload_times(case, work, shipped(), np.linspace(0, 1, 101))
-    _, best = best_offload(case, work, shipped())
+    times = offload_times(case, shipped(), np.linspace(0, 1, 101))
+    _, best = best_offload(case, shipped())
     table = pd.DataFrame(vars(times))
     table.attrs["best"] = float(best.share[0])
     return table

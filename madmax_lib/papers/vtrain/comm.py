@@ -2,7 +2,7 @@
 
 A tensor-parallel group reduces its activations twice in each pass of a layer, a data-parallel group the whole fp16
 gradient of a pipeline stage once. As vTrain [Bang et al., MICRO 2024] does it (behaviour recorded); where it deviates
-from what one would expect, `VTrainRules` has a switch. All functions broadcast over the arrays of a `Shape`.
+from what one would expect, `VTrainRules` has a switch. All functions broadcast over the arrays of a `Sizes`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from madmax_lib.papers.vtrain.config import Config, Shape, VTrainRules, parse_rules
+from madmax_lib.papers.vtrain.config import Config, Sizes, VTrainRules, parse_rules
 from madmax_lib.units import NS_PER_S
 
 __all__ = ["RINGS", "Nccl", "communication_s", "gradient_s", "load_nccl", "send_s", "tensor_s"]
@@ -68,13 +68,13 @@ def _read(path: Path) -> np.ndarray:
     return values
 
 
-def tensor_s(shape: Shape, nccl: Nccl, rules: VTrainRules):
+def tensor_s(shape: Sizes, nccl: Nccl, rules: VTrainRules):
     """Seconds of one all-reduce of a tensor-parallel group."""
     leaves_node = rules.node_aware & (np.asarray(shape.tp) > shape.node_size)
     return _all_reduce_s(shape, nccl, rules, shape.tp, shape.activation_bytes, 1, leaves_node)
 
 
-def gradient_s(shape: Shape, nccl: Nccl, rules: VTrainRules) -> tuple:
+def gradient_s(shape: Sizes, nccl: Nccl, rules: VTrainRules) -> tuple:
     """Seconds of the gradient all-reduce of the first, a middle and the last stage, NaN where there is none."""
     tp, pp = np.asarray(shape.tp), np.asarray(shape.pp)
     leaves_node = tp * shape.dp > shape.node_size if rules.node_aware else tp >= shape.node_size
@@ -84,7 +84,7 @@ def gradient_s(shape: Shape, nccl: Nccl, rules: VTrainRules) -> tuple:
     return first, np.where(pp > 2, middle, np.nan), np.where(pp > 1, last, np.nan)
 
 
-def send_s(shape: Shape, rules: VTrainRules):
+def send_s(shape: Sizes, rules: VTrainRules):
     """Seconds that a pipeline stage is blocked by sending a micro-batch's activations or their gradient."""
     node_rate = shape.inter_gbit_per_s * rules.giga / 8
     if not rules.node_aware:
@@ -106,7 +106,7 @@ def communication_s(config: Config | Mapping, nccl: Nccl, rules: str | VTrainRul
     return of_tensor + first + max(shape.pp - 2, 0) * middle + last
 
 
-def _all_reduce_s(shape: Shape, nccl: Nccl, rules: VTrainRules, ranks, size_bytes, stride, leaves_node):
+def _all_reduce_s(shape: Sizes, nccl: Nccl, rules: VTrainRules, ranks, size_bytes, stride, leaves_node):
     """Seconds of an all-reduce of ranks that are `stride` GPUs apart, by the network if it leaves the node."""
     ranks, size_bytes, stride, leaves_node = np.broadcast_arrays(ranks, size_bytes, stride, leaves_node)
     ring = 2 * (ranks - 1) / ranks

@@ -1,7 +1,7 @@
 """What does a vTrain configuration file say, by which rules is it read, and which rows of tables can be computed?
 
 Fields, defaults and refusals of the loader of vTrain [Bang et al., MICRO 2024] as released (behaviour recorded).
-`Shape` is what the formulas need, of one configuration or of a table's rows. `VTrainRules` has a switch for each known
+`Sizes` is what the formulas need, of one configuration or of a table's rows. `VTrainRules` has a switch for each known
 deviation of the release from its paper or from what one would expect.
 """
 
@@ -20,7 +20,7 @@ import pandas as pd
 from madmax_lib.plan import Plan
 from madmax_lib.specs import Transformer
 
-__all__ = ["CORRECTED", "RELEASED", "TABLE", "Config", "Shape", "VTrainRules", "load_config", "parse_rules", "shape_of"]
+__all__ = ["CORRECTED", "RELEASED", "TABLE", "Config", "Sizes", "VTrainRules", "load_config", "parse_rules", "shape_of"]
 
 _DEGREES = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
 _MULTIPLES = (  # a field and the fields whose product divides it
@@ -30,7 +30,7 @@ _MULTIPLES = (  # a field and the fields whose product divides it
     ("hidden_size", "num_attention_heads"),
     ("num_attention_heads", "tensor_parallel_size"),
 )
-_COLUMNS = (  # the name in `Shape`, in vTrain's ground-truth tables, in a configuration
+_COLUMNS = (  # the name in `Sizes`, in vTrain's ground-truth tables, in a configuration
     ("global_batch", "global batch", "global_batch_size"),
     ("micro_batch", "micro batch", "micro_batch_size"),
     ("hidden", "hidden size", "hidden_size"),
@@ -94,7 +94,7 @@ def parse_rules(rules: str | VTrainRules) -> VTrainRules:
     return CORRECTED if rules == "corrected" else RELEASED
 
 
-class Shape(NamedTuple):
+class Sizes(NamedTuple):
     """A training step to the formulas of vTrain: numbers, or arrays (n,) of a table's rows.
 
     Bandwidths are in the units of the files; what G stands for is a rule.
@@ -121,7 +121,7 @@ class Shape(NamedTuple):
     def gradient_bytes(self, *, first: bool, last: bool):
         """fp16 gradient of a pipeline stage: its layers, both embeddings on the first, the output matrix on the last.
 
-        >>> Shape(1, 2, 4, 1, 2, 16, 1024, 1024).gradient_bytes(first=True, last=False) / 2**20
+        >>> Sizes(1, 2, 4, 1, 2, 16, 1024, 1024).gradient_bytes(first=True, last=False) / 2**20
         196.259765625
         """
         h, t = self.hidden, self.tp
@@ -171,13 +171,13 @@ class Config:
         return cls(**{f.name: row[f.name] for f in fields(cls) if f.name in row})
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> Sizes:
         """What the formulas need."""
         t, d, p = (getattr(self, name) for name in _DEGREES)
         micro_batches = self.global_batch_size // (d * self.micro_batch_size)
         size = self.num_layers, self.hidden_size, self.max_length, self.vocab_size
         network = self.inter_node_bandwidth, self.intra_node_bandwidth, self.node_size
-        return Shape(t, d, p, self.micro_batch_size, micro_batches, *size, *network)
+        return Sizes(t, d, p, self.micro_batch_size, micro_batches, *size, *network)
 
     @property
     def plan(self) -> Plan:
@@ -210,7 +210,7 @@ def load_config(path: str | Path, *, derive_gpus: bool = False, rules: str | VTr
         raise ValueError(f"{path}: {error}") from None
 
 
-def shape_of(table: pd.DataFrame) -> Shape:
+def shape_of(table: pd.DataFrame) -> Sizes:
     """The rows of a table in the columns of vTrain's ground truth, as arrays; the network of its configuration files.
 
     Raises ValueError for a missing column and for a row that is no valid configuration.
@@ -224,8 +224,8 @@ def shape_of(table: pd.DataFrame) -> Shape:
             shapes.append(Config(**row).shape)
         except ValueError as error:
             raise ValueError(f"row {index}: {error}") from None
-    columns = pd.DataFrame(shapes, columns=Shape._fields)
-    return Shape(*(columns[name].to_numpy() for name in columns))
+    columns = pd.DataFrame(shapes, columns=Sizes._fields)
+    return Sizes(*(columns[name].to_numpy() for name in columns))
 
 
 def _from_content(content: object, derive_gpus: bool, rules: VTrainRules) -> Config:

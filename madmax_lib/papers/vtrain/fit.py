@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.papers.vtrain.comm import Nccl, gradient_s, send_s, tensor_s
-from madmax_lib.papers.vtrain.config import TABLE, Shape, VTrainRules, parse_rules, shape_of
+from madmax_lib.papers.vtrain.config import TABLE, Sizes, VTrainRules, parse_rules, shape_of
 
 __all__ = ["GROUP", "TIME", "Profile", "fit", "network_s", "predict", "terms"]
 
@@ -109,7 +109,7 @@ def predict(profile: Profile, table: pd.DataFrame) -> np.ndarray:
     return result
 
 
-def network_s(shape: Shape, nccl: Nccl, rules: VTrainRules) -> np.ndarray:
+def network_s(shape: Sizes, nccl: Nccl, rules: VTrainRules) -> np.ndarray:
     """Seconds of a step (n,) that need no constant: all-reduces and sends on its longest path."""
     m, pp = shape.micro_batches, np.asarray(shape.pp)
     reductions = 4 * (m + pp - 1) * (shape.layers // pp) * tensor_s(shape, nccl, rules)
@@ -117,7 +117,7 @@ def network_s(shape: Shape, nccl: Nccl, rules: VTrainRules) -> np.ndarray:
     return reductions + gradients + np.where(pp > 1, (m + 2 * pp - 3) * send_s(shape, rules), 0.0)
 
 
-def terms(shape: Shape) -> np.ndarray:
+def terms(shape: Sizes) -> np.ndarray:
     """How often each of CONSTANTS is on the longest path of a step (n, 5)."""
     m, pp = shape.micro_batches, np.asarray(shape.pp)
     layers = shape.layers // pp

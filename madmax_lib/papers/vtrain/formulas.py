@@ -16,7 +16,7 @@ from scipy.optimize import least_squares
 
 from madmax_lib.catalog import device
 from madmax_lib.papers.vtrain.comm import Nccl, tensor_s
-from madmax_lib.papers.vtrain.config import RELEASED, TABLE, Config, Shape, VTrainRules, parse_rules, shape_of
+from madmax_lib.papers.vtrain.config import RELEASED, TABLE, Config, Sizes, VTrainRules, parse_rules, shape_of
 from madmax_lib.papers.vtrain.fit import GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.graph import Operators
 from madmax_lib.simulator.rates.compute import gemm_s, longer_of, optimizer_s, unfused_attention_s
@@ -47,7 +47,7 @@ class Formulas:
     unaligned: float = 3.1  # FLOPs with a vocabulary whose share is no multiple of 8, over those of an aligned one
 
 
-def operator_s(shape: Shape, heads, formulas: Formulas, machine: Device) -> np.ndarray:
+def operator_s(shape: Sizes, heads, formulas: Formulas, machine: Device) -> np.ndarray:
     """Seconds (n, 5) of a layer, the embedding, logits with loss, the update of a layer and of the embedding."""
     f, memory = formulas, machine.memory_bandwidth_bytes_per_s
     rate = machine.peak("fp16") * f.gemm_efficiency
@@ -80,7 +80,7 @@ def formula_operators(config: Config) -> Operators:
     return Operators.of_totals(*totals_s.tolist())
 
 
-def step_s(shape: Shape, times_s: np.ndarray, nccl: Nccl, rules: str | VTrainRules = "corrected") -> np.ndarray:
+def step_s(shape: Sizes, times_s: np.ndarray, nccl: Nccl, rules: str | VTrainRules = "corrected") -> np.ndarray:
     """Seconds of steps (n,) from operator times (n, 5) in closed form, for recompute "all" and "none".
 
     A recomputed forward pass waits for the gradient, so it makes the backward pass longer by a third of the layer and

@@ -23,7 +23,7 @@ from madmax_lib.catalog import cluster, device
 from madmax_lib.datasets import local_data
 from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.papers.vtrain.comm import RINGS, Nccl
-from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, Config, Shape
+from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, Config, Sizes
 from madmax_lib.papers.vtrain.formulas import Formulas, formula_operators, operator_s, step_s
 from madmax_lib.papers.vtrain.graph import iteration_s
 from madmax_lib.specs import Transformer
@@ -75,11 +75,11 @@ def _steps(model: Transformer, plans: pd.DataFrame, *, global_batch: int, **netw
     """Plans (columns tp, dp, pp, micro_batch) with gpus, step_s, utilisation (dense model FLOPs) and memory_bytes.
 
     By the corrected rules on A100-80. memory_bytes: states of the optimizer, stored inputs of layers in flight and one
-    recomputed layer, of the first stage [arXiv 1910.02054, 2205.05198]. network: fields of `Shape`, vTrain's if none.
+    recomputed layer, of the first stage [arXiv 1910.02054, 2205.05198]. network: fields of `Sizes`, vTrain's if none.
     """
     tp, dp, pp, b = (plans[name].to_numpy(dtype="int64") for name in ("tp", "dp", "pp", "micro_batch"))
     m = global_batch // (dp * b)
-    shape = Shape(tp, dp, pp, b, m, model.layers, model.hidden, model.sequence, model.vocab, **network)
+    shape = Sizes(tp, dp, pp, b, m, model.layers, model.hidden, model.sequence, model.vocab, **network)
     machine = device(_GPU)
     time_s = step_s(shape, operator_s(shape, model.heads, Formulas(), machine), RINGS)
     flops = 3 * model.forward_flops(global_batch, model.sequence)

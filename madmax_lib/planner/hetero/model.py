@@ -1,9 +1,9 @@
 """What does a layer cost on a GPU type by the workbench's own simulator? Prices for a model in place of profiles.
 
-A model is an embedding, its layers and a head. Times are those of `simulator.step.step_time.layer_seconds` with the
-shipped constants, memory that of `simulator.memory.memory.stage_bytes` with Megatron's habits (18 bytes per parameter,
-nothing sharded) in a pipeline: what a stage of two layers needs beyond one of one is a layer's. A single stage is so
-charged for a table that embedding and head share twice.
+A model is an embedding, its layers and a head. Times are those of `simulator.step.pieces` with the shipped constants,
+a layer's no less than its kernels take the host to launch. Memory is that of `simulator.memory.memory.stage_bytes` with
+Megatron's habits (18 bytes per parameter, nothing sharded) in a pipeline: what a stage of two layers needs beyond one
+of one is a layer's. A single stage is so charged for a table that embedding and head share twice.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import numpy as np
 from madmax_lib import catalog
 from madmax_lib.case import Case
 from madmax_lib.planner.hetero.nodes import GB_BYTES, GB_PER_S, Node
-from madmax_lib.planner.hetero.prices import Price, Prices
+from madmax_lib.planner.hetero.prices import Price, PriceList
 from madmax_lib.plans import Plans
-from madmax_lib.simulator.estimate import work_of
 from madmax_lib.simulator.memory.memory import by_phase, stage_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
-from madmax_lib.simulator.step.step_time import achieved_rates, layer_seconds
+from madmax_lib.simulator.step.inputs import Steps
+from madmax_lib.simulator.step.pieces import pieces_of
+from madmax_lib.simulator.step.prices import Prices
 from madmax_lib.specs import Cluster, Link, Model, Transformer
 
 __all__ = ["clusters_of", "nodes_of", "simulated_prices"]
@@ -36,7 +37,7 @@ def simulated_prices(
     dtype: str = "bf16",
     recompute: Sequence[str] = ("none", "full"),
     parameters: Parameters | None = None,
-) -> Prices:
+) -> PriceList:
     """Prices of a model on clusters, one per GPU type: tp within a node, pieces of powers of two up to the batch.
 
     dtype: of the matrix products; a GPU type that lacks it runs the nearest, such as fp16 for bf16.
@@ -51,33 +52,34 @@ def simulated_prices(
         rows = [(tp, way, batch) for way in recompute for tp in degrees for batch in _powers(global_batch)]
         tp, way, batch = map(np.array, zip(*rows, strict=True))
         plans = Plans(tp=tp, recompute=way, micro_batch=batch)
-        work = work_of(Case(model, cluster, plans, 1, sequence or 0, cluster.device.nearest(dtype)))
-        seconds = layer_seconds(work, parameters)
-        layer_s, head_s, update_s = (
-            np.broadcast_to(seconds[part], work.shape) for part in ("layer_s", "head_s", "optimizer_s")
-        )
+        case = Case(model, cluster, plans, 1, sequence or 0, cluster.device.nearest(dtype))
+        pieces = pieces_of(Steps.of(case), parameters)
+        prices = pieces.prices
+        embedding_s, layer_s, head_s = (sum(part.passes_s) for part in (pieces.embedding, pieces.layer, pieces.head))
+        layer_s = np.maximum(layer_s, (3 + prices.repeats) * prices.launch_s)
+        seconds = np.stack(np.broadcast_arrays(embedding_s, layer_s, head_s), axis=-1)
         base_bytes, held, live = _memory_bytes(model, plans, sequence, dtype)
         for i, (degree, recomputed, samples) in enumerate(rows):
             table[name, degree, recomputed, samples] = Price(
-                layer_s=_per_layer(model, 0.0, layer_s[i], head_s[i]),
+                layer_s=_per_layer(model, *seconds[i]),
                 memory_bytes=_per_layer(model, *held[:, i]),
                 live_bytes=_per_layer(model, *live[:, i]),
                 base_bytes=float(base_bytes[i]),
             )
-        optimizer_s[name] = float(update_s[0])
+        optimizer_s[name] = float(prices.update_s(pieces.owned)[0])
     layer = model.attention_parameters + 2 * model.norm_parameters + model.mlp_parameters(model.ffn)
     head = model.head_parameters or model.vocab * model.hidden
     counts = _per_layer(model, model.embedding_parameters, layer, head + model.norm_parameters)
-    return Prices(table, counts * float(work.gradient_wire_bytes[0]) / 2, optimizer_s)
+    return PriceList(table, counts * float(prices.gradient_bytes), optimizer_s)
 
 
 def nodes_of(clusters: Sequence[Cluster], parameters: Parameters | None = None) -> tuple[Node, ...]:
     """The nodes of some clusters, with the memory a process can have and the bandwidth that collectives achieve."""
     nodes = []
     for cluster in clusters:
-        work = work_of(Case(catalog.model("gpt2"), cluster, Plans(), 1, dtype=cluster.device.nearest("bf16")))
-        rates = achieved_rates(work, parameters or shipped())
-        intra, inter = (float(np.ravel(rates[name])[0]) / GB_PER_S for name in ("link", "nic"))
+        case = Case(catalog.model("gpt2"), cluster, Plans(), 1, dtype=cluster.device.nearest("bf16"))
+        prices = Prices(Steps.of(case), parameters or shipped())
+        intra, inter = float(prices.link) / GB_PER_S, float(prices.nic) / GB_PER_S
         memory_gb = usable_bytes(cluster.device) / GB_BYTES
         for number in range(cluster.nodes):
             address = f"{cluster.name}-{number}"

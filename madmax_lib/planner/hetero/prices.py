@@ -1,6 +1,6 @@
 """What does a layer cost on a GPU type, and which GPUs stand where? The two inputs of heterogeneous planning.
 
-`Prices` holds times and memory of every layer by (GPU type, tp, recompute, batch): from profiles in Metis' format
+`PriceList` holds times and memory of every layer by (GPU type, tp, recompute, batch): from profiles in Metis' format
 here, from the workbench's own simulator in `planner.hetero.model`. A `Fleet` is a cluster in one order of its types:
 ranks run through all GPUs of the first type, node by node, then the second. Times and sizes of the files are converted
 here: all that follows computes in seconds and bytes.
@@ -17,7 +17,7 @@ import numpy as np
 from madmax_lib.planner.hetero.nodes import GB_BYTES, GB_PER_S, Node
 from madmax_lib.planner.hetero.profiles import Profiles
 
-__all__ = ["MB_BYTES", "Fleet", "Price", "Prices", "between", "bits", "fleets", "prices_of"]
+__all__ = ["MB_BYTES", "Fleet", "Price", "PriceList", "between", "bits", "fleets", "prices_of"]
 
 MB_BYTES = 2.0**20  # a MB of memory tables
 
@@ -43,7 +43,7 @@ class Price:
 
 
 @dataclass(frozen=True, eq=False)
-class Prices:
+class PriceList:
     """What layers cost on every GPU type.
 
     table: prices by (GPU type, tp, recompute, batch).
@@ -82,7 +82,7 @@ class Prices:
         return f"tp {degrees}; batch {batches}"
 
 
-def prices_of(profiles: Profiles) -> Prices:
+def prices_of(profiles: Profiles) -> PriceList:
     """Prices of profiles in Metis' format: memory as the table has it, nothing recomputed.
 
     The optimizer's time is stored as one of two updates and falls with tp; the smallest degree is scaled to one GPU.
@@ -98,7 +98,7 @@ def prices_of(profiles: Profiles) -> Prices:
             generator_s=profile.batch_generator_ms / 1e3,
         )
         optimizer_s.setdefault(device, 2 * profile.optimizer_ms * tp / 1e3)
-    return Prices(table, np.array(profiles.named(None).parameters_bytes, float), optimizer_s)
+    return PriceList(table, np.array(profiles.named(None).parameters_bytes, float), optimizer_s)
 
 
 @dataclass(frozen=True, eq=False)

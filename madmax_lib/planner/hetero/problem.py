@@ -8,7 +8,7 @@ from pathlib import Path
 
 from madmax_lib.planner.hetero.model import clusters_of, nodes_of, simulated_prices
 from madmax_lib.planner.hetero.nodes import Node, load_cluster
-from madmax_lib.planner.hetero.prices import Fleet, Prices, fleets, prices_of
+from madmax_lib.planner.hetero.prices import Fleet, PriceList, fleets, prices_of
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
 from madmax_lib.specs import Cluster, Model
 
@@ -50,7 +50,7 @@ class CostRules:
 class HeteroProblem:
     """What `plan` and `cost` look at: prices, nodes, the cluster in every order of its types, and the rules."""
 
-    prices: Prices
+    prices: PriceList
     nodes: tuple[Node, ...]
     fleets: tuple[Fleet, ...]
     rules: CostRules

@@ -14,10 +14,10 @@ from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.planner.hetero.prices import Fleet, Prices, between, bits
+from madmax_lib.planner.hetero.prices import Fleet, PriceList, between, bits
 from madmax_lib.planner.hetero.problem import CostRules
 
-__all__ = ["Grid", "StageTable", "Stages"]
+__all__ = ["Grid", "SliceStages", "StageTable"]
 
 
 class Grid:
@@ -31,7 +31,7 @@ class Grid:
     sums: of prices by (type, tp, recompute, samples), filled by the stage tables, which share them.
     """
 
-    def __init__(self, gpus: int, sizes: Sequence[int], prices: Prices):
+    def __init__(self, gpus: int, sizes: Sequence[int], prices: PriceList):
         self.sizes = np.array(sorted(set(sizes)))
         self.unit = int(np.gcd.reduce([gpus, *self.sizes]))
         self.steps, self.places = self.sizes // self.unit, gpus // self.unit
@@ -54,7 +54,7 @@ class Grid:
 
 
 @dataclass(frozen=True, eq=False)
-class Stages:
+class SliceStages:
     """Stages over some layer slices, entries sorted by class.
 
     entry: (e,) numbers in the table.
@@ -100,7 +100,7 @@ class StageTable:
     before it, least bandwidth beyond a node).
     """
 
-    def __init__(self, fleet: Fleet, batches: int, prices: Prices, rules: CostRules, grid: Grid):
+    def __init__(self, fleet: Fleet, batches: int, prices: PriceList, rules: CostRules, grid: Grid):
         self.fleet, self.batches, self.prices, self.rules, self.grid = fleet, batches, prices, rules, grid
         self.samples = rules.global_batch // batches
         self._classes()
@@ -256,7 +256,7 @@ class StageTable:
         outside_s = sum(piece.sync_s for piece in pieces), sum(piece.generator_s for piece in pieces)
         return _ReplicaSums(True, *held, live_bytes, layer_s, *outside_s)
 
-    def stages(self, where: str, in_flight: int = 1, *, lacking: bool = False) -> Stages:
+    def stages(self, where: str, in_flight: int = 1, *, lacking: bool = False) -> SliceStages:
         """Stages over the middle, first or last slices or the whole model, with micro-batches in flight.
 
         lacking: in place of times, bytes that the fullest GPU lacks.
@@ -280,7 +280,7 @@ class StageTable:
             if counts and len(entry):
                 extra_s += self.batches * np.where(unpriced, 0.0, sums[name][forms].max(axis=1))
         classes, starts = np.unique(self.of_class[entry], return_index=True)
-        return Stages(entry, classes, starts, (time_s, *self._updates_s(entry, rows)), extra_s)
+        return SliceStages(entry, classes, starts, (time_s, *self._updates_s(entry, rows)), extra_s)
 
     def _missing_bytes(self, forms: np.ndarray, rows: np.ndarray, in_flight: int) -> np.ndarray:
         """(entries, rows) what the fullest GPU of a stage lacks."""

@@ -15,7 +15,7 @@ from madmax_lib.traces.operators.ops import operator_calls, operators, ratio
 from madmax_lib.traces.waits.step_times import step_periods
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["device_of", "mfu", "products", "roofline"]
+__all__ = ["mfu", "products", "roofline"]
 
 
 def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataFrame:
@@ -28,7 +28,7 @@ def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataF
     """
     work = operators(timeline, by_shape=True)
     table = work[work["moved_bytes"].notna() & (work["device_s"] > 0)].reset_index(drop=True)
-    specs = device_of(timeline, device) if len(table) else None
+    specs = _device_of(timeline, device) if len(table) else None
     table["peak_flops"] = [_peak(specs, dtype) for dtype in table["dtype"]]
     table["peak_bytes_per_s"] = specs.memory_bandwidth_bytes_per_s if specs else np.nan
     table["flops_per_byte"] = table["flops_per_byte"].fillna(0.0)
@@ -66,7 +66,7 @@ def mfu(timeline: Timeline, device: str | Device | None = None, flops_per_step: 
     by_dtype = calls[calls["flops"].notna()].groupby(["rank", "step", "dtype"], observed=True)["flops"].sum()
     by_dtype = by_dtype.reset_index()
     some = len(table) and (flops_per_step is not None or len(by_dtype))
-    specs = device_of(timeline, device) if some and (device is not None or timeline.meta.device) else None
+    specs = _device_of(timeline, device) if some and (device is not None or timeline.meta.device) else None
     by_dtype["peak_s"] = by_dtype["flops"] / [_peak(specs, dtype) for dtype in by_dtype["dtype"]]
     sums = by_dtype.groupby(["rank", "step"])[["flops", "peak_s"]].sum(min_count=1).reset_index()
     table = table.merge(sums, how="left")
@@ -79,7 +79,7 @@ def mfu(timeline: Timeline, device: str | Device | None = None, flops_per_step: 
     return with_origin(table, timeline)
 
 
-def device_of(timeline: Timeline, device: str | Device | None = None) -> Device:
+def _device_of(timeline: Timeline, device: str | Device | None = None) -> Device:
     """The catalog's device of a timeline, by the name in its trace, or the one that is given.
 
     Raises ValueError when the name is not known.
