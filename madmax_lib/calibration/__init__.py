@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from madmax_lib.calibration.fit import known_rows as known_rows, usable as usable
     from madmax_lib.calibration.identifiability import (
         constants_of as constants_of,
-        correlations as correlations,
         leverage as leverage,
         strongest_pairs as strongest_pairs,
     )
-    from madmax_lib.calibration.intervals import coverage_by_class as coverage_by_class, quantiles_of as quantiles_of
-    from madmax_lib.calibration.published_rows import read_rows as read_rows, to_work as to_work
+    from madmax_lib.calibration.intervals import coverage as coverage, coverage_by_class as coverage_by_class
+    from madmax_lib.calibration.overlap import overlap_errors as overlap_errors, overlap_facts as overlap_facts
+    from madmax_lib.calibration.published_rows import read_rows as read_rows, to_steps as to_steps
     from madmax_lib.calibration.trace import (
         fit_timeline as fit_timeline,
         kernel_seconds as kernel_seconds,
@@ -30,6 +30,6 @@ if TYPE_CHECKING:
         predict as predict,
         score as score,
     )
-    from madmax_lib.calibration.vision import compare_ways as compare_ways, vision_errors as vision_errors
+    from madmax_lib.calibration.vision import vision_errors as vision_errors
 
 __all__ = open_room(__name__)

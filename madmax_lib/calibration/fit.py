@@ -10,24 +10,46 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
 from madmax_lib import catalog
+from madmax_lib.calibration.bayes import StackPrior
 from madmax_lib.calibration.identifiability import scaled
-from madmax_lib.calibration.published_rows import read_rows, to_work
+from madmax_lib.calibration.published_rows import read_rows, to_steps
 from madmax_lib.datasets import local_data
-from madmax_lib.simulator.rates.parameters import Parameters, bounds, start
-from madmax_lib.simulator.step.inputs import CLASSES
-from madmax_lib.simulator.step.step_time import step_time
+from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped, start
+from madmax_lib.simulator.step.inputs import Steps
+from madmax_lib.simulator.step.step_time import step_s
 
-__all__ = ["SCALE", "fingerprint", "fit", "known_rows", "posterior", "usable"]
+__all__ = [
+    "SCALE",
+    "SLOWEST",
+    "fingerprint",
+    "fit",
+    "known_rows",
+    "posterior",
+    "slowness",
+    "update",
+    "usable",
+    "weights",
+]
 
-_VTRAIN = "vtrain/ground_truth_multi.shared.csv"  # columns and source: see `published_rows`
-_STOP = {"xtol": 1e-4, "ftol": 1e-4, "max_nfev": 60}
+# columns and sources: see `published_rows`
+_LOCAL = (
+    "vtrain/ground_truth_multi.shared.csv",
+    "published_more/published_more.csv",
+    "published_more/layout_sweep.csv",
+)
+_STOP = {"xtol": 1e-4, "ftol": 1e-4}
+_MOST, _FEW = 60, 3  # evaluations from a distance and from near the solution
 SCALE = 0.03  # log residual at which soft-L1 turns from square to absolute; repeated runs differ by 3 to 10 %
+_SILENT = 1e-9  # relative change of a time that is arithmetic
+_FULL = 40  # rows of a repository that count in full
+SLOWEST = 3.0  # slowness of a layout that is fitted; beyond, stacks fail in ways of their own
 GROUP_DAMPING = 0.15  # a row of a (source, model) with n rows weighs n to this power less
 
 
@@ -40,41 +62,63 @@ def fit(
     rows: pd.DataFrame,
     *,
     starts: int = 3,
-    seed: int = 0,
-    bootstrap: int = 0,
     begin: Parameters | None = None,
+    near: Parameters | None = None,
     only: Sequence[str] | None = None,
 ) -> Parameters:
     """Constants of the step-time model from measured rows.
 
     rows: a published table, or the output of `read_rows`. starts: fits from the start values and from random points
-    around them; the best counts. bootstrap: refits on groups drawn with replacement; their 5 % and 95 % quantiles
-    become the intervals, which otherwise follow from the covariance. begin: constants that are not fitted, and
-    where the first fit starts; the start values if None. only: constants to fit, all that the rows can tell if None.
-    Raises ValueError if no row can be fitted or a constant is unknown.
+    around them; the best counts. begin: constants that are not fitted, and where the first fit starts; the start values
+    if None. near: a fit of almost the same rows, whose constants are few evaluations away. only: constants to fit, all
+    that the rows can tell if None. The intervals follow from the covariance. Raises ValueError if no row
+    can be fitted or a constant is unknown.
     """
     if "supported" not in rows.columns:
         rows = read_rows(rows)
     used = rows[usable(rows)]
+    used = used[slowness(used) <= SLOWEST]
     if used.empty:
         raise ValueError("rows: none is supported, consistent and measured")
-    problem = _LeastSquares(used, begin or start(), only)
-    best = problem.solve(problem.begin)
-    random = np.random.default_rng(seed)
+    problem = _LeastSquares(used, begin or start(), near.fitted if near else only)
+    best = problem.solve(problem.point(near), _FEW) if near else problem.solve(problem.begin)
+    random = np.random.default_rng(0)
     for _ in range(starts - 1):
         other = problem.solve(problem.scatter(random))
         best = other if other.cost < best.cost else best
-    return problem.parameters(best, used, bootstrap=bootstrap, random=random)
+    return problem.parameters(best, used)
 
 
-def _free_constants(rows: pd.DataFrame) -> list[str]:
-    """Constants that these rows can say anything about: those of classes that occur, unless fixed by their prior."""
-    table = bounds()
-    work = to_work(rows)
-    groups = {f"{name}:{group}" for kind, names in CLASSES.items() for name in names for group in work.codes[kind][0]}
-    groups |= {f"gemm_efficiency:{family}-16" for family in work.codes["family"][0]}
-    plain = [name for name in table.index if ":" not in name]
-    return [name for name in table.index if (name in groups or name in plain) and table.at[name, "scale"] != "fixed"]
+def update(rows: pd.DataFrame, begin: Parameters | None = None) -> Parameters:
+    """Constants after a few measured rows of one's own stack, two to five or more, by Bayes' rule.
+
+    The prior has the covariance of begin (the shipped constants if None), as much wider as strangers err, and a
+    further part of the prior width of each constant, by which a stack may differ from those of the fit. Software
+    that has no rows in the fit moves `stack_rate:other`; predictions then name the same software, or none. The
+    covariance and with it the intervals shrink; on the rows themselves the mean error never grows. Raises ValueError
+    with a line for each row that cannot be used.
+    """
+    begin = begin or shipped()
+    if "supported" not in rows.columns:
+        rows = read_rows(rows)
+    if (refused := rows[~usable(rows)]).size or rows.empty:
+        reasons = refused["reason"].where(refused["reason"] != "", "no time is measured")
+        lines = [f"row {index}: {reason}" for index, reason in reasons.items()]
+        raise ValueError("\n".join(lines) or "rows: there are none")
+    updated = StackPrior(begin).given(to_steps(rows), np.log(rows["measured_s"].to_numpy(float)))
+    origin = {"update": {"rows": len(rows), "sha256": fingerprint(rows)}}
+    return replace(updated, provenance={**begin.provenance, **origin})
+
+
+def _free_constants(steps: Steps, begin: Parameters) -> list[str]:
+    """Constants that move the time of any of these steps, of those that no prior fixes."""
+    table = bounds()[bounds()["scale"] != "fixed"]
+    values = np.array([begin.constants[name] for name in table.index])
+    farther = np.where(values > table["start"], table["low"], table["high"]).astype(float)
+    points = np.where(np.eye(len(values), dtype=bool), farther, values)
+    moved = begin.constants | {name: points[:, i : i + 1] for i, name in enumerate(table.index)}
+    seconds, at = (step_s(steps, Parameters(constants=of)) for of in (moved, begin.constants))
+    return table.index[(np.abs(seconds / at - 1) > _SILENT).any(axis=1)].tolist()
 
 
 class _LeastSquares:
@@ -84,7 +128,8 @@ class _LeastSquares:
         table = bounds()
         if unknown := set(only or ()) - set(table.index):
             raise ValueError(f"constant {sorted(unknown)[0]!r} is not in data/parameter_bounds.csv")
-        self.names = list(only) if only else _free_constants(rows)
+        self.steps = to_steps(rows)
+        self.names = list(only) if only else _free_constants(self.steps, begin)
         table = table.loc[self.names]
         self.logarithmic = (table["scale"] == "log").to_numpy()
         table = table.assign(begin=[begin.constants[name] for name in self.names])
@@ -92,9 +137,8 @@ class _LeastSquares:
         self.sigma = table["sigma"].to_numpy(float)
         self.begin = np.clip(at, self.low, self.high)
         self.fixed = dict(begin.constants)
-        self.work, self.log_measured = to_work(rows), np.log(rows["measured_s"].to_numpy(float))
-        size = rows.groupby("group")["group"].transform("size").to_numpy(float)
-        self.weight = size**-GROUP_DAMPING / SCALE
+        self.log_measured = np.log(rows["measured_s"].to_numpy(float))
+        self.weight = weights(rows) / SCALE
 
     def values(self, point: np.ndarray) -> np.ndarray:
         return np.where(self.logarithmic, np.exp(point), point)
@@ -106,7 +150,7 @@ class _LeastSquares:
         """Rows, then priors; point may be (..., constants)."""
         values = self.values(point)
         constants = self.fixed | {name: values[..., i : i + 1] for i, name in enumerate(self.names)}
-        predicted = step_time(self.work, Parameters(constants=constants))["step_s"]
+        predicted = step_s(self.steps, Parameters(constants=constants))
         of_rows = (np.log(predicted) - self.log_measured) * self.weight
         return np.concatenate([of_rows, (point - self.prior) / self.sigma], axis=-1)
 
@@ -118,22 +162,24 @@ class _LeastSquares:
         slopes = (self.residuals(moved) - self.residuals(point)) / (np.diag(moved) - point)[:, None]
         return slopes.T
 
-    def solve(self, point: np.ndarray):
+    def point(self, parameters: Parameters) -> np.ndarray:
+        """Where these constants are."""
+        return scaled(bounds().loc[self.names].assign(at=[parameters.constants[name] for name in self.names]), "at")
+
+    def solve(self, point: np.ndarray, evaluations: int = _MOST):
         inside = np.clip(point, self.low + 1e-6, self.high - 1e-6)
         edges = self.low, self.high
         return least_squares(
-            self.residuals, inside, self.jacobian, bounds=edges, loss="soft_l1", x_scale=self.sigma, **_STOP
-        )
+            self.residuals, inside, self.jacobian, bounds=edges, loss="soft_l1", x_scale=self.sigma,
+            max_nfev=evaluations, **_STOP,
+        )  # fmt: skip
 
     def scatter(self, random: np.random.Generator) -> np.ndarray:
         return self.prior + self.sigma * random.standard_normal(len(self.prior))
 
-    def parameters(self, result, rows: pd.DataFrame, *, bootstrap: int, random: np.random.Generator) -> Parameters:
+    def parameters(self, result, rows: pd.DataFrame) -> Parameters:
         """The solution with covariance (Gauss-Newton), intervals and provenance."""
         covariance, low, high = posterior(result)
-        if bootstrap:
-            points = [self._resampled(rows, random, result.x) for _ in range(bootstrap)]
-            low, high = np.quantile(points, [0.05, 0.95], axis=0)
         low, high = self.values(np.maximum(low, self.low)), self.values(np.minimum(high, self.high))
         ends = zip(low.tolist(), high.tolist(), strict=True)
         return Parameters(
@@ -141,15 +187,37 @@ class _LeastSquares:
             intervals=dict(zip(self.names, ends, strict=True)),
             fitted=tuple(self.names),
             covariance=tuple(map(tuple, covariance.tolist())),
-            provenance={"rows": len(rows), "sha256": fingerprint(rows), "cost": float(result.cost)},
+            provenance={
+                "rows": len(rows),
+                "sha256": fingerprint(rows),
+                "cost": float(result.cost),
+                "scale": _scale_of(rows),
+            },
         )
 
-    def _resampled(self, rows: pd.DataFrame, random: np.random.Generator, point: np.ndarray) -> np.ndarray:
-        groups = rows["group"].unique()
-        drawn = random.choice(groups, len(groups))
-        part = pd.concat([rows[rows["group"] == name].assign(group=f"{i} {name}") for i, name in enumerate(drawn)])
-        other = _LeastSquares(part, Parameters(constants=self.constants(point)), self.names)
-        return other.solve(other.begin).x
+
+def _scale_of(rows: pd.DataFrame) -> dict[str, dict[str, list[float]]]:
+    """By device family: between which devices, and tokens per sample, 90 % of its rows lie."""
+    cases = rows["case"]
+    sizes = {"devices": [case.plan.world_size for case in cases], "sequence": [case.sequence for case in cases]}
+    ends = pd.DataFrame(sizes, dtype=float).groupby(rows["family"].to_numpy()).quantile([0.05, 0.95])
+    return {family: {name: ends.loc[family, name].tolist() for name in sizes} for family in rows["family"].unique()}
+
+
+def weights(rows: pd.DataFrame) -> np.ndarray:
+    """Of rows in the fit: less for one of many of a source and model, and of many of a repository.
+
+    So do layouts that are slower than the best one of their model and devices: what slows them down most is seldom
+    what the model knows.
+    """
+    of_group, of_all = (rows.groupby(name)[name].transform("size").to_numpy(float) for name in ("group", "repository"))
+    return of_group**-GROUP_DAMPING * np.minimum((_FULL / of_all) ** 0.5, 1.0) * slowness(rows) ** -0.5
+
+
+def slowness(rows: pd.DataFrame) -> np.ndarray:
+    """Measured time over the best of the same group, devices, batch and data type."""
+    alike = rows.groupby(["group", "n_gpus", "global_batch", "dtype"], dropna=False)["measured_s"]
+    return rows["measured_s"].to_numpy(float) / alike.transform("min").to_numpy(float)
 
 
 def posterior(result) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -166,11 +234,13 @@ def fingerprint(rows: pd.DataFrame) -> str:
 
 
 def known_rows() -> pd.DataFrame:
-    """Normalised rows behind the shipped constants: `data/published_train.csv` and vTrain's multi-node measurements.
+    """Normalised rows behind the shipped constants: `data/published_train.csv`, and tables of a data directory.
 
-    The latter are not part of this project; without them in a data directory, the published rows alone.
+    The latter are not part of this project: vTrain's multi-node measurements, runs of further stacks, and a sweep of
+    layouts of one stack. What is missing is left out.
     """
     tables = [catalog.table("published_train")]
-    with contextlib.suppress(FileNotFoundError):
-        tables.append(pd.read_csv(local_data(_VTRAIN)))
+    for name in _LOCAL:
+        with contextlib.suppress(FileNotFoundError):
+            tables.append(pd.read_csv(local_data(name), encoding="utf-8-sig"))
     return pd.concat([read_rows(table) for table in tables], ignore_index=True)

@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
-from madmax_lib.simulator.step.inputs import Work
+from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.step_time import step_time
 from madmax_lib.timeline import with_origin
 
-__all__ = ["STATES", "constants_of", "correlations", "leverage", "scaled", "strongest_pairs"]
+__all__ = ["STATES", "constants_of", "leverage", "scaled", "strongest_pairs"]
 
 STATES = ("fixed by rows", "rows and prior", "pulled off its prior", "prior alone", "at a bound")
 _MOST, _LITTLE = 0.75, 0.2  # learned: above, the rows fix a constant; below, the prior does
@@ -56,38 +56,30 @@ def scaled(table: pd.DataFrame, column: str) -> np.ndarray:
     return np.where(table["scale"] == "log", np.log(np.maximum(values, 1e-300)), values)
 
 
-def correlations(parameters: Parameters) -> pd.DataFrame:
-    """Correlation of the fitted constants, from their covariance; priors count as data."""
-    covariance = np.array(parameters.covariance)
-    width = np.sqrt(np.diag(covariance))
-    names = list(parameters.fitted)
-    table = pd.DataFrame(covariance / np.outer(width, width), index=names, columns=names)
-    return with_origin(table, _origin(parameters))
-
-
 def _origin(parameters: Parameters) -> dict:
     return {"files": {"rows": {"sha256": parameters.provenance.get("sha256", "")}}, "rules": "calibration.fit"}
 
 
 def strongest_pairs(parameters: Parameters, count: int = 10) -> pd.DataFrame:
     """The most correlated pairs (first, second, correlation): their product or ratio is known better than each."""
-    matrix = correlations(parameters)
-    first, second = np.triu_indices(len(matrix), 1)
-    pairs = pd.DataFrame({"first": matrix.index[first], "second": matrix.index[second]})
-    pairs["correlation"] = matrix.to_numpy()[first, second]
+    covariance, names = np.array(parameters.covariance), np.array(parameters.fitted)
+    width = np.sqrt(np.diag(covariance))
+    first, second = np.triu_indices(len(names), 1)
+    pairs = pd.DataFrame({"first": names[first], "second": names[second]})
+    pairs["correlation"] = (covariance / np.outer(width, width))[first, second]
     order = pairs["correlation"].abs().sort_values(ascending=False, kind="stable").index
     return pairs.loc[order[:count]].reset_index(drop=True)
 
 
-def leverage(parameters: Parameters, work: Work) -> pd.DataFrame:
+def leverage(parameters: Parameters, steps: Steps) -> pd.DataFrame:
     """How far predictions move when a constant goes through its 90 % interval, the others standing still.
 
-    Columns median and largest of |log(step at one end / step at the other)| over the steps of work.
+    Columns median and largest of |log(step at one end / step at the other)| over the steps.
     """
     rows = {}
     for name in parameters.fitted:
         ends = [parameters.constants | {name: value} for value in parameters.intervals[name]]
-        low_s, high_s = (step_time(work, replace(parameters, constants=end))["step_s"] for end in ends)
+        low_s, high_s = (step_time(steps, replace(parameters, constants=end))["step_s"] for end in ends)
         change = np.abs(np.log(high_s / low_s))
         rows[name] = (float(np.median(change)), float(change.max()))
     return pd.DataFrame.from_dict(rows, orient="index", columns=["median", "largest"])

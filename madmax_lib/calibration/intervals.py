@@ -1,74 +1,66 @@
-"""How sure is a prediction? 90 % intervals from rows that the fit had not seen, and how often they hold.
+"""How sure is a prediction? The components of `step.uncertainty`, from sources that the fit had not seen.
 
-The score of a row is |log(measured / predicted)| in folds that keep a source and model together, as in split conformal
-prediction [Lei et al. 2018, arXiv 1604.04173]. It has no sign: whether an unknown machine or software is faster or
-slower than the model is a matter of chance, and two large groups would make the signs of a whole kind. Rows of a
-source and model err together, so a row of n such rows weighs n ** -1/2, and a kind of few groups is widened as
-Student's t is over the normal. Kinds with few rows lean on all rows of their class, dense or mixture.
+Errors of one source are alike, and no two sources are: the spread is learned from sources left out whole, which all
+count the same. The components maximise the likelihood of the errors under Student's t, which forgives the few runs
+that went wrong; then one factor, the quantile, sets the level so that 90 % lie inside, as in conformal prediction [Lei
+et al. 2018, arXiv 1604.04173], and wider for few sources as t is over the normal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pandas as pd
+from scipy.optimize import minimize
 from scipy.stats import norm, t
 
-from madmax_lib.simulator.step.uncertainty import SPLITS, known_width, split_of
+from madmax_lib.calibration.bayes import gradient
+from madmax_lib.calibration.fit import slowness
+from madmax_lib.calibration.identifiability import scaled
+from madmax_lib.calibration.published_rows import to_steps
+from madmax_lib.simulator.rates.parameters import Parameters, bounds
+from madmax_lib.simulator.step.step_time import PARTS, step_time
+from madmax_lib.simulator.step.uncertainty import COMPONENTS, places_of, width_of
 
-__all__ = [
-    "class_of",
-    "comparison_quantiles",
-    "coverage",
-    "coverage_by_class",
-    "interval_quantiles",
-    "kind_of",
-    "quantiles_of",
-]
+__all__ = ["class_of", "comparison_widths", "coverage", "coverage_by_class", "sensitivities", "spread"]
 
 _INSIDE = 0.9  # of the rows shall lie in their interval
-_SHRINK = 15  # rows at which a kind and its class count alike
-_GROUP_POWER = 0.5  # between all rows equal (0) and all groups equal (1)
-_FEWEST_GROUPS = 3  # Student's t has heavy tails below
+_FREEDOM = 4.0  # of Student's t
+_CLOSE = 1.5  # slowness of layouts that somebody would choose between
+_FEWEST = 3  # sources; Student's t has heavy tails below
+_STARTS = (0.05, 0.1, 0.2, 0.3)
+_RIDGE, _LEAST = 0.3, 0.03  # squared shares that hold slopes down; slopes below matter to nobody
 
 
 def class_of(rows: pd.DataFrame) -> pd.Series:
-    """dense or mixture (of experts)."""
-    return pd.Series(np.where(rows["experts"].astype(float) > 0, "mixture", "dense"), index=rows.index, dtype=object)
+    """dense, of whatever is no mixture of experts, or mixture."""
+    return pd.Series(np.where(rows["kind"] == "mixture", "mixture", "dense"), index=rows.index, dtype=object)
 
 
-def kind_of(rows: pd.DataFrame) -> pd.Series:
-    """Kinds of rows whose errors are alike: family and how the model is split."""
-    split = split_of(*(rows[name].astype(float) for name in ("experts", "zero", "tp", "pp", "unfused")))
-    return rows["family"].astype(str) + " " + np.array(SPLITS)[split]
+def spread(table: pd.DataFrame) -> dict[str, float]:
+    """Sizes of the components and the quantile, from `validate.folds` by source."""
+    parts, error = table[list(COMPONENTS)].to_numpy(float), table["log_error"].to_numpy(float)
+    sources = table["repository"].to_numpy()
+    weights = 1 / table.groupby("repository")["repository"].transform("size").to_numpy(float)
+
+    def loss(point: np.ndarray) -> float:
+        variance = parts @ np.exp(2 * point)
+        return float(weights @ (np.log(variance) + (_FREEDOM + 1) * np.log1p(error**2 / (variance * _FREEDOM))))
+
+    edges = [(np.log(1e-3), np.log(10.0))] * len(COMPONENTS)
+    begins = (np.log([1.0, *[size] * (len(COMPONENTS) - 1)]) for size in _STARTS)
+    best = min((minimize(loss, begin, bounds=edges) for begin in begins), key=lambda result: result.fun)
+    sizes = dict(zip(COMPONENTS, np.exp(best.x).tolist(), strict=True))
+    score = np.abs(error) / width_of(table, sizes | {"quantile": 1.0})
+    return sizes | {"quantile": _quantile(score, weights) * _widening(sources)}
 
 
-def interval_quantiles(table: pd.DataFrame) -> dict[str, list[float]]:
-    """Log quantiles (low, high) by kind, class (dense, mixture) and of all rows ("all") from `validate.folds`."""
-    scores = table["log_error"].abs().to_numpy(float)
-    weights = table.groupby("group")["group"].transform("size").to_numpy(float) ** -_GROUP_POWER
-    classes, kinds = class_of(table).to_numpy(), kind_of(table).to_numpy()
-    groups = table["group"].to_numpy()
-    everything = np.ones(len(table), bool)
-    result = {"all": _quantile(scores, weights) * _widening(groups)}
-    result |= {name: _quantile(scores[of], weights[of]) for name, of in _parts(classes, everything)}
-    for name, of in _parts(classes, everything):
-        for kind, rows in _parts(kinds, of):
-            weight = rows.sum() / (rows.sum() + _SHRINK)
-            own = weight * _quantile(scores[rows], weights[rows]) + (1 - weight) * result[name]
-            result[kind] = own * _widening(groups[rows])
-    for name, of in _parts(classes, everything):
-        result[name] = result[name] * _widening(groups[of])
-    return {name: [-float(width), float(width)] for name, width in result.items()}
-
-
-def comparison_quantiles(table: pd.DataFrame) -> dict[str, list[float]]:
-    """Log quantiles of (measured / predicted) of one run over another of the same source and model, by class.
+def comparison_widths(table: pd.DataFrame) -> dict[str, float]:
+    """Log half-widths of (measured / predicted) of one run over another of the same source and model, by class.
 
     What machine and software do to all runs alike cancels, so plans are compared more surely than they are timed.
     Every group counts alike, whatever its pairs; keys are "layouts dense" and "layouts mixture".
     """
+    table = table[slowness(table) <= _CLOSE]
     result, classes = {}, class_of(table)
     for name in pd.unique(classes):
         scores, weights, groups = [], [], []
@@ -78,46 +70,57 @@ def comparison_quantiles(table: pd.DataFrame) -> dict[str, list[float]]:
             scores, groups = [*scores, *pairs], [*groups, *[group] * len(pairs)]
             weights += [1 / max(len(pairs), 1)] * len(pairs)
         if scores:
-            width = _quantile(np.array(scores), np.array(weights)) * _widening(np.array(groups))
-            result[f"layouts {name}"] = [-float(width), float(width)]
+            result[f"layouts {name}"] = _quantile(np.array(scores), np.array(weights)) * _widening(np.array(groups))
     return result
 
 
-def quantiles_of(rows: pd.DataFrame, residuals: Mapping[str, list[float]]) -> np.ndarray:
-    """(n, 2) log quantiles of rows by kind, else class; wider where the family is not calibrated."""
-    families = rows["family"].astype(str)
-    splits = [kind.removeprefix(f"{family} ") for family, kind in zip(families, kind_of(rows), strict=True)]
-    width = [known_width(residuals, family, split) for family, split in zip(families, splits, strict=True)]
-    return np.outer(width, [-1.0, 1.0])
+def sensitivities(rows: pd.DataFrame, parameters: Parameters) -> dict[str, dict[str, float]]:
+    """How much of a relative change of a constant a step feels, by name of the constant and part of the step.
+
+    Least squares of the slopes of log step_s over the shares of the parts, on the rows of the fit; so a table of plans
+    gets its intervals without a slope of its own.
+    """
+    steps, names = to_steps(rows), list(parameters.fitted)
+    table = bounds().loc[names].assign(at=[parameters.constants[name] for name in names])
+    slopes = np.zeros((len(rows), len(bounds())))
+    places = parameters.uncertainty[0]
+    slopes[:, [places[name] for name in names]] = gradient(steps, scaled(table, "at"), names, parameters)
+    times = step_time(steps, parameters)
+    shares = np.stack([times[part] for part in PARTS], axis=1) / times["step_s"][:, None]
+    fitted = {places[name] for name in names}
+    result = {}
+    for name in dict.fromkeys(name.partition(":")[0] for name in names):
+        own = np.broadcast_to(places_of(steps, name, places), len(rows))
+        rest = np.isin(own, list(fitted))
+        pull = np.vstack([shares[rest], np.sqrt(_RIDGE) * np.eye(len(PARTS))])
+        of_steps = np.r_[slopes[rest, own[rest]], np.zeros(len(PARTS))]
+        found = np.linalg.lstsq(pull, of_steps, rcond=None)[0]
+        kept = {part: float(slope) for part, slope in zip(PARTS, found, strict=True) if abs(slope) > _LEAST}
+        result |= {name: kept} if kept else {}
+    return result
 
 
-def coverage(table: pd.DataFrame, reference: pd.DataFrame | None = None, by: str = "fold") -> pd.DataFrame:
-    """Whether each row of `validate.folds` lies in an interval it had no part in, and its half-width.
+def coverage(table: pd.DataFrame, reference: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Whether each row of `validate.folds` lies in an interval that its source had no part in, and its half-width.
 
-    The interval is made from the rows of reference (the table itself if None) that have another value of column `by`.
-    Columns inside and half_width (of the interval over the prediction).
+    The components come from the rows of reference (the table itself if None) of other sources. Columns inside and
+    half_width (of the interval over the prediction).
     """
     reference = table if reference is None else reference
-    inside, width = np.zeros(len(table), bool), np.zeros(len(table))
-    error, part, others = table["log_error"].to_numpy(float), table[by].to_numpy(), reference[by].to_numpy()
-    for name in pd.unique(part):
-        out = part == name
-        low, high = quantiles_of(table[out], interval_quantiles(reference[others != name])).T
-        inside[out] = (error[out] >= low) & (error[out] <= high)
-        width[out] = (np.exp(high) - np.exp(low)) / 2
-    return pd.DataFrame({"inside": inside, "half_width": width}, index=table.index)
+    width = np.zeros(len(table))
+    for source in pd.unique(table["repository"]):
+        out = (table["repository"] == source).to_numpy()
+        width[out] = width_of(table[out], spread(reference[reference["repository"] != source]))
+    inside = table["log_error"].abs().to_numpy(float) <= width
+    return pd.DataFrame({"inside": inside, "half_width": np.sinh(width)}, index=table.index)
 
 
-def coverage_by_class(table: pd.DataFrame, reference: pd.DataFrame | None = None, by: str = "fold") -> pd.DataFrame:
+def coverage_by_class(table: pd.DataFrame, reference: pd.DataFrame | None = None) -> pd.DataFrame:
     """Rows, share inside and median half-width of `coverage` for dense rows, mixtures and all."""
-    rows, classes = coverage(table, reference, by), class_of(table)
+    rows, classes = coverage(table, reference), class_of(table)
     parts = {name: rows[classes == name] for name in ("dense", "mixture")} | {"all": rows}
     values = {name: (len(part), part["inside"].mean(), part["half_width"].median()) for name, part in parts.items()}
     return pd.DataFrame.from_dict(values, orient="index", columns=["rows", "inside", "half_width"])
-
-
-def _parts(names: np.ndarray, within: np.ndarray):
-    return [(str(name), within & (names == name)) for name in pd.unique(names[within])]
 
 
 def _quantile(scores: np.ndarray, weights: np.ndarray) -> float:
@@ -128,5 +131,5 @@ def _quantile(scores: np.ndarray, weights: np.ndarray) -> float:
 
 
 def _widening(groups: np.ndarray) -> float:
-    freedom = max(len(pd.unique(groups)), _FEWEST_GROUPS) - 1
+    freedom = max(len(pd.unique(groups)), _FEWEST) - 1
     return float(t.ppf((1 + _INSIDE) / 2, freedom) / norm.ppf((1 + _INSIDE) / 2))

@@ -1,32 +1,36 @@
-"""What does a row of a published table say? A row in, one normalised row out: step, machine, software, measured time.
+"""What does a row of a published table say? A row in, one normalised row out: the step as a `Case`, and its time.
 
-Every default is one written rule here, with facts about the sources' machines and software in `data/row_clusters.csv`
-and about models that rows do not describe in `data/row_models.csv`. A row that cannot be timed keeps its place with
-`supported=False` and the reason; a table never dies of one row.
+Every rule stands once: about model, machine and software in `row_facts`, about the plan in `row_plans`.
+A row that cannot be timed keeps its place with `supported=False` and the reason; a table never dies of one row.
 """
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from madmax_lib import catalog
-from madmax_lib.calibration.consistency import measured_s, violation_of
-from madmax_lib.calibration.software import device_of, machine_of, number_of, positive_of, software_of, text_of
-from madmax_lib.simulator.estimate import model_fields
+from madmax_lib.calibration.row_facts import (
+    completed,
+    machine_of,
+    model_of,
+    number_of,
+    positive_of,
+    remarks_of,
+    software_of,
+    text_of,
+)
+from madmax_lib.calibration.row_plans import cases_of, devices_of
+from madmax_lib.case import Case
 from madmax_lib.simulator.rates.parameters import start
-from madmax_lib.simulator.step.inputs import CLASSES, FIELDS, Work
+from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.step_time import step_time
-from madmax_lib.specs import DLRM, Transformer
 
-__all__ = ["FIELD_DEFAULTS", "read_rows", "to_work"]
+__all__ = ["model_flops", "read_rows", "to_steps"]
 
-FIELD_DEFAULTS = {name: value for name, value in FIELDS.items() if value == value}
-
+_begin = lru_cache(maxsize=1)(start)
 _VTRAIN_SOURCE = "VIA-Research/vTrain data/ground_truth_multi.csv"
 _VTRAIN = {
     "Parameters (billion)": "params_b",
@@ -41,50 +45,48 @@ _VTRAIN = {
     "data parallelism": "dp",
     "pipeline parallelism": "pp",
 }
-_MICRO_BATCHES = (1, 2, 4)
-_COLUMNS = [
-    "source", "model", "group", "task", "supported", "reason", "consistent", "violation", "measured_s", "gpu", "shape",
-    "software", "dtype", "said", "recompute_stated", "fused_loss", "memory_bytes", "n_gpus", "global_batch",
-    "counts_recompute", "out_of_memory", "interleaves", "given_micro_batch", "given_interleave", "calibrated",
-    *FIELDS, *CLASSES,
-]  # fmt: skip
+_ABOUT = ["source", "model", "repository", "group", "n_gpus", "recompute_stated"]
+_JUDGED = ["supported", "consistent", "reason", "measured_s", "case"]
+_PLAN = ["dp", "tp", "pp", "cp", "ep", "zero", "micro_batch", "interleave", "recompute", "attention"]
+_FACTS = ["kind", "software", "gpu", "family", "dtype", "global_batch", *_PLAN]
 
 
 def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
     """One normalised row per row of a published table, same order and index.
 
     table: columns of `data/published_train.csv`, or of vTrain's ground truth, or a CSV file of either. Unknown columns
-    are ignored, missing ones are empty. The columns of a normalised row, beside `inputs.FIELDS` and `CLASSES`:
+    are ignored, missing ones are empty. The columns of a normalised row:
 
-    source, model, group: who published it, what was trained, and both.
-    supported, reason: whether it can be timed, and why not.
-    consistent, violation: whether it agrees with itself, and what does not.
+    source, model, repository, group: who published it, what was trained, whose it is, and whose model.
+    supported, consistent, reason: whether it can be timed, whether it agrees with itself, and why not.
     measured_s: seconds of a step, NaN where none is published.
-    shape, gpu, software, dtype: a `Transformer`, the catalog's device, its software, type of the matrix products.
-    task, said, recompute_stated, counts_recompute, out_of_memory: training, recompute in words, and what notes tell.
-    global_batch, n_gpus, given_micro_batch, given_interleave: as stated, NaN where not.
-    memory_bytes, fused_loss, interleaves, calibrated: room on a device, and what software and family are known for.
+    case: the step, a `Case`; None where it is not supported. What the source leaves open is as fast as it can be.
+    n_gpus, recompute_stated: as the row or its source states.
+    kind: dense, mixture, vision or lora; and for groups and plots what the case says: software, gpu, family, dtype,
+        global_batch, dp, tp, pp, cp, ep, zero, micro_batch, interleave, recompute, attention.
     """
     if not isinstance(table, pd.DataFrame):
         table = pd.read_csv(table, encoding="utf-8-sig")
-    table = _renamed(table)
-    rows = [_read(record) for record in table.to_dict("records")]
-    result = pd.DataFrame(rows, index=table.index, columns=_COLUMNS)
-    _choose_schedule(result)
-    records = zip(result.to_dict("records"), table.to_dict("records"), strict=True)
-    result["measured_s"] = [_measured_s(row, raw) if row["supported"] else np.nan for row, raw in records]
-    return result
+    rows = [_read(raw) for raw in _renamed(table).to_dict("records")]
+    return pd.DataFrame(rows, index=table.index, columns=[*_ABOUT, *_JUDGED, *_FACTS])
 
 
-def to_work(rows: pd.DataFrame) -> Work:
+def to_steps(rows: pd.DataFrame) -> Steps:
     """Supported normalised rows as steps to be timed."""
-    fields = {name: rows[name].to_numpy(float) for name in FIELDS}
-    return Work(fields, {name: rows[name].to_numpy(str) for name in CLASSES})
+    return Steps.stack(rows["case"].tolist())
 
 
-def _measured_s(row: dict, raw: dict) -> float:
-    rates = number_of(raw, "tokens_per_s_per_gpu"), 1e12 * number_of(raw, "tflops_per_gpu")
-    return measured_s(row, number_of(raw, "iteration_time_s"), *rates)
+def _facts_of(case: Case) -> dict:
+    """What groups and plots ask of a case: its kind, software, machine and plan, in columns of `read_rows`."""
+    kinds = {"vision": case.model.image, "lora": case.plan.lora_rank, "mixture": case.model.experts, "dense": True}
+    return {name: getattr(case.plan, name) for name in _PLAN} | {
+        "kind": next(kind for kind, applies in kinds.items() if applies),
+        "software": case.software.name,
+        "gpu": case.cluster.device.name,
+        "family": case.cluster.device.family,
+        "dtype": case.dtype,
+        "global_batch": case.global_batch,
+    }
 
 
 def _renamed(table: pd.DataFrame) -> pd.DataFrame:
@@ -100,125 +102,67 @@ def _renamed(table: pd.DataFrame) -> pd.DataFrame:
 
 def _read(raw: dict) -> dict:
     """One row; anything wrong with it becomes its reason."""
-    row = {"source": text_of(raw, "source"), "model": text_of(raw, "model")}
-    row["group"] = f"{row['source']} | {row['model']}"
-    row |= {"supported": False, "reason": "", "consistent": False, "violation": ""}
+    source, model, devices = text_of(raw, "source"), text_of(raw, "model"), number_of(raw, "n_gpus")
+    first = source.partition(" ")[0]
+    repository = first if "/" in first else source  # pages of one repository are of one hand
+    row = {"source": source, "model": model, "repository": repository, "group": f"{repository} | {model}"}
+    row |= {"n_gpus": devices, "recompute_stated": False, "case": None, "measured_s": np.nan}
     try:
-        row["shape"] = _model(raw)
-        row |= model_fields(row["shape"])
-        device = device_of(raw)
-        row |= machine_of(raw, row, device)
-        row |= _plan(raw)
-        row |= software_of(raw, row, device)
+        shape, (raw, device) = model_of(raw), completed(raw)
+        case = _fastest(cases_of(raw, shape, *machine_of(raw, device, devices_of(raw)), software_of(raw, device)))
     except (ValueError, OverflowError, ZeroDivisionError) as error:
-        return row | {"reason": str(error)}
-    violation = violation_of(row)
-    return FIELD_DEFAULTS | row | {"supported": True, "consistent": not violation, "violation": violation}
+        return row | {"supported": False, "consistent": False, "reason": str(error)}
+    said, reason = text_of(raw, "recompute"), _violation_of(case, devices)
+    row |= {"recompute_stated": bool(said) and "offloads" not in said, "measured_s": _measured_s(case, raw)}
+    return row | {"supported": True, "consistent": not reason, "reason": reason, "case": case} | _facts_of(case)
 
 
-def _model(raw: dict) -> Transformer:
-    """Dimensions from the row, else from the catalog by the model's name, else by rule; experts by `row_models.csv`."""
-    name = text_of(raw, "model")
-    listed, facts = _catalog_model(name), _facts_of(name)
-    row = {}
-    for field, own in (("layers", "layers"), ("hidden", "hidden"), ("heads", "heads"), ("seq_len", "sequence")):
-        row[own] = int(positive_of(raw, field, getattr(listed, own, 0) or 0))
-        if not row[own] > 0:
-            raise ValueError(f"{field} is not stated")
-    fallback = {"ffn": 4 * row["hidden"], "vocab": 50257, "kv_heads": row["heads"]}  # classic GPT where not stated
-    for field, value in fallback.items():
-        row[field] = int(positive_of(raw, field, getattr(listed, field, 0) or value))
-    if not facts.get("experts") and (re.search(r"\d+x\d+b|[-_ ]a\d+b|moe", name, re.I) or number_of(raw, "ep") > 1):
-        raise ValueError(f"experts of {name!r} are not stated and not in data/row_models.csv")
-    # a gated feed-forward part is the rule where it is not four times the width, and in mixtures
-    gated = row["ffn"] != 4 * row["hidden"] or bool(facts.get("experts"))
-    style = {"norm": "rms", "positions": "rope", "attention_bias": "none", "mlp_bias": False, "tied": False}
-    row["head_dim"] = row["hidden"] // row["heads"]
-    row |= facts
-    row["dense_layers"] = min(row.get("dense_layers", 0), row["layers"])
-    return Transformer(name or "unnamed", **row, gated=gated, **(style if gated else {}))
+def _fastest(cases: list[Case]) -> Case:
+    """The one that the model finds fastest, with its start values."""
+    if len(cases) == 1:
+        return cases[0]
+    return cases[int(np.argmin(step_time(Steps.stack(cases), _begin())["step_s"]))]
 
 
-def _plan(raw: dict) -> dict:
-    """Degrees; a missing one follows from the others, else it is 1. Batch and micro-batch; schedule is chosen later."""
-    degrees = {name: positive_of(raw, name, 1.0) for name in ("tp", "pp", "cp", "dp", "ep")}
-    devices, dp = number_of(raw, "n_gpus"), positive_of(raw, "dp")
-    if not devices > 0 and not dp > 0:
-        raise ValueError("neither n_gpus nor dp is stated")
-    degrees["dp"] = dp if dp > 0 else devices / (degrees["tp"] * degrees["pp"] * degrees["cp"])
-    if any(value != int(value) or value < 1 for value in degrees.values()):
-        raise ValueError(f"degrees of parallelism are not whole: {degrees}")
-    micro, interleave = positive_of(raw, "micro_batch"), positive_of(raw, "vpp")
-    batch = positive_of(raw, "global_batch", degrees["dp"] * micro)  # one micro-batch
-    if not batch > 0:
-        raise ValueError("neither global batch nor micro-batch is stated")
-    plan = degrees | {"micro_batch": positive_of(raw, "micro_batch", 1.0), "micro_batches": 1.0}
-    plan["interleave"] = positive_of(raw, "vpp", 1.0) if degrees["pp"] > 1 else 1.0
-    stated = {"n_gpus": devices, "given_micro_batch": micro, "given_interleave": interleave}
-    return plan | stated | {"global_batch": batch}
+def _violation_of(case: Case, devices: float) -> str:
+    """What contradicts itself in a row, empty if nothing: world size, batch, experts, layers.
 
-
-def _choose_schedule(rows: pd.DataFrame) -> None:
-    """Micro-batch and interleaving that a source does not state, for all rows at once.
-
-    The pair that the model, with its start values, finds fastest: micro-batch 1, 2 or 4, interleaving dividing the
-    layers of a stage where the software can, micro-batches a multiple of pp then. FSDP and data-parallel rows without a
-    micro-batch take the whole batch of a device.
+    devices: as stated, NaN where not.
     """
-    interleaved = (rows["pp"] > 1) & (rows["interleaves"] > 0)
-    open_choice = rows["given_micro_batch"].isna() | (rows["given_interleave"].isna() & interleaved)
-    free = rows["supported"] & open_choice
-    candidates = []
-    for index, row in zip(rows.index[free], rows[free].to_dict("records"), strict=True):
-        for micro, interleave in _pairs(row):
-            count = np.ceil(row["global_batch"] / (row["dp"] * micro))
-            choice = {"micro_batch": micro, "interleave": interleave, "micro_batches": count}
-            candidates.append(row | choice | {"owner": index})
-    if candidates:
-        options = pd.DataFrame(candidates)
-        options["step_s"] = step_time(to_work(options), start())["step_s"]
-        best = options.loc[options.groupby("owner")["step_s"].idxmin()].set_index("owner")
-        for name in ("micro_batch", "interleave"):
-            rows.loc[best.index, name] = best[name]
-    batch_per_pass = (rows["dp"] * rows["micro_batch"]).astype(float)
-    rows["micro_batches"] = np.ceil(rows["global_batch"].astype(float) / batch_per_pass)
+    plan, model = case.plan, case.model
+    if devices == devices and plan.world_size != devices:
+        return f"dp x tp x pp x cp = {plan.world_size:g}, but n_gpus = {devices:g}"
+    if plan.dp > case.global_batch:
+        return f"dp={plan.dp} exceeds the global batch of {case.global_batch}"
+    if model.experts % plan.ep and model.experts:
+        return f"ep={plan.ep} does not divide {model.experts} experts"
+    if plan.pp * plan.interleave > model.layers:
+        return f"pp x vpp = {plan.pp * plan.interleave} exceeds {model.layers} layers"
+    return ""
 
 
-def _pairs(row: dict) -> list[tuple[float, float]]:
-    local = row["global_batch"] / row["dp"]
-    if row["given_micro_batch"] == row["given_micro_batch"]:
-        micros = [row["given_micro_batch"]]
-    elif row["pp"] == 1 and row["zero"] >= 2:
-        micros = [local]
-    else:
-        micros = [m for m in _MICRO_BATCHES if local % m == 0] or [1.0]
-    pairs = []
-    for micro in micros:
-        count, per_stage = local / micro, row["layers"] / row["pp"]
-        interleave = [1.0]
-        if row["given_interleave"] == row["given_interleave"]:
-            interleave = [row["given_interleave"]]
-        elif row["pp"] > 1 and row["interleaves"] and count % row["pp"] == 0 and per_stage == int(per_stage):
-            interleave = [float(v) for v in range(1, int(per_stage) + 1) if per_stage % v == 0]
-        pairs += [(micro, v) for v in interleave]
-    return pairs
+def model_flops(case: Case, raw: dict) -> float:
+    """FLOPs of a step as a source counts them: 6N + 12 L h s per token, N with head and without embedding.
+
+    Megatron-Bridge halves the attention term (causal), NeMo leaves it out in fine-tuning; frozen weights have no
+    gradients. SC'21, BLOOM and MT-NLG count the repeated forward pass (x 4/3).
+    """
+    model, source = case.model, text_of(raw, "source")
+    used = (model.active_experts + model.shared_experts) * model.expert_ffn
+    width = model.moe_layers * used + (model.layers - model.moe_layers) * model.ffn
+    products = sum(inputs * outputs for _, inputs, outputs in model.attention_matrices)
+    weights = model.layers * products + (2 + model.gated) * model.hidden * width
+    weights += model.hidden * (model.classes / case.sequence if model.image else model.vocab)
+    attention = 12 * model.layers * model.core_width * case.sequence
+    attention *= 0.5 if "Megatron-Bridge" in source else 1.0
+    attention *= 0.0 if "SFT" in remarks_of(raw) and "NeMo docs" in source else 1.0
+    repeated = 4 / 3 if text_of(raw, "flops_kind").startswith(("hardware", "as published")) else 1.0
+    return case.global_batch * case.sequence * repeated * ((4 if case.plan.lora_rank else 6) * weights + attention)
 
 
-@lru_cache(maxsize=256)
-def _facts_of(name: str) -> dict[str, int]:
-    """Fields of `Transformer` that rows do not have, by the model's name."""
-    for facts in catalog.table("row_models").drop(columns="source").to_dict("records"):
-        pattern, model = facts.pop("pattern"), facts.pop("model")
-        if re.search(pattern, name, re.I):
-            values = {field: getattr(catalog.model(model), field) for field in facts} if model else facts
-            return {field: int(value) for field, value in values.items() if value}
-    return {}
-
-
-@lru_cache(maxsize=256)
-def _catalog_model(name: str) -> Transformer | None:
-    try:
-        model = catalog.model(name) if name else None
-    except (ValueError, OSError):
-        return None
-    return None if isinstance(model, DLRM) else model
+def _measured_s(case: Case, raw: dict) -> float:
+    """Seconds per step: as published, else from tokens per second, else from FLOP/s; NaN if none is given."""
+    stated = positive_of(raw, "iteration_time_s")
+    by_tokens = case.global_batch * case.sequence / (positive_of(raw, "tokens_per_s_per_gpu") * case.plan.world_size)
+    by_flops = model_flops(case, raw) / (positive_of(raw, "tflops_per_gpu") * 1e12 * case.plan.world_size)
+    return next((seconds for seconds in (stated, by_tokens, by_flops) if seconds > 0), float("nan"))

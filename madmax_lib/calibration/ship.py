@@ -1,4 +1,4 @@
-"""Which constants does the workbench ship? Those of all rows that it has, with the intervals that folds give.
+"""Which constants does the workbench ship? Those of all its rows, with the intervals that sources left out give.
 
 `python -m madmax_lib.calibration.ship` writes `data/parameters.json`, unless the same constants stand there already.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from madmax_lib.calibration.fit import fit, known_rows
-from madmax_lib.calibration.intervals import comparison_quantiles, interval_quantiles
+from madmax_lib.calibration.fit import fit, known_rows, usable
+from madmax_lib.calibration.intervals import comparison_widths, sensitivities, spread
 from madmax_lib.calibration.validate import folds
 from madmax_lib.simulator.rates.parameters import Parameters, load, save
 
@@ -23,13 +23,16 @@ _SAME_CONSTANTS, _SAME_INTERVALS = 1e-4, 1e-3
 
 
 def ship(path: str | Path) -> Parameters:
-    """Fits the constants of all `known_rows`, adds the intervals that folds give, writes `parameters.json`.
+    """Fits the constants of all `known_rows`, adds the intervals that sources left out give, writes `parameters.json`.
 
     A file that has the same constants and intervals, but for digits that the fit leaves open, stays as it is.
     """
     rows = known_rows()
-    held_out = folds(rows)
-    fitted = replace(fit(rows), residuals=interval_quantiles(held_out) | comparison_quantiles(held_out))
+    rows = rows[usable(rows)]
+    fitted = fit(rows)
+    fitted = replace(fitted, sensitivities=sensitivities(rows, fitted))
+    apart, held_out = folds(rows, by="source", near=fitted), folds(rows, near=fitted)
+    fitted = replace(fitted, residuals=spread(apart) | comparison_widths(held_out))
     if Path(path).exists() and _same(present := load(path), fitted):
         return present
     save(fitted, path)
@@ -41,7 +44,7 @@ def _same(a: Parameters, b: Parameters) -> bool:
     if a.provenance["sha256"] != b.provenance["sha256"] or a.fitted != b.fitted or set(a.residuals) != set(b.residuals):
         return False
     constants = (np.isclose(value, b.constants[name], rtol=_SAME_CONSTANTS) for name, value in a.constants.items())
-    intervals = (np.allclose(pair, b.residuals[name], rtol=_SAME_INTERVALS) for name, pair in a.residuals.items())
+    intervals = (np.isclose(size, b.residuals[name], rtol=_SAME_INTERVALS) for name, size in a.residuals.items())
     return all(constants) and all(intervals)
 
 

@@ -8,6 +8,7 @@ node give the share of the link. Everything else keeps the constants it starts f
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,18 +19,16 @@ from madmax_lib import catalog
 from madmax_lib.calibration.fit import SCALE, posterior
 from madmax_lib.case import Case
 from madmax_lib.kinds import collective_names
-from madmax_lib.plan import Plan
-from madmax_lib.simulator.estimate import case_fields
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
-from madmax_lib.simulator.step.inputs import Work
+from madmax_lib.simulator.step.inputs import Coded, Steps
 from madmax_lib.simulator.step.step_time import step_time
-from madmax_lib.specs import Cluster, Transformer
 from madmax_lib.timeline import Meta, Timeline
 
 __all__ = ["fit_timeline", "kernel_seconds", "kernel_timeline"]
 
 _CAUSES = {"optimizer_s": "optimizer", "attention_s": "attention", "gemm_s": "gemm"}  # classes of data/op_classes.csv
 _NEWER = {"gemm_s": "nvjet"}  # names of cuBLAS on Hopper and Blackwell
+_OF_KERNELS = ("pointwise_factor", "step_s")  # constants of how kernels are made
 _LARGE_BYTES = 1e6  # smaller messages show latency, not bandwidth
 _KERNELS = {
     "gemm_s": "sm90_xmma_gemm_bf16",
@@ -62,44 +61,34 @@ def kernel_seconds(timeline: Timeline) -> dict[str, float]:
     return result
 
 
-def fit_timeline(
-    timeline: Timeline,
-    model: Transformer,
-    cluster: Cluster,
-    plan: Plan,
-    *,
-    global_batch: int,
-    sequence: int | None = None,
-    dtype: str = "bf16",
-    kernels: str = "eager",
-    begin: Parameters | None = None,
-) -> Parameters:
-    """Constants that make the model meet a measured run of this model, cluster and plan.
+def fit_timeline(timeline: Timeline, case: Case, begin: Parameters | None = None) -> Parameters:
+    """Constants that make the model meet a measured run of this case, its software one of the catalog.
 
-    kernels: of the run's software (eager, compiled, fused). begin: where the rest comes from, the shipped constants if
-    None. Bounds and priors are those of `data/parameter_bounds.csv`, the priors around `begin`. Raises ValueError for a
-    pipeline (profile one stage instead) and a Timeline without compute.
+    begin: where the rest comes from, the shipped constants if None. Bounds and priors are those of
+    `data/parameter_bounds.csv`, the priors around `begin`. Raises ValueError for a pipeline (profile one stage instead)
+    and a Timeline without compute.
     """
-    case = Case(model, cluster, plan, global_batch, sequence or 0, dtype)
-    work, classes = _step(case, kernels)
+    steps = _steps(case)
     begin, measured = begin or shipped(), kernel_seconds(timeline)
-    start = dict(begin.constants) | _link_share(timeline, cluster, plan, classes["family"])
-    names = [f"gemm_efficiency:{classes['gemm']}", f"attention_efficiency:{classes['attention']}"]
-    names += [f"pointwise_factor:{kernels}", "step_s"]
-    solution, edges = _solve(work, start, names, measured)
+    machine, kernels = steps.machine, steps.habits.kernels
+    start = dict(begin.constants) | _link_share(timeline, case, machine.near)
+    classes = {"gemm_efficiency": machine.gemm, "attention_efficiency": machine.attention}
+    names = [_constant(name, of) for name, of in (classes | dict.fromkeys(_OF_KERNELS, kernels)).items()]
+    solution, edges = _solve(steps, start, names, measured)
     covariance, *ends = posterior(solution)
     ends = np.exp(np.clip(ends, *edges)).T.tolist()
     return Parameters(
         constants=start | dict(zip(names, np.exp(solution.x).tolist(), strict=True)),
-        intervals=dict(zip(names, map(tuple, ends), strict=True)),
+        intervals={**begin.intervals, **dict(zip(names, map(tuple, ends), strict=True))},
         fitted=tuple(names),
         covariance=tuple(map(tuple, covariance.tolist())),
         residuals=begin.residuals,
+        sensitivities=begin.sensitivities,
         provenance={"source": "timeline", "device": timeline.meta.device, **measured},
     )
 
 
-def _solve(work: Work, start: dict[str, float], names: list[str], measured: dict[str, float]):
+def _solve(steps: Steps, start: dict[str, float], names: list[str], measured: dict[str, float]):
     """Least squares over the logarithms of the named constants, and their bounds."""
     table = bounds().loc[names]
     low, high, sigma = (table[column].to_numpy(float) for column in ("low", "high", "sigma"))
@@ -108,7 +97,7 @@ def _solve(work: Work, start: dict[str, float], names: list[str], measured: dict
 
     def residuals(point: np.ndarray) -> np.ndarray:
         constants = start | dict(zip(names, np.exp(point).tolist(), strict=True))
-        seconds = _seconds(work, Parameters(constants=constants))
+        seconds = _seconds(steps, Parameters(constants=constants))
         of_causes = [np.log(seconds[cause] / measured[cause]) / SCALE for cause in causes]
         return np.array([*of_causes, *((point - prior) / sigma)])
 
@@ -117,26 +106,14 @@ def _solve(work: Work, start: dict[str, float], names: list[str], measured: dict
 
 
 def kernel_timeline(
-    model: Transformer,
-    cluster: Cluster,
-    plan: Plan,
-    *,
-    global_batch: int,
-    parameters: Parameters,
-    sequence: int | None = None,
-    dtype: str = "bf16",
-    kernels: str = "eager",
-    steps: int = 5,
-    noise: float = 0.0,
-    seed: int = 0,
+    case: Case, parameters: Parameters, *, steps: int = 5, noise: float = 0.0, seed: int = 0
 ) -> Timeline:
     """Not a recording: what a profiler would show of a machine with these constants, one kernel per cause and step.
 
     noise: standard deviation of the logarithm of a kernel's time. It shows what `fit_timeline` can find: the constants
     that made it are known. Raises ValueError for a pipeline.
     """
-    work, _ = _step(Case(model, cluster, plan, global_batch, sequence or 0, dtype), kernels)
-    parts = _seconds(work, parameters)
+    parts = _seconds(_steps(case), parameters)
     random, rows, now = np.random.default_rng(seed), [], 0
     for step in range(steps):
         begin = now
@@ -148,22 +125,27 @@ def kernel_timeline(
         rows.append((8, "memcpy", "Memcpy DtoH", now - 1, 1, step))  # the loss is read: the step ends
     spans = pd.DataFrame(rows, columns=["stream", "kind", "name", "start_ns", "dur_ns", "step"])
     spans = spans.assign(rank=0, correlation=-1, op=-1, group=None, size_bytes=np.nan)
-    origin = {"model": model.name, "cluster": cluster.name, "nodes": cluster.nodes}
-    origin |= {"plan": str(plan), "global_batch": global_batch}
-    return Timeline(spans, Meta(source="simulated", device=cluster.device.name, provenance=origin))
+    origin = {"model": case.model.name, "cluster": case.cluster.name, "nodes": case.cluster.nodes}
+    origin |= {"plan": str(case.plan), "global_batch": case.global_batch}
+    return Timeline(spans, Meta(source="simulated", device=case.cluster.device.name, provenance=origin))
 
 
-def _step(case: Case, kernels: str) -> tuple[Work, dict[str, str]]:
-    """The run as a step to be timed, and the classes that choose its constants. Raises ValueError for a pipeline."""
+def _steps(case: Case) -> Steps:
+    """The run as a step to be timed, its collectives beside no products. Raises ValueError for a pipeline."""
     if case.plan.pp > 1:
         raise ValueError(f"pp={case.plan.pp}: a pipeline's kernels belong to different stages; profile with pp=1")
-    fields, classes = case_fields(case, kernels=kernels)
-    return Work(fields | {"overlap_tp": 0}, classes), classes
+    return Steps.of(replace(case, plan=replace(case.plan, overlap_tp=False)))
 
 
-def _seconds(work: Work, parameters: Parameters) -> dict[str, float]:
+def _constant(name: str, of: Coded) -> str:
+    """The constant of a class, or of all classes without one."""
+    key = f"{name}:{of.names[0]}"
+    return key if key in bounds().index else f"{name}:other"
+
+
+def _seconds(steps: Steps, parameters: Parameters) -> dict[str, float]:
     """Seconds of a step by cause; the head's matrix products count as such."""
-    seconds = {name: float(value[0]) for name, value in step_time(work, parameters).items()}
+    seconds = {name: float(value[0]) for name, value in step_time(steps, parameters).items()}
     return seconds | {"gemm_s": seconds["gemm_s"] + seconds["head_s"]}
 
 
@@ -179,16 +161,16 @@ def _patterns() -> list[tuple[str, re.Pattern]]:
     return [(cause, re.compile(text, re.IGNORECASE)) for cause, text in texts.items()]
 
 
-def _link_share(timeline: Timeline, cluster: Cluster, plan: Plan, family: str) -> dict[str, float]:
+def _link_share(timeline: Timeline, case: Case, near: Coded) -> dict[str, float]:
     """Share of the link that large all-reduces reach, where all devices of the run are one group inside a node."""
-    ranks, spans = plan.world_size, timeline.spans
-    if not 1 < ranks <= cluster.devices_per_node or max(plan.dp, plan.tp, plan.cp) != ranks:
+    plan, ranks, spans = case.plan, case.plan.world_size, timeline.spans
+    if not 1 < ranks <= case.cluster.devices_per_node or max(plan.dp, plan.tp, plan.cp) != ranks:
         return {}
     spans = spans[(spans["kind"] == "comm") & (spans["size_bytes"].fillna(0).astype(float) >= _LARGE_BYTES)]
     spans = spans[collective_names(spans["name"].astype(str).tolist()) == "all_reduce"] if len(spans) else spans
     if spans.empty:
         return {}
     rates = 2 * (ranks - 1) / ranks * spans["size_bytes"].astype(float) / (spans["dur_ns"] / 1e9)
-    table = bounds().loc[f"nvlink_share:{family}"]
-    share = float(rates.median() / cluster.intra.bandwidth_bytes_per_s)
-    return {f"nvlink_share:{family}": min(max(share, table["low"]), table["high"])}
+    name, share = _constant("link_share", near), float(rates.median() / case.cluster.intra.bandwidth_bytes_per_s)
+    low, high = bounds().loc[name, ["low", "high"]]
+    return {name: min(max(share, low), high)}

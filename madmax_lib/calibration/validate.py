@@ -2,76 +2,84 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
-from madmax_lib.calibration.consistency import model_flops
-from madmax_lib.calibration.fit import fingerprint, fit, usable
-from madmax_lib.calibration.intervals import class_of, quantiles_of
-from madmax_lib.calibration.published_rows import read_rows, to_work
-from madmax_lib.plan import Plan
-from madmax_lib.simulator.memory.memory import memory, peak_bytes
+from madmax_lib.calibration.fit import SLOWEST, fingerprint, fit, slowness, usable
+from madmax_lib.calibration.intervals import class_of
+from madmax_lib.calibration.published_rows import model_flops, read_rows, to_steps
+from madmax_lib.calibration.row_plans import case_peak_bytes
+from madmax_lib.case import Case
+from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.step.step_time import step_time
+from madmax_lib.simulator.step.uncertainty import components, log_width
 from madmax_lib.timeline import with_origin
 
 __all__ = ["baseline", "errors", "folds", "layout_ranks", "predict", "score"]
 
-_BUCKET_BYTES = 1e9  # 5e8 elements, the default of DeepSpeed
+_PREDICTED = ["predicted_s", "low_s", "high_s", "predicted_memory_bytes"]
 _FOLDS = 10
-_ADAPTERS = 0.01  # share of the weights that LoRA trains
-_SOFTWARE = {"legacy": "megatron", "deepspeed": "deepspeed", "deepspeed-plain": "deepspeed", "fused": "megatron"}
 
 
 def predict(rows: pd.DataFrame, parameters: Parameters | None = None) -> pd.DataFrame:
     """A published table with predictions beside it: the same rows and index, and after its columns
 
-    predicted_s, low_s, high_s: seconds of a step and its 90 % interval, by the residual quantiles of the parameters.
+    predicted_s, low_s, high_s: seconds of a step and its 90 % interval, by the residuals of the parameters.
     predicted_memory_bytes: peak of the fullest device.
     fits: whether the memory suffices, also for rows whose source reports none.
     supported, reason: whether a row can be predicted, and why not; a contradiction in it is named, but predicted.
 
-    parameters: the shipped constants if None; the shipped quantiles stand in where they have none. What cannot be
+    parameters: the shipped constants if None; the shipped residuals stand in where they have none. What cannot be
     predicted is NaN.
     """
     parameters = parameters or shipped()
+    if not parameters.residuals:
+        known = shipped()
+        parameters = replace(parameters, residuals=known.residuals, sensitivities=known.sensitivities)
     read = read_rows(rows)
     supported = read["supported"].to_numpy(bool)
-    result = rows.assign(predicted_s=np.nan, low_s=np.nan, high_s=np.nan, predicted_memory_bytes=np.nan)
+    result = rows.assign(**dict.fromkeys(_PREDICTED, np.nan))
     if supported.any():
         part = read[supported]
-        predicted = step_time(to_work(part), parameters)["step_s"]
-        low, high = np.exp(quantiles_of(part, parameters.residuals or shipped().residuals)).T
-        result.loc[supported, "predicted_s"] = predicted
-        result.loc[supported, "low_s"] = predicted * low
-        result.loc[supported, "high_s"] = predicted * high
-        result.loc[supported, "predicted_memory_bytes"] = [_memory_bytes(row) for row in part.to_dict("records")]
-    too_large = result["predicted_memory_bytes"].to_numpy(float) > read["memory_bytes"].to_numpy(float)
-    reason = np.where(supported, read["violation"], read["reason"])
-    return result.assign(fits=supported & ~too_large, supported=supported, reason=reason)
+        steps = to_steps(part)
+        times = step_time(steps, parameters)
+        predicted, factor = times["step_s"], np.exp(log_width(steps, times, parameters))
+        held = [_memory_bytes(*row) for row in zip(part["case"], part["recompute_stated"], strict=True)]
+        result.loc[supported, _PREDICTED] = np.transpose([predicted, predicted / factor, predicted * factor, held])
+    room = [usable_bytes(case.cluster.device) if case else np.nan for case in read["case"]]
+    too_large = result["predicted_memory_bytes"].to_numpy(float) > np.array(room)
+    return result.assign(fits=supported & ~too_large, supported=supported, reason=read["reason"])
 
 
-def folds(rows: pd.DataFrame, *, by: str = "group") -> pd.DataFrame:
-    """Every usable row predicted by a fit that has not seen its fold.
+def folds(rows: pd.DataFrame, *, by: str = "group", near: Parameters | None = None) -> pd.DataFrame:
+    """Every row that a fit takes, predicted by a fit that has not seen its fold.
 
     rows: a published table or the output of `read_rows`. by: what stays together in one of ten folds, "group" (a source
-    and model) or nothing ("random"); or "source", a fold for each. Returns the normalised rows with fold, predicted_s
-    and log_error = log(measured / predicted). Which fold a group is in depends on its name only.
+    and model) or nothing ("random"); or "source", a fold for each repository. near: a fit of all rows, the shipped
+    constants if None; the fits begin there, and what they do not see returns to its prior. Returns the normalised rows
+    with fold, predicted_s, log_error = log(measured / predicted) and the `uncertainty.components` of its variance.
+    Which fold a group is in depends on its name only.
     """
     if "supported" not in rows.columns:
         rows = read_rows(rows)
     rows = rows[usable(rows)]
-    fold = _fold_of(rows, by)
-    predicted = np.full(len(rows), np.nan)
+    rows = rows[slowness(rows) <= SLOWEST]
+    near, fold, parts = near or shipped(), _fold_of(rows, by), []
     for number in np.unique(fold):
-        out = fold == number
-        fitted = fit(rows[~out], starts=1)
-        predicted[out] = step_time(to_work(rows[out]), fitted)["step_s"]
-    measured = rows["measured_s"].to_numpy(float)
-    result = rows.assign(fold=fold, predicted_s=predicted, log_error=np.log(measured / predicted))
+        out = rows[fold == number]
+        fitted = replace(fit(rows[fold != number], starts=1, near=near), sensitivities=near.sensitivities)
+        steps = to_steps(out)
+        times = step_time(steps, fitted)
+        columns = {"fold": number, "predicted_s": times["step_s"]}
+        parts.append(out.assign(**columns, **components(steps, times, fitted)))
+    result = pd.concat(parts).iloc[np.argsort(np.argsort(fold, kind="stable"))]  # as the rows were
+    result["log_error"] = np.log(result["measured_s"].astype(float) / result["predicted_s"])
     return with_origin(result, {"files": {"rows": {"sha256": fingerprint(rows)}}, "rules": f"folds by {by}"})
 
 
@@ -81,17 +89,18 @@ def baseline(rows: pd.DataFrame, fold: np.ndarray | None = None) -> np.ndarray:
     rows: normalised. fold: of each row; all rows are their own reference if None. A device and class that no row
     outside the fold has takes the median share of the peak.
     """
-    flops = np.array([model_flops(row | {"counts_recompute": False}) for row in rows.to_dict("records")])
-    devices = rows[["dp", "tp", "pp", "cp"]].to_numpy(float).prod(axis=1)
-    share = flops / rows["measured_s"].to_numpy(float) / devices / rows["peak_gemm"].to_numpy(float)
-    keys = pd.Series(rows["gpu"].to_numpy(str) + " " + rows["gemm"].str.split("-").str[-1].to_numpy(str))
+    about = rows[["case", "source"]].to_dict("records")
+    flops = np.array([model_flops(row["case"], row) for row in about])
+    peak = np.array([case.plan.world_size * case.cluster.device.peak(case.dtype) for case in rows["case"]])
+    share = flops / rows["measured_s"].to_numpy(float) / peak
+    keys = rows["gpu"] + " " + rows["dtype"].str.extract(r"(\d+)$", expand=False)  # bits
     result = np.full(len(rows), np.nan)
     for number in [None] if fold is None else np.unique(fold):
         out = np.ones(len(rows), bool) if fold is None else fold == number
         seen = out if fold is None else ~out
-        medians = pd.Series(share[seen]).groupby(keys[seen].to_numpy()).median()
+        medians = pd.Series(share[seen]).groupby(keys.to_numpy()[seen]).median()
         shares = keys[out].map(medians).fillna(np.median(share[seen])).to_numpy()
-        result[out] = flops[out] / (shares * rows["peak_gemm"].to_numpy(float)[out] * devices[out])
+        result[out] = flops[out] / (shares * peak[out])
     return result
 
 
@@ -118,7 +127,8 @@ def layout_ranks(table: pd.DataFrame) -> pd.DataFrame:
     days, count as their mean). Models with less than four layouts are left out.
     """
     layout = ["dp", "tp", "pp", "heads", "micro_batch", "global_batch", "dtype"]
-    table = table.assign(measured_s=table["measured_s"].astype(float))
+    heads = [case.model.heads for case in table["case"]]
+    table = table.assign(measured_s=table["measured_s"].astype(float), heads=heads)
     rows = {}
     for model, runs in table.groupby("model"):
         means = runs.groupby(layout)[["measured_s", "predicted_s"]].mean()
@@ -130,7 +140,7 @@ def layout_ranks(table: pd.DataFrame) -> pd.DataFrame:
 
 def _fold_of(rows: pd.DataFrame, by: str) -> np.ndarray:
     if by == "source":
-        return pd.factorize(rows["source"])[0]
+        return pd.factorize(rows["repository"])[0]
     if by == "random":
         return np.random.default_rng(0).permutation(len(rows)) % _FOLDS
     if by != "group":
@@ -139,47 +149,16 @@ def _fold_of(rows: pd.DataFrame, by: str) -> np.ndarray:
     return rows["group"].map({name: i % _FOLDS for i, name in enumerate(names)}).to_numpy()
 
 
-def _memory_bytes(row: dict) -> float:
-    """Peak of the fullest device; NaN where the plan has no layout in `simulator.memory.memory`.
+def _memory_bytes(case: Case, recompute_stated: bool) -> float:
+    """Peak of the fullest device; NaN where the plan cannot be laid out.
 
     Recompute that a source does not state is the least that fits: none, selective or full.
     """
-    stated = "full" if row["recompute_tp"] == 1 else "selective" if "selective" in row["said"] else "none"
-    options = [stated] if row["recompute_stated"] or stated != "none" else ["none", "selective", "full"]
-    peak = float("nan")
-    for recompute in options:
-        try:
-            peak = _peak_of(row, recompute)
-        except (ValueError, KeyError):
-            return float("nan")
-        if peak <= row["memory_bytes"]:
+    known = recompute_stated or case.plan.recompute != "none"
+    peak, room = float("nan"), usable_bytes(case.cluster.device)
+    for recompute in [case.plan.recompute] if known else ["none", "selective", "full"]:
+        with contextlib.suppress(ValueError):
+            peak = case_peak_bytes(replace(case, plan=replace(case.plan, recompute=recompute)))
+        if peak <= room:
             break
     return peak
-
-
-def _peak_of(row: dict, recompute: str) -> float:
-    ends = bool(row["ends_as_layers"]) and row["layers"] % row["pp"] > 0 and (row["layers"] + 2) % row["pp"] == 0
-    software = _SOFTWARE.get(row["software"], "torch")
-    degrees = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave", "zero")
-    plan = Plan(
-        **{name: int(row[name]) for name in degrees},
-        recompute=recompute,
-        sequence_parallel=bool(row["sequence_parallel"]),
-        shard=int(row["shard"]) if 1 < row["shard"] < row["dp"] * row["cp"] else 0,
-        attention="unfused" if row["unfused"] else "flash",
-        reduce_fp32=row["gradient_wire_bytes"] == 10,
-        bucket_bytes=_BUCKET_BYTES,
-        embedding_as_layer=ends,
-        head_as_layer=ends,
-    )
-    table = memory(
-        row["shape"],
-        plan,
-        sequence=int(row["sequence"]),
-        dtype=row["dtype"],
-        global_batch=int(row["global_batch"]),
-        software="torch" if row["zero"] == 3 and software == "megatron" else software,
-        fused_loss=bool(row["fused_loss"]),
-        trainable=max(float(row["trained"]), _ADAPTERS),
-    )
-    return peak_bytes(table)

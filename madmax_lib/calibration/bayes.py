@@ -1,0 +1,96 @@
+"""What do a few measured rows of one stack say about its constants? Bayes' rule, linearised around the solution.
+
+Before the first row a stack has the constants of all others, as uncertain as strangers are: the covariance of the fit
+times the factor by which they err more than it says, and a part of each prior's width, by which stacks differ. With
+slopes J of log step_s and noise N, rows move the constants by P J' (J P J' + N)^-1 times their error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from madmax_lib.calibration.identifiability import scaled
+from madmax_lib.simulator.rates.parameters import Parameters, bounds
+from madmax_lib.simulator.step.inputs import Steps
+from madmax_lib.simulator.step.step_time import step_s
+
+__all__ = ["StackPrior", "gradient"]
+
+_OWN = 0.5  # of a prior's width, by which the constants of one stack differ from those of all
+_NOISE = 0.06  # log error that the best constants of a stack leave in a row; Student's t forgives larger ones
+_FREEDOM = 3.0  # of Student's t
+_ROUNDS = 6  # linearisations
+_STEP = 1e-5  # of a constant in its fitting scale, for slopes
+
+
+def gradient(steps: Steps, point: np.ndarray, names: Sequence[str], begin: Parameters) -> np.ndarray:
+    """(n, names) slopes of log step_s at point, by constants in their fitting scale; the others are those of begin."""
+    logarithmic = (bounds().loc[list(names), "scale"] == "log").to_numpy()
+    moved = point + np.vstack([np.zeros(len(names)), _STEP * np.eye(len(names))])
+    values = np.where(logarithmic, np.exp(moved), moved)
+    constants = begin.constants | {name: values[:, i : i + 1] for i, name in enumerate(names)}
+    seconds = np.log(step_s(steps, Parameters(constants=constants)))
+    return ((seconds[1:] - seconds[0]) / _STEP).T
+
+
+class StackPrior:
+    """What is known of one stack before its first row: constants and covariance, in the fitting scale."""
+
+    def __init__(self, begin: Parameters):
+        table = bounds()[bounds()["low"] < bounds()["high"]]
+        table = table.assign(at=[begin.constants[name] for name in table.index])
+        self.begin, self.names = begin, table.index.tolist()
+        self.logarithmic = (table["scale"] == "log").to_numpy()
+        self.at, self.low, self.high = (scaled(table, name) for name in ("at", "low", "high"))
+        places, covariance = begin.uncertainty
+        of_table = [places[name] for name in self.names]
+        self.inflation = max(begin.residuals.get("constants", 1.0), 1.0) ** 2
+        own = np.diag((_OWN * table["sigma"].to_numpy(float)) ** 2)
+        self.covariance = self.inflation * covariance[np.ix_(of_table, of_table)] + own
+
+    def given(self, steps: Steps, log_measured: np.ndarray) -> Parameters:
+        """Constants after rows: of the Gauss-Newton steps from the prior, the one that meets the rows best on average.
+
+        The prior is one of them, so no update makes the rows worse.
+        """
+        best = point = self.at
+        error = self._error(steps, log_measured, point)
+        least = _mean(error)
+        for _ in range(_ROUNDS):
+            slopes = gradient(steps, point, self.names, self.begin)
+            noise = _NOISE**2 * (_FREEDOM + (error / _NOISE) ** 2) / (_FREEDOM + 1)
+            gain = self.covariance @ slopes.T @ np.linalg.inv(slopes @ self.covariance @ slopes.T + np.diag(noise))
+            point = np.clip(self.at + gain @ (error + slopes @ (point - self.at)), self.low, self.high)
+            error = self._error(steps, log_measured, point)
+            if _mean(error) < least:
+                best, least = point, _mean(error)
+        return self._parameters(best, self.covariance - gain @ slopes @ self.covariance)
+
+    def _error(self, steps: Steps, log_measured: np.ndarray, point: np.ndarray) -> np.ndarray:
+        """log(measured / predicted)."""
+        return log_measured - np.log(step_s(steps, Parameters(constants=self._constants(point))))
+
+    def _constants(self, point: np.ndarray) -> dict[str, float]:
+        values = np.where(self.logarithmic, np.exp(point), point)
+        return self.begin.constants | dict(zip(self.names, values.tolist(), strict=True))
+
+    def _parameters(self, point: np.ndarray, covariance: np.ndarray) -> Parameters:
+        covariance = covariance / self.inflation
+        width = 1.645 * np.sqrt(np.diag(covariance))
+        ends = np.clip([point - width, point + width], self.low, self.high)
+        low, high = np.where(self.logarithmic, np.exp(ends), ends).tolist()
+        return replace(
+            self.begin,
+            constants=self._constants(point),
+            intervals=dict(zip(self.names, zip(low, high, strict=True), strict=True)),
+            fitted=tuple(self.names),
+            covariance=tuple(map(tuple, covariance.tolist())),
+        )
+
+
+def _mean(error: np.ndarray) -> float:
+    """Relative error of predictions."""
+    return float(np.abs(np.expm1(-error)).mean())

@@ -1,0 +1,204 @@
+"""How does a row split its model? The plans that agree with what it states; `published_rows` takes the fastest.
+
+A missing degree follows from the others, else it is 1; where none is stated, every layout is tried whose memory
+suffices. The rules about recompute, ZeRO, HSDP and stages are written here, each once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+
+from madmax_lib.calibration.row_facts import number_of, positive_of, remarks_of, text_of
+from madmax_lib.case import Case
+from madmax_lib.plan import Plan
+from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
+from madmax_lib.software import Software
+from madmax_lib.specs import Cluster, Transformer
+
+__all__ = ["case_peak_bytes", "cases_of", "devices_of"]
+
+_DEGREES = ("tp", "pp", "cp")
+_MICRO_BATCHES = (1, 2, 4)
+_LAYOUTS = {"tp": (1, 2, 4, 8), "pp": (1, 2, 4, 8, 16), "cp": (1, 2, 4, 8)}  # tried where a row states none
+_LORA_RANK = 16  # of MLPerf, and where a row does not state it
+_BUCKET, _DEEPSPEED_BUCKET = 40e6, 5e8  # elements: defaults of Megatron-Core and DeepSpeed
+
+
+def devices_of(raw: dict) -> int:
+    """Devices of a row. Raises ValueError if it does not say, or degrees are no whole numbers."""
+    degrees = {name: positive_of(raw, name, 1.0) for name in (*_DEGREES, "ep")}
+    together = degrees["tp"] * degrees["pp"] * degrees["cp"]
+    degrees["dp"] = positive_of(raw, "dp", positive_of(raw, "n_gpus") / together)
+    if not degrees["dp"] > 0:
+        raise ValueError("neither n_gpus nor dp is stated")
+    if any(value != int(value) or value < 1 for value in degrees.values()):
+        raise ValueError(f"degrees of parallelism are not whole: {degrees}")
+    return int(together * degrees["dp"])
+
+
+def cases_of(raw: dict, model: Transformer, cluster: Cluster, dtype: str, software: Software) -> list[Case]:
+    """Steps that agree with a row, of which it ran one. Raises ValueError where the batch is not stated."""
+    batch = positive_of(raw, "global_batch", positive_of(raw, "dp") * positive_of(raw, "micro_batch"))
+    if not batch > 0:
+        raise ValueError("neither global batch nor micro-batch is stated")
+    case = Case(model, cluster, Plan(), int(batch), model.sequence, dtype, software)
+    layouts = [replace(case, plan=plan) for plan in _layouts(raw, case)]
+    cases = [replace(case, plan=plan) for case in layouts for plan in _plans(raw, case)]
+    if not text_of(raw, "recompute") and all(_recomputes(case) for case in cases):
+        cases = [replace(case, plan=replace(case.plan, recompute="full")) for case in cases]
+    return [case for case in cases if _share(case) <= 1] or cases if len(cases) > 1 else cases
+
+
+def _recomputes(case: Case) -> bool:
+    """FSDP of a dense model that does not fit otherwise recomputes, whether it says so or not."""
+    return case.plan.zero == 3 and not case.model.experts and _share(case) > 1
+
+
+def _share(case: Case) -> float:
+    """Of the memory of a device that the fullest one takes."""
+    return case_peak_bytes(case) / usable_bytes(case.cluster.device)
+
+
+def case_peak_bytes(case: Case) -> float:
+    """Peak of the fullest device."""
+    software, shape = case.software, {"sequence": case.sequence, "dtype": case.dtype, "global_batch": case.global_batch}
+    return peak_bytes(memory(case.model, case.plan, **shape, software=software.name, fused_loss=software.fused_loss))
+
+
+def _layouts(raw: dict, case: Case) -> list[Plan]:
+    """Degrees: as stated, else all that are legal."""
+    world, model = case.cluster.world_size, case.model
+    degrees = {name: int(positive_of(raw, name, 1.0)) for name in _DEGREES}
+    choices, named = {name: (degree,) for name, degree in degrees.items()}, _has_layout(raw)
+    if not named:
+        choices = _LAYOUTS | {"pp" if _lora_rank(raw) else "cp": (1,)}
+    plans = []
+    for tp, pp, cp in product(*choices.values()):
+        dp, rest = divmod(world, tp * pp * cp)
+        if named or not (rest or not dp or case.global_batch % dp or model.heads % tp or model.layers % pp):
+            plans.append(Plan(dp=dp, tp=tp, pp=pp, cp=cp, **_experts(raw, dp * cp, tp, case.software)))
+    return plans or [Plan(dp=world)]
+
+
+def _has_layout(raw: dict) -> bool:
+    stated = any(positive_of(raw, name) > 0 for name in (*_DEGREES, "dp"))
+    return stated or number_of(raw, "zero_stage") >= 0 or number_of(raw, "n_gpus") == 1
+
+
+def _experts(raw: dict, replicas: int, tp: int, software: Software) -> dict:
+    """Experts over tp too where the software does so, or where they cannot lie otherwise."""
+    places, ep = software.expert_placement, int(positive_of(raw, "ep", 1.0))
+    whole = places[:1] == ("dp-cp-tp",) or (replicas % ep > 0 and "dp-cp-tp" in places)
+    return {"ep": ep, "etp": 1 if whole and tp > 1 and ep > 1 else 0}
+
+
+def _plans(raw: dict, case: Case) -> Iterator[Plan]:
+    """Plans of a layout that differ in what the row does not state: micro-batch and interleaving."""
+    plan = replace(case.plan, **_states(raw, case), **_habits(raw, case), **_stages(raw, case))
+    for micro in _micro_batches(raw, case, plan):
+        for interleave in _interleaves(raw, case, case.global_batch / (plan.dp * micro)):
+            yield replace(plan, micro_batch=micro, interleave=interleave)
+
+
+def _micro_batches(raw: dict, case: Case, plan: Plan) -> list[int]:
+    """As stated; FSDP takes the whole batch of a device, LoRA a sample (MLPerf's default), others what is fastest."""
+    local = case.global_batch / plan.dp
+    if (stated := positive_of(raw, "micro_batch")) > 0:
+        return [int(stated)]
+    if plan.pp == 1 and (plan.zero >= 2 or not case.software.schedules):
+        return [max(int(local), 1)]
+    return [1] if plan.lora_rank else [size for size in _MICRO_BATCHES if local % size == 0] or [1]
+
+
+def _interleaves(raw: dict, case: Case, count: float) -> list[int]:
+    """As stated, else all that divide the layers of a stage where the micro-batches are a multiple of pp."""
+    stated, pp = positive_of(raw, "vpp"), case.plan.pp
+    if pp == 1 or stated > 0:
+        return [1 if pp == 1 else int(stated)]
+    each, rest = divmod(case.model.layers, pp)
+    if rest or not case.software.interleave or count % pp:
+        return [1]
+    return [chunks for chunks in range(1, each + 1) if each % chunks == 0]
+
+
+def _states(raw: dict, case: Case) -> dict:
+    """ZeRO stage, and the devices that share the states: a node under HSDP, or as FSDP's size is given.
+
+    Not stated: FSDP if 6 bytes per weight exceed the memory, 2 where weights are frozen; else the distributed optimizer
+    where the software has one, FSDP where it has no other ZeRO, 0 for software of 2021.
+    """
+    plan, choices, remarks = case.plan, case.software.zero, remarks_of(raw)
+    zero, rank, sharing = number_of(raw, "zero_stage"), _lora_rank(raw), plan.dp * plan.cp
+    if not zero >= 0:
+        experts = case.model.moe_layers * case.model.experts * case.model.mlp_parameters(case.model.expert_ffn)
+        held = (2 if rank else 6) * (case.model.parameters - experts * (1 - 1 / plan.ep)) / plan.tp
+        large = plan.pp == 1 and 3 in choices and _has_layout(raw) and held > case.cluster.device.memory_bytes
+        zero = 3 if large else 1 if 1 in choices else 3 if 2 in choices else 0
+    sizes = [int(size) for size in re.findall(r"\bFSDP(?: size |=| )(\d+)\b", remarks)]
+    sizes += [case.cluster.devices_per_node] * ("HSDP" in remarks)
+    shard = next((size for size in sizes if 1 < size < sharing and sharing % size == 0), 0) if zero else 0
+    scaled_8bit = re.search(r"float8(?!.*rowwise)", text_of(raw, "precision").lower())  # torchao: one scale per tensor
+    return {
+        "zero": int(zero),
+        "shard": shard,
+        "qwz": zero == 3 and not shard and bool(scaled_8bit),
+        "overlap_gather": zero in (1, 2) and case.software.kernels in ("fused", "graph"),  # --overlap-param-gather
+        "lora_rank": rank,
+    }
+
+
+def _lora_rank(raw: dict) -> int:
+    named = re.search(r"\bq?lora\b", remarks_of(raw), re.I)
+    return int(positive_of(raw, "lora_rank", _LORA_RANK if named else 0))
+
+
+def _habits(raw: dict, case: Case) -> dict:
+    """Recompute, attention, overlap, reductions: as stated, else as the software does."""
+    software, remarks, said = case.software, remarks_of(raw), text_of(raw, "recompute").lower()
+    precision = text_of(raw, "precision").lower()
+    overlaps = {"overlap_tp": True} if re.search(r"async tp|tp-comm-overlap", remarks, re.I) else {}
+    for name in ("overlap_tp", "overlap_ep", "overlap_dp"):
+        if number_of(raw, name) >= 0:
+            overlaps[name] = number_of(raw, name) > 0
+    old = software.unfused_attention and not case.model.image  # Megatron before sequence parallelism
+    elements = _DEEPSPEED_BUCKET if software.engine else _BUCKET
+    return overlaps | {
+        "recompute": _recompute(said, software),
+        "sequence_parallel": case.plan.tp > 1 and (not old or "sequence" in said),
+        "attention": "unfused" if software.unfused_attention or "no flash" in remarks else "flash",
+        "reduce_fp32": "fp32 grad" in precision or "fp32 all-reduce" in remarks,
+        "capacity": 1.0 if "tokendrop" in remarks else 0.0,
+        "bucket_bytes": Plan.bucket_bytes if software.bucket_bytes else elements * software.wire_bytes,  # DDP's own
+    }
+
+
+def _recompute(said: str, software: Software) -> str:
+    """Not stated: full for software of 2021, none for others. Half of the layers counts as all.
+
+    Of modules recomputed alone, those with attention's core are selective; norms, activations and experts have no field
+    and count as none.
+    """
+    if not said:
+        return "full" if software.legacy else "none"
+    if said.startswith("full") or "2nd" in said:
+        return "full"
+    modules = re.search(r"selective:(.*)", said)
+    return "selective" if "selective" in said and (not modules or "attn" in modules[1]) else "none"
+
+
+def _stages(raw: dict, case: Case) -> dict:
+    """Ends of the pipeline: as the notes cut it, else DeepSpeed's balance, where they count as layers if it comes out.
+
+    AMP's partition counts 30 pseudo-layers: two before the embedding's and three behind the last layer's.
+    """
+    layers, pp = case.model.layers, case.plan.pp
+    cut = re.search(r"pipeline partition \[([\d, ]+)\]", remarks_of(raw))
+    bounds = [int(bound) for bound in cut[1].split(",")] if cut and pp > 1 else []
+    between = {high - low for low, high in pairwise(bounds[1:-1])}
+    if len(bounds) == pp + 1 and len(between) <= 1 and bounds[1] > 3 and bounds[-2] < layers + 3:
+        return {"first_layers": bounds[1] - 3, "last_layers": layers + 3 - bounds[-2]}
+    ends = case.software.ends_as_layers and layers % pp > 0 and (layers + 2) % pp == 0
+    return {"embedding_as_layer": ends, "head_as_layer": ends}
