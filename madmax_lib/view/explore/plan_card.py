@@ -56,13 +56,11 @@ class PlanCard:
         return f"{format_s(step_s)} per step ({format_s(low_s)} to {format_s(high_s)}), MFU {mfu:.1%} ({interval})"
 
 
-def plan_card(
-    model: Model, cluster: Cluster, plan: Plan, *, global_batch: int, sequence: int | None = None, dtype: str = "bf16"
-) -> PlanCard:
-    """The cost of a plan. Raises ValueError, as `estimate` and `memory` do, for one that cannot be laid out."""
-    row = estimate(model, cluster, plan, global_batch=global_batch, sequence=sequence, dtype=dtype).iloc[0]
+def plan_card(model: Model, cluster: Cluster, plan: Plan, **run) -> PlanCard:
+    """The cost of a plan. run: further arguments of `estimate` and `memory`, whose ValueErrors are raised."""
+    row = estimate(model, cluster, plan, **run).iloc[0]
     time_s = pd.Series({name: row[columns].sum() for name, columns in _TIME.items()})
-    fullest = fullest_stage(memory(model, plan, sequence=sequence, global_batch=global_batch))
+    fullest = fullest_stage(memory(model, plan, **run))
     always = fullest[fullest["phase"] == "always"].set_index("component")["size_bytes"]
     states = always.reindex(_STATES, fill_value=0.0)
     parts = [*states, always.sum() - states.sum(), peak_bytes(fullest) - always.sum()]

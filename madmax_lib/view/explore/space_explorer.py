@@ -36,16 +36,12 @@ _SHOWN = 200  # of the fastest plans, beside the front
 class SpaceExplorer(WorkloadExplorer):
     """The plans of a model on a cluster: the front of time and memory, and one chosen plan in detail.
 
-    model, cluster, nodes, global_batch, sequence (0: the model's own): as in the notebooks' parameters. space: what is
-    searched before filters, `Space.quick()` if None. `filters` are the choices that are held, `result` is the search
-    under them, `step` the explorer of the chosen plan. Raises ValueError, as `search` does, where no plan fits.
+    space: what is searched before filters, `Space.quick()` if None. `filters` are the choices that are held, `result`
+    is the search under them, `step` the explorer of the chosen plan. Raises ValueError, as `search`, where none fits.
     """
 
-    def __init__(
-        self, *, model: str, cluster: str, nodes: int, global_batch: int, sequence: int = 0, space: Space | None = None
-    ):
-        workload = {"model": model, "cluster": cluster, "nodes": nodes}
-        self.parameters = {**workload, "global_batch": global_batch, "sequence": sequence}
+    def __init__(self, *, space: Space | None = None, **workload):
+        super().__init__(**workload)
         self.space, self.filters = space or Space.quick(), {}
         self._results: dict[tuple, SearchResult] = {}
         self.step = StepExplorer(**self.parameters, plan=str(self._search({}).best))

@@ -33,9 +33,13 @@ _CHOICES = {
 
 
 class WorkloadExplorer(Explorer):
-    """An explorer whose parameters name a model, a cluster and a batch."""
+    """An explorer of a workload, by a notebook's parameters; sequence=0 is the model's own, software="none" any."""
 
-    parameters: dict
+    def __init__(
+        self, *, model: str, cluster: str, nodes: int, global_batch: int, sequence: int = 0, software: str = "none"
+    ):
+        self.parameters = {"model": model, "cluster": cluster, "nodes": nodes, "global_batch": global_batch}
+        self.parameters |= {"sequence": sequence, "software": software}
 
     @property
     def model(self) -> Transformer:
@@ -49,24 +53,23 @@ class WorkloadExplorer(Explorer):
 
     @property
     def batch(self) -> dict:
-        """global_batch, sequence (None for the model's own) and dtype: bf16, or fp16 on devices before it."""
-        batch, sequence = self.parameters["global_batch"], self.parameters["sequence"] or None
-        return {"global_batch": batch, "sequence": sequence, "dtype": self.cluster.device.nearest("bf16")}
+        """global_batch, software, sequence (None for the model's own) and dtype: bf16, or fp16 on devices before it."""
+        batch = {name: self.parameters[name] for name in ("global_batch", "software")}
+        return batch | {"sequence": self.parameters["sequence"] or None, "dtype": self.cluster.device.nearest("bf16")}
 
 
 class StepExplorer(WorkloadExplorer):
     """One step of a model on a cluster under a plan: numbers, parts of time and memory, and its timeline.
 
-    model, cluster, nodes, plan, global_batch, sequence (0: the model's own): as in the notebooks' parameters. dp
-    follows from the other degrees. `card` and `view` are what is shown, `error` is why a plan has no numbers, else
-    empty. The timeline is that of a step with at most 8 micro-batches, or one per stage, on a rank of each stage; the
-    numbers are for the whole batch.
+    plan: its text, beside the parameters of every `WorkloadExplorer`. dp follows from the other degrees. `card` and
+    `view` are what is shown, `error` is why a plan has no numbers, else empty. The timeline is that of a step with at
+    most 8 micro-batches, or one per stage, on a rank of each stage; the numbers are for the whole batch.
     Raises ValueError when the first plan cannot be laid out.
     """
 
-    def __init__(self, *, model: str, cluster: str, nodes: int, plan: str, global_batch: int, sequence: int = 0):
-        workload = {"model": model, "cluster": cluster, "nodes": nodes}
-        self.parameters = {**workload, "plan": plan, "global_batch": global_batch, "sequence": sequence}
+    def __init__(self, *, plan: str, **workload):
+        super().__init__(**workload)
+        self.parameters["plan"] = plan
         self.set()
         if self.error:
             raise ValueError(self.error)
@@ -141,6 +144,7 @@ class StepExplorer(WorkloadExplorer):
             "nodes": slider(doublings(1, 1024), p["nodes"]),
             "global_batch": slider(doublings(1, 8192), p["global_batch"]),
             "sequence": slider([0, *doublings(512, 131072)], p["sequence"]),
+            "software": w.Dropdown(options=[*catalog.table("software")["name"].unique()], value=p["software"]),
             **{name: slider(doublings(1, 64), turned[name]) for name in _DEGREES},
             **{name: w.Dropdown(options=values, value=turned[name]) for name, values in _CHOICES.items()},
             "plan": w.Text(value=p["plan"], continuous_update=False),

@@ -24,7 +24,7 @@ from madmax_lib.view.notebooks.environment import Environment, environment, shel
 
 __all__ = ["optional_dataset", "save_figure", "setup"]
 
-_SIMULATED = ("model", "cluster", "nodes", "plan", "global_batch")
+_SIMULATED = ("model", "cluster", "nodes", "plan", "software", "global_batch")
 _VERSIONS = ("numpy", "pandas", "matplotlib", "torch", "holistictraceanalysis")
 
 

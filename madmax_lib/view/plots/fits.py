@@ -9,18 +9,21 @@ from matplotlib.axes import Axes
 from madmax_lib.calibration.identifiability import STATES, scaled
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_constants", "plot_correlations", "plot_errors", "plot_predicted", "plot_residuals"]
-__all__ += ["plot_spread"]
+__all__ = ["plot_constants", "plot_errors", "plot_measured_overlap", "plot_predicted"]
 
 _STATE_COLORS = ("#3b75af", "#8d6bb8", "#e1812c", "#9a9a9a", "#c44e52")
 _STATE_STYLES = {state: style for state, *style in zip(STATES, _STATE_COLORS, "osDx^", strict=True)}
-_FAMILIES = {"ampere": (draw.SERIES[0], "o"), "hopper": (draw.SERIES[1], "s"), "blackwell": (draw.SERIES[2], "^")}
 _INSIDE = 1.645  # standard deviations of a 90 % interval
 _WITHIN = 10  # per cent, shaded
-_STRONG = 0.4  # least correlation that is drawn
-_RED, _PALE = "#c44e52", "#efefef"
+_RED = "#c44e52"
 _PRIOR = {"color": "#dedede", "lw": 6}
-_SLOWER = "measured over predicted [%]"
+_FACTS = {  # of `overlap_facts`: label, fill
+    "overlap": ("communication that is hidden", "hidden"),
+    "exposed_share": ("step that is exposed communication", "comm"),
+    "comm_share": ("kernel time that is communication", "other"),
+    "compute_slowdown": ("compute slowed down beside communication", "compute"),
+    "speed_ratio": ("gain of speed by the switch", "memcpy"),
+}
 
 
 def plot_constants(table: pd.DataFrame, sigma: pd.Series, ax: Axes | None = None) -> Axes:
@@ -52,69 +55,13 @@ def plot_constants(table: pd.DataFrame, sigma: pd.Series, ax: Axes | None = None
     return draw.finish(ax, data, title, rows=table.index, key=key, columns=3, xlim=(-0.02, 1.1), origin=table)
 
 
-def plot_residuals(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """How much slower than predicted each row was, against the predicted seconds, a colour and mark per family of GPUs.
-
-    table: predicted_s, log_error (measured over predicted), family, and source, model, gpu for the data.
-    """
-    ax = ax or draw.new_axes(height=3.6)
-    percent = np.expm1(table["log_error"].astype(float)) * 100
-    for family, rows in table.groupby("family"):
-        color, mark = _FAMILIES.get(family, (draw.COLORS["other"], "D"))
-        part = percent[rows.index]
-        label = f"{family}: {len(rows)} rows, median {part.median():+.1f} %, half within {part.abs().median():.1f} %"
-        ax.plot(rows["predicted_s"], part, mark, ms=3, mfc="none", mew=0.8, color=color, label=label)
-    ax.axhspan(-_WITHIN, _WITHIN, color=_PALE, zorder=0)
-    ax.axhline(0, color=draw.DARK, lw=0.8)
-    ax.grid(axis="y")
-    draw.legend(ax, columns=1)
-    far = percent[percent.abs() > _WITHIN]
-    share, slower = 1 - len(far) / len(percent), (far > 0).sum()
-    title = f"{share:.0%} of the residuals are within {_WITHIN} %; of the {len(far)} others {slower} are slower"
-    data = table[["source", "model", "gpu", "predicted_s", "log_error"]].reset_index(drop=True)
-    return draw.finish(ax, data, title, x="predicted [s per step]", y=_SLOWER, xscale="log", origin=table)
-
-
-def plot_spread(table: pd.DataFrame, by: str, ax: Axes | None = None) -> Axes:
-    """Residuals of each value of a column (source, gpu) as dots, their median as a tick; the widest medians on top."""
-    percent = np.expm1(table["log_error"].astype(float)) * 100
-    medians = percent.groupby(table[by]).median()
-    order = medians.abs().sort_values(ascending=False).index
-    ax = ax or draw.new_axes(height=1.0 + 0.24 * len(order))
-    for place, name in enumerate(order):
-        part = percent[table[by] == name]
-        shift = np.linspace(-0.25, 0.25, len(part)) if len(part) > 1 else np.zeros(1)
-        ax.plot(part, place + shift, "o", ms=2.5, mfc="none", mew=0.7, color=draw.COLORS["compute"])
-        ax.vlines(medians[name], place - 0.38, place + 0.38, color=_RED, lw=1.8)
-    ax.axvspan(-_WITHIN, _WITHIN, color=_PALE, zorder=0)
-    rows = [f"{draw.shorten(name, 62, keep_end=True)} ({(table[by] == name).sum()})" for name in order]
-    off, data = int((medians.abs() > _WITHIN).sum()), table[[by, "model", "log_error"]].reset_index(drop=True)
-    title = f"{off} of {len(order)} medians are off by more than {_WITHIN} %"
-    return draw.finish(ax, data, title, x=_SLOWER, rows=rows, origin=table)
-
-
-def plot_correlations(matrix: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Correlation of the constants that have a partner with at least 0.4."""
-    strong = matrix.abs().where(~np.eye(len(matrix), dtype=bool), 0.0)
-    names = matrix.index[(strong >= _STRONG).any(axis=1)]
-    part = matrix.loc[names, names]
-    ax = ax or draw.new_axes(height=1.8 + 0.21 * len(names), width=2.6 + 0.21 * len(names))
-    draw.grid(ax, part, colors="RdBu_r", limits=(-1, 1), label="correlation")
-    ax.set_aspect("equal")
-    ax.tick_params(labelsize=6.5)
-    ax.tick_params(axis="x", rotation=90)
-    pairs = int((np.triu(strong.to_numpy()) >= _STRONG).sum())
-    title = f"{pairs} pairs of constants share what the rows say (|r| of {_STRONG} and more)"
-    return draw.finish(ax, part.rename_axis("constant").reset_index(), title, origin=matrix)
-
-
 def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Predicted against measured seconds per step, both axes logarithmic, with 90 % intervals where the table has them.
 
-    table: measured_s, predicted_s, experts, and low_s, high_s or not; rows without one of the first two are left out.
+    table: measured_s, predicted_s, kind, and low_s, high_s or not; rows without one of the first two are left out.
     """
     shown = table.dropna(subset=["measured_s", "predicted_s"]).reset_index(drop=True)
-    shown = shown.assign(kind=np.where(shown["experts"] > 0, "mixtures of experts", "dense models"))
+    shown = shown.assign(kind=np.where(shown["kind"] == "mixture", "mixtures of experts", "dense models"))
     ax = ax or draw.new_axes(height=5.0, width=5.6)
     styles = {"dense models": (draw.COLORS["compute"], "o"), "mixtures of experts": (draw.COLORS["comm"], "s")}
     if "low_s" in shown:
@@ -153,3 +100,28 @@ def plot_errors(table: pd.DataFrame, ax: Axes | None = None, *, baseline: pd.Ser
     for place, error in enumerate(shown["mape"]):
         ax.text(1.01, place, f"{error:.1%}", transform=ax.get_yaxis_transform(), va="center", fontsize=7)
     return ax
+
+
+def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Measured facts about overlap (filled) and ours (hatched); those of one configuration as their mean.
+
+    table: `calibration.overlap_facts`.
+    """
+    gains = 1.0 * (table["what"] == "speed_ratio")
+    percent = 100 * table[["measured", "predicted"]].sub(gains, axis=0)
+    order = table["what"].map(list(_FACTS).index)
+    keys = [order.rename("order"), table["what"], table["run"]]
+    shown = percent.groupby(keys, sort=False).mean().reset_index().sort_values("order", kind="stable")
+    fills = [_FACTS[what][1] for what in shown["what"]]
+    ax = ax or draw.new_axes(height=1.6 + 0.3 * len(shown))
+    for place, (who, source) in enumerate({"measured": None, "predicted": "simulated"}.items()):
+        notes = shown[who].map("{:.0f}".format)
+        draw.bars(ax, shown[who], fills, source=source, slot=(place, 2), notes=notes)
+    key = [draw.patch_key(label, fill) for label, fill in _FACTS.values()]
+    key.append(draw.patch_key("ours, below what was measured", draw.fill_of(draw.GREY, "simulated")))
+    off = table["error"].abs().groupby(table["what"]).mean() * 100
+    title = f"Overlap is off by {off['overlap']:.0f} points, exposed shares by {off['exposed_share']:.0f}"
+    title += f", speed ratios by {off['speed_ratio']:.0f} %"
+    rows = [draw.shorten(run, 72) for run in shown["run"]]
+    data = shown.drop(columns="order")
+    return draw.finish(ax, data, title, x="per cent", rows=rows, key=key, columns=2, origin=table)

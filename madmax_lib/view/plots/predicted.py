@@ -11,7 +11,7 @@ from madmax_lib.timeline import Timeline
 from madmax_lib.units import NS_PER_S
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_components", "plot_moments", "plot_parts", "plot_places", "plot_streams"]
+__all__ = ["plot_causes", "plot_components", "plot_moments", "plot_parts", "plot_places", "plot_streams"]
 
 _PARTS = {  # name: columns of `estimate`, kind
     "matrix products": (["gemm_s", "head_s"], "compute"),
@@ -27,6 +27,7 @@ _PARTS = {  # name: columns of `estimate`, kind
     "pipeline bubble": (["bubble_s"], "idle"),
     "launches and host": (["launch_s", "overhead_s"], "idle"),
 }
+_CAUSES = {columns[0]: part for part, (columns, kind) in _PARTS.items() if kind == "comm"}
 _MOST_STAGES = 12
 _PLACES = {"device": "one device", "host": "host of a node", "nvme": "drives of a node"}
 _PASSES = ("forward", "backward", "update")
@@ -45,6 +46,20 @@ def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
     ending = {"x": "simulated time that nothing hides [s]; beside it the share of the step", "rows": shown["part"]}
     ending |= {"notes": share[shown.index].map("{:.1%}".format), "source": "simulated"}
     return draw.bar_chart(ax, table, shown["seconds"], title, shown["kind"], **ending)
+
+
+def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Communication that nothing hides, by its cause, a bar per row of `estimate`; the index names the rows."""
+    parts = table[list(_CAUSES)].clip(lower=0.0).rename(columns=_CAUSES)
+    fills = {cause: fill for cause, fill in zip(parts, draw.SERIES, strict=False) if parts[cause].max() > 0}
+    exposed_s = parts.sum(axis=1)
+    title = f"Exposed communication: {exposed_s.min():.3g} s ({exposed_s.idxmin()})"
+    title += f" to {exposed_s.max():.3g} s ({exposed_s.idxmax()})"
+    notes = (exposed_s / table["step_s"]).map("{:.1%}".format) + table["step_s"].map(" of {:.3g} s".format)
+    ending = {"x": "simulated communication that nothing hides [s]; beside it its share of the step"}
+    ending |= {"rows": table.index, "notes": notes, "key": fills, "columns": 3, "source": "simulated"}
+    data = parts.assign(step_s=table["step_s"]).rename_axis("step").reset_index()
+    return draw.bar_chart(ax, data, parts[list(fills)], title, fills, **ending)
 
 
 def plot_components(table: pd.DataFrame, room_bytes: float, ax: Axes | None = None) -> Axes:
