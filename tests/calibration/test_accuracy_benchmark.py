@@ -20,7 +20,7 @@ def accuracy():
 def rows():
     """Two fitted sources at 2 and 4 times the peak's seconds, a third at 3 on another device, and a stranger."""
     return pd.DataFrame({
-        "source": ["a", "a", "b", "c", "new"], "gpu": ["h100", "h100", "h100", "a100", "h100"], "gemm": "16",
+        "repository": ["a", "a", "b", "c", "new"], "gpu": ["h100", "h100", "h100", "a100", "h100"], "dtype": "bf16",
         "set": [SETS[0]] * 4 + [SETS[1]], "measured_s": [2.0, 2.0, 4.0, 3.0, 10.0],
     }, index=[f"rows:{line}" for line in range(5)])  # fmt: skip
 
@@ -33,7 +33,7 @@ def test_a_rate_is_the_other_fitted_sources(accuracy, rows):
 
 def test_tools_are_compared_on_rows_that_all_predict(accuracy, rows):
     seconds = pd.DataFrame({"ours": rows["measured_s"] * 1.1, "theirs": [2.4, np.nan, 6.0, np.nan, np.nan]}, rows.index)
-    table = accuracy["side_by_side"](rows, seconds, rows["source"])
+    table = accuracy["side_by_side"](rows, seconds, rows["repository"])
     assert table.loc["a"].tolist() == [2, 1, "10.0 / 10.0", "20.0 / 20.0", "2.0"]
     assert table.loc["new"].tolist() == [1, 1, "10.0 / 10.0", "", ""]  # theirs predicts none, and takes none away
 

@@ -1,4 +1,4 @@
-"""Intervals: closed forms of the weighted quantile, few groups widen, classes apart, rows out of sight."""
+"""Intervals: known spreads are found, sources count alike and judge each other, shares stand for slopes."""
 
 import numpy as np
 import pandas as pd
@@ -6,96 +6,92 @@ import pytest
 from scipy.stats import norm, t
 
 from madmax_lib.calibration import intervals
-from madmax_lib.calibration.intervals import coverage_by_class, interval_quantiles, quantiles_of
+from madmax_lib.calibration.bayes import gradient
+from madmax_lib.calibration.identifiability import scaled
+from madmax_lib.calibration.published_rows import to_steps
+from madmax_lib.simulator.rates.parameters import bounds, shipped
+from madmax_lib.simulator.step.step_time import step_time
+from madmax_lib.simulator.step.uncertainty import COMPONENTS, components
 
 
-def table(errors, groups=None, **fields):
-    """Rows of `folds` with these errors, of one kind unless told otherwise."""
-    rows = np.arange(len(errors))
-    plain = {"experts": 0, "unfused": 0, "zero": 1, "tp": 1, "pp": 1, "family": "hopper", "calibrated": True}
-    group = rows if groups is None else groups
-    return pd.DataFrame({"log_error": np.asarray(errors, float), "group": group, "fold": rows % 5, **plain, **fields})
+def table(errors, sources, **fields):
+    """Rows of `folds` with these errors, dense ones of known constants unless told otherwise."""
+    plain = {"kind": "dense", "n_gpus": 8, "global_batch": 8, "dtype": "bf16", "measured_s": 1.0, "group": sources}
+    parts = {"constants": 0.0, "stranger": 1.0, "mixture": 0.0, "rare": 0.0, "doublings": 0.0}
+    rows = {"log_error": np.asarray(errors, float), "repository": sources}
+    return pd.DataFrame(plain | parts | rows | fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "kind"),
-    [
-        ({}, "hopper data parallel"),
-        ({"tp": 8}, "hopper model parallel"),
-        ({"pp": 2, "unfused": 1, "family": "ampere"}, "ampere old model parallel"),
-        ({"zero": 3, "tp": 8}, "hopper sharded"),
-        ({"experts": 8, "zero": 3}, "hopper mixture"),
-    ],
-)
-def test_kinds(fields, kind):
-    rows = table([0.0, 0.0], **fields)
-    assert (intervals.kind_of(rows) == kind).all()
-    assert (intervals.class_of(rows) == ("mixture" if "experts" in fields else "dense")).all()
+def strangers(sources=60, each=20, **spread):
+    """Rows whose source and constants err with known widths; half of the sources ran mixtures."""
+    random, source = np.random.default_rng(0), np.repeat(np.arange(sources), each)
+    mixture, open_ = 1.0 * (source % 2), random.uniform(0, 0.1, len(source))
+    variance = spread["stranger"] ** 2 + mixture * spread["mixture"] ** 2 + spread["constants"] ** 2 * open_
+    errors = random.standard_normal(sources)[source] * np.sqrt(variance)
+    kind = np.where(mixture > 0, "mixture", "dense")
+    return table(errors, source, kind=kind, mixture=mixture, constants=open_)
 
 
-def test_many_even_errors_give_their_90_percent():
-    """Scores 0..1 in equal steps, each its own group: the quantile is 0.9, whatever the signs."""
-    errors = np.linspace(0, 1, 2001) * np.where(np.arange(2001) % 2, 1, -1)
-    found = interval_quantiles(table(errors))
-    assert set(found) == {"all", "dense", "hopper data parallel"}
-    for low, high in found.values():
-        assert high == pytest.approx(0.9, abs=2e-3) and low == -high
+def test_known_spreads_are_found():
+    sizes = intervals.spread(strangers(400, 5, stranger=0.05, mixture=0.2, constants=1.5))
+    ratio = {name: sizes[name] / 1.5 for name in ("constants",)} | {"mixture": sizes["mixture"] / 0.2}
+    assert all(0.6 < value * sizes["quantile"] / 1.645 < 1.4 for value in ratio.values()), sizes
 
 
-def test_a_large_group_does_not_drown_the_others():
-    """900 rows of one group without error, 30 groups of one row off by 0.5: weights 30 and 30."""
-    errors, groups = np.r_[np.zeros(900), np.full(30, 0.5)], np.r_[np.zeros(900), np.arange(1, 31)]
-    assert interval_quantiles(table(errors, groups))["all"][1] == pytest.approx(0.5, rel=0.05)
-    assert interval_quantiles(table(errors, np.arange(930)))["all"][1] == 0.0
+def test_strangers_lie_inside_as_promised():
+    rows = strangers(stranger=0.1, mixture=0.25, constants=0.5)
+    sure = intervals.coverage_by_class(rows)
+    assert sure.index.tolist() == ["dense", "mixture", "all"] and sure["rows"].tolist() == [600, 600, 1200]
+    assert sure["inside"].between(0.82, 0.98).all()
+    assert sure.at["mixture", "half_width"] > 1.5 * sure.at["dense", "half_width"]
 
 
-@pytest.mark.parametrize(("groups", "freedom"), [(1, 2), (3, 2), (6, 5), (300, 299)])
-def test_few_groups_widen_as_student(groups, freedom):
-    found = interval_quantiles(table(np.full(600, 0.1), np.arange(600) % groups))
-    assert found["all"][1] == pytest.approx(0.1 * t.ppf(0.95, freedom) / norm.ppf(0.95))
+def test_a_large_source_does_not_drown_the_others():
+    """900 rows of one source without error, 30 sources of one row off by 0.5: the interval reaches 0.5."""
+    errors, sources = np.r_[np.zeros(900), np.full(30, 0.5)], np.r_[np.zeros(900), np.arange(1, 31)]
+    rows = table(errors, sources)
+    assert intervals.width_of(rows, intervals.spread(rows))[0] > 0.5
 
 
-def test_a_small_kind_leans_on_its_class_and_not_on_the_other():
-    dense, mixture = table(np.full(400, 0.1)), table(np.full(400, 0.4), experts=8)
-    few = table(np.full(15, 0.2), tp=8)
-    rows = pd.concat([dense, mixture, few], ignore_index=True)
-    found = interval_quantiles(rows.assign(group=np.arange(len(rows))))
-    widening = t.ppf(0.95, 14) / norm.ppf(0.95)
-    assert found["hopper model parallel"][1] == pytest.approx(widening * (0.2 + 0.1) / 2, rel=1e-3)
-    assert found["hopper mixture"][1] == pytest.approx(0.4, rel=0.01)
-    assert found["dense"][1] == pytest.approx(0.1, rel=0.01)
+def test_coverage_uses_the_other_sources_only():
+    """One source is off by 1, the others by up to 0.1: it lies outside of what they say, and makes theirs wide."""
+    rows = table(np.random.default_rng(0).uniform(-0.1, 0.1, 500), np.arange(500) % 5)
+    rows.loc[rows["repository"] == 0, "log_error"] = 1.0
+    sure = intervals.coverage(rows)
+    assert not sure.loc[rows["repository"] == 0, "inside"].any()
+    assert sure.loc[rows["repository"] == 0, "half_width"].max() < 0.2 < sure["half_width"].median()
 
 
-def test_quantiles_of_rows():
-    rows = table([0.0] * 3).assign(experts=[0, 0, 8], family=["hopper", "other", "hopper"])
-    known = {"dense": [-1.0, 1.0], "mixture": [-0.4, 0.4], "hopper data parallel": [-0.1, 0.1]}
-    assert quantiles_of(rows, known).tolist() == [[-0.1, 0.1], [-2.5, 2.5], [-0.4, 0.4]]
-    assert quantiles_of(rows, {"all": [-9.0, 9.0]})[:, 1].tolist() == [9.0, 22.5, 9.0]
-    assert np.isnan(quantiles_of(rows, {})).all()
-
-
-def test_coverage_uses_the_other_folds_only():
-    """One fold is off by 1, the others by up to 0.1: it lies outside of what they say, and makes theirs wide."""
-    made = table(np.random.default_rng(0).uniform(-0.1, 0.1, 500)).assign(fold=np.arange(500) % 5)
-    made.loc[made["fold"] == 0, "log_error"] = 1.0
-    found = intervals.coverage(made)
-    assert not found.loc[made["fold"] == 0, "inside"].any() and found.loc[made["fold"] > 0, "inside"].all()
-    assert found.loc[made["fold"] == 0, "half_width"].max() < 0.11 < 1 < found.loc[made["fold"] > 0, "half_width"].min()
-
-
-def test_exchangeable_rows_are_covered_as_promised():
-    random = np.random.default_rng(1)
-    made = table(random.normal(0, 0.1, 4000)).assign(experts=np.arange(4000) % 2 * 8, source=np.arange(4000) % 20)
-    sure = coverage_by_class(made)
-    assert sure.index.tolist() == ["dense", "mixture", "all"] and sure["rows"].tolist() == [2000, 2000, 4000]
-    assert sure["inside"].between(0.88, 0.92).all()
-    assert sure["half_width"].to_numpy() == pytest.approx(np.sinh(0.1645), rel=0.05)
-    assert coverage_by_class(made, made, by="source")["inside"].between(0.88, 0.92).all()
+@pytest.mark.parametrize(("groups", "freedom"), [(1, 2), (3, 2), (6, 5)])
+def test_few_groups_widen_comparisons_as_student(groups, freedom):
+    rows = table(0.1 * (np.arange(240) // groups % 2), np.arange(240) % groups)
+    width = intervals.comparison_widths(rows)["layouts dense"]
+    assert width == pytest.approx(0.1 * t.ppf(0.95, freedom) / norm.ppf(0.95), rel=0.05)
 
 
 def test_comparisons_forget_what_a_group_shares():
     """Two groups far off, each with layouts that differ by 0.1: the comparison knows 0.1, widened for two groups."""
-    made = table([1.0, 1.1, 1.0, 1.1, -2.0, -2.1], ["a", "a", "a", "a", "b", "b"])
-    width = intervals.comparison_quantiles(made)["layouts dense"][1]
+    rows = table([1.0, 1.1, 1.0, 1.1, -2.0, -2.1], ["a", "a", "a", "a", "b", "b"])
+    width = intervals.comparison_widths(rows)["layouts dense"]
     assert width == pytest.approx(0.1 * t.ppf(0.95, 2) / norm.ppf(0.95), rel=1e-6)
-    assert intervals.comparison_quantiles(table([1.0, 2.0])) == {}
+    assert intervals.comparison_widths(table([1.0, 2.0], ["a", "b"])) == {}
+
+
+def test_shares_of_parts_stand_for_slopes(rows):
+    """The width that constants leave a stranger, from shares, beside that from the slopes of each row."""
+    strange = shipped().__class__(constants=shipped().constants, sensitivities=shipped().sensitivities)  # priors alone
+    steps, names = (
+        to_steps(rows),
+        [name for name in bounds().index if bounds().at[name, "low"] < bounds().at[name, "high"]],
+    )
+    at = scaled(bounds().loc[names].assign(at=[strange.constants[name] for name in names]), "at")
+    slopes = gradient(steps, at, names, strange)
+    exact = np.sqrt((slopes**2) @ bounds().loc[names, "sigma"].to_numpy(float) ** 2)
+    ratio = np.sqrt(components(steps, step_time(steps, strange), strange)["constants"]) / exact
+    assert np.median(ratio) == pytest.approx(1, abs=0.15) and ((ratio > 0.5) & (ratio < 2)).mean() > 0.9
+
+
+def test_components_are_the_sizes_shipped():
+    sizes = shipped().residuals
+    assert {*COMPONENTS, "quantile", "layouts dense", "layouts mixture"} == set(sizes)
+    assert 0.03 < sizes["stranger"] < 0.2 and 1.4 < sizes["quantile"] < 2.6

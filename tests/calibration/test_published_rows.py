@@ -6,8 +6,9 @@ import pytest
 from support import local_or_skip
 
 from madmax_lib import catalog
-from madmax_lib.calibration.consistency import measured_s, model_flops
-from madmax_lib.calibration.published_rows import read_rows, to_work
+from madmax_lib.calibration.published_rows import model_flops, read_rows, to_steps
+from madmax_lib.simulator.rates.parameters import start
+from madmax_lib.simulator.step.step_time import step_time
 
 SHAPE = {"layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096, "vocab": 32000, "seq_len": 2048}
 RUN = {"gpu": "A100-80GB", "n_gpus": 8, "tp": 2, "pp": 2, "dp": 2, "cp": 1, "micro_batch": 1, "global_batch": 16}
@@ -24,23 +25,26 @@ def read(**changes):
     [
         ({"layers": np.nan}, "layers is not stated"),
         ({"gpu": "TPUv0"}, "unknown device 'TPUv0'"),
-        ({"gpu": "TPUv4"}, "no default cluster of tpu-v4"),
         ({"gpu": np.nan}, "gpu is not stated"),
         ({"n_gpus": np.nan, "dp": np.nan}, "neither n_gpus nor dp is stated"),
         ({"global_batch": np.nan, "micro_batch": np.nan}, "neither global batch nor micro-batch is stated"),
         ({"model": "Strange-8x7B-MoE"}, "experts of 'Strange-8x7B-MoE' are not stated"),
-        ({"heads": 7, "kv_heads": 3}, "kv_heads=3 does not divide heads=7"),
+        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=8"),
         ({"dp": 2.5}, "degrees of parallelism are not whole"),
         ({"hidden": "wide"}, "hidden is not stated"),
         ({"cluster": "nowhere"}, "nearest"),
+        (
+            {"experts": 8, "active_experts": 2, "tp": 1, "pp": 1, "dp": 6, "n_gpus": 6, "ep": 4},
+            "ep=4 does not divide dp x cp = 6",
+        ),
+        ({"model": "swin_base_patch4_window7_224"}, "swin_base_patch4_window7_224 is not a plain transformer"),
+        ({"model": "DLRM-DCNv2"}, "DLRM-DCNv2 is not a plain transformer"),
+        ({"model": "vit_base", "seq_len": 197}, "vit_base: the patch is not stated"),
     ],
 )
 def test_a_row_that_cannot_be_timed_says_why(changes, reason):
     row = read(**changes)
     assert not row["supported"] and reason in row["reason"] and np.isnan(row["measured_s"])
-
-
-EIGHT_EXPERTS = {"model": "mixtral-8x7b", "tp": 1, "pp": 1, "dp": 6, "n_gpus": 6}
 
 
 @pytest.mark.parametrize(
@@ -49,61 +53,115 @@ EIGHT_EXPERTS = {"model": "mixtral-8x7b", "tp": 1, "pp": 1, "dp": 6, "n_gpus": 6
         ({"n_gpus": 16}, "dp x tp x pp x cp = 8, but n_gpus = 16"),
         ({"global_batch": 1}, "dp=2 exceeds the global batch of 1"),
         ({"pp": 16, "n_gpus": 64}, "pp x vpp = 16 exceeds 8 layers"),
-        (EIGHT_EXPERTS | {"ep": 4}, "ep=4 does not divide dp x cp = 6"),
-        (EIGHT_EXPERTS | {"ep": 3}, "ep=3 does not divide 8 experts"),
+        (
+            {"experts": 8, "active_experts": 2, "tp": 1, "pp": 1, "dp": 6, "n_gpus": 6, "ep": 3},
+            "ep=3 does not divide 8 experts",
+        ),
     ],
 )
 def test_contradictions_are_named_not_dropped(changes, violation):
     row = read(**changes)
-    assert row["supported"] and not row["consistent"] and row["violation"] == violation
+    assert row["supported"] and not row["consistent"] and row["reason"] == violation
 
 
 def test_a_table_never_dies_of_missing_columns_or_one_row():
     bare = pd.DataFrame([{"gpu": "H100", "model": "llama3-8b", "n_gpus": 8, "global_batch": 16}, {}, {"tp": "x"}])
     rows = read_rows(bare.assign(unknown_column=1))
     assert rows["supported"].tolist() == [True, False, False]
-    assert rows.loc[0, "hidden"] == 4096 and rows.loc[0, "kv_width"] == 1024  # from the catalog, by name
+    model = rows.loc[0, "case"].model  # from the catalog, by name
+    assert (model.hidden, model.kv_heads * model.head_dim, model.gated) == (4096, 1024, True)
     assert len(read_rows(pd.DataFrame())) == 0
     again = read_rows(pd.DataFrame([ROW, ROW], index=[7, 7]))
     assert again.index.tolist() == [7, 7] and again["supported"].all()
 
 
 BRIDGE, A100, H100 = "NVIDIA-NeMo/Megatron-Bridge", "A100-80GB", "H100_80GB"
-LORA = {"table_row": "26.06 / LoRA Performance / x", "source": BRIDGE}
-SELECTIVE = {"recompute_gemm": 0, "recompute_attention": 1}
-LARGE = {"layers": 80, "hidden": 8192, "heads": 64, "ffn": 28672, "tp": 1, "pp": 1, "dp": 64, "n_gpus": 64}
+MIXTURE = {"model": "Qwen3 30B A3B", "experts": 128, "active_experts": 8, "expert_ffn": 768, "gpu": "H100", "heads": 8}
+LARGE = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 64, "ffn": 28672, "tp": 1, "pp": 1, "dp": 64}
+LARGE |= {"n_gpus": 64, "gpu": "H100", "global_batch": 128}
+ALONE = {"tp": 1, "pp": 1, "dp": 1, "n_gpus": 1}
+FSDP = {"tp": 1, "pp": 1, "dp": 64, "n_gpus": 64, "zero_stage": 3, "global_batch": 64}
+AMP = {"source": "DachengLi1/AMP", "gpu": "T4-16GB", "precision": "fp16", "network_gbit": 12.5, "zero_stage": 0}
+AMP |= {"notes": "pipeline partition [0, 6, 30], fp32 all-reduce"}
+
+
+def said(row):
+    """What tests ask of a case, in one flat table."""
+    case = row["case"]
+    parts = vars(case.plan) | {f"model.{name}": value for name, value in vars(case.model).items()}
+    device, inter = case.cluster.device, case.cluster.inter.bandwidth_bytes_per_s
+    about = {"peak": device.peak(case.dtype), "nic": inter, "node": case.cluster.devices_per_node}
+    return row.drop("case").to_dict() | parts | about | {"send_once": case.software.send_once}
 
 
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [
-        ({}, {"measured_s": 1.5, "dp": 2, "tp": 2, "pp": 2, "micro_batches": 8, "gated": 0}),
-        ({}, {"supported": True, "consistent": True, "peak_gemm": 312e12, "nic": 25e9, "domain": 8}),  # DGX A100
+        ({}, {"measured_s": 1.5, "dp": 2, "tp": 2, "micro_batch": 1, "model.gated": False, "kind": "dense"}),
+        ({}, {"supported": True, "consistent": True, "peak": 312e12, "nic": 25e9, "node": 8}),  # DGX A100
         ({"cluster": "p4de"}, {"nic": 6.25e9}),
-        ({"precision": "amp_fp8", "gpu": H100}, {"gemm": "hopper-8", "mx": 0, "peak_gemm": 1978.9e12}),
-        ({"precision": "MXFP8", "gpu": "GB200"}, {"gemm": "blackwell-8", "mx": 1, "peak_gemm": 5000e12}),
-        ({"precision": "NVFP4", "gpu": "GB300"}, {"gemm": "blackwell-4", "mx": 0, "peak_gemm": 15000e12}),
-        ({"precision": "FP8-CS (FP8-MX)", "gpu": "B200"}, {"gemm": "blackwell-8", "mx": 0, "peak_gemm": 4500e12}),
-        ({"precision": "see notes (release default FP8)", "gpu": "H100"}, {"gemm": "hopper-8", "peak_gemm": 1978.9e12}),
-        ({"precision": "bf16+float8 linear", "gpu": A100}, {"gemm": "ampere-16", "mx": 0, "peak_gemm": 312e12}),
-        ({"precision": np.nan, "gpu": A100}, {"gemm": "ampere-16", "mx": 0, "peak_gemm": 312e12}),
+        ({"network_gbit": 100}, {"nic": 12.5e9}),
+        (AMP, {"nic": 12.5e9 / 8, "node": 4, "software": "megatron-deepspeed", "dtype": "fp16", "zero": 0}),
+        (AMP, {"recompute": "none", "attention": "unfused", "reduce_fp32": True, "first_layers": 3, "last_layers": 5}),
+        # what is computed in
+        ({"precision": "amp_fp8", "gpu": H100}, {"dtype": "fp8", "peak": 1978.9e12}),
+        ({"precision": "MXFP8", "gpu": "GB200"}, {"dtype": "mxfp8", "peak": 5000e12}),
+        ({"precision": "NVFP4", "gpu": "GB300"}, {"dtype": "nvfp4", "peak": 15000e12}),
+        ({"precision": "NVFP4", "gpu": H100}, {"dtype": "fp8"}),
+        ({"precision": "FP8-CS (FP8-MX)", "gpu": "B200"}, {"dtype": "fp8", "peak": 4500e12}),
+        ({"precision": "see notes (release default FP8)", "gpu": "H100"}, {"dtype": "fp8"}),
+        ({"precision": "bf16+float8 linear", "gpu": A100}, {"dtype": "bf16"}),
+        ({"precision": "bf16 (fp32 grad accumulation)"}, {"dtype": "bf16", "reduce_fp32": True}),
+        ({"precision": np.nan, "gpu": A100}, {"dtype": "bf16"}),
+        ({"precision": "bf16", "gpu": "T4"}, {"dtype": "fp16"}),
+        # software: the row's own, else its source's; compiled layers and graphs have rows of their own
+        ({"software": "torchtitan", "notes": "FSDP+compile"}, {"software": "torchtitan-compiled"}),
+        ({"software": "mcore", "source": BRIDGE}, {"software": "megatron-core"}),
+        ({"source": BRIDGE, "table_row": "26.06 NeMo Container / x"}, {"software": "megatron-bridge-graph"}),
+        ({"source": BRIDGE, "table_row": "26.04.01 NeMo Container / x"}, {"software": "megatron-bridge"}),
+        ({"software": "no such thing"}, {"software": "none"}),
+        ({"software": "megatron-core", "notes": "DeepEP dispatcher"}, {"send_once": True}),
         # recompute: Megatron of 2021 repeats all where nothing is stated
-        ({"source": "SC21", "recompute": np.nan}, dict.fromkeys(SELECTIVE, 1)),
-        ({"source": BRIDGE, "recompute": np.nan}, dict.fromkeys(SELECTIVE, 0)),
-        ({"source": "2205.05198", "recompute": "selective+sequence parallel"}, SELECTIVE),
-        ({"source": "torchtitan", "recompute": "selective (every 2nd layer)"}, dict.fromkeys(SELECTIVE, 0.5)),
-        ({"source": "torchtitan", "recompute": "selective (op)"}, {"recompute_gemm": 0.35, "recompute_attention": 0}),
-        ({"source": "llm-foundry", "recompute": "full"}, dict.fromkeys(SELECTIVE, 1)),
-        (LORA, {"trained": 0, "task": "lora"}),
+        ({"source": "SC21", "recompute": np.nan}, {"recompute": "full", "recompute_stated": False}),
+        ({"source": BRIDGE, "recompute": np.nan}, {"recompute": "none", "recompute_stated": False}),
+        ({"source": "2205.05198", "recompute": "selective+sequence parallel"}, {"recompute": "selective"}),
+        ({"source": "2205.05198", "recompute": "full"}, {"recompute": "full", "sequence_parallel": False}),
+        ({"source": "torchtitan", "recompute": "selective (every 2nd layer)"}, {"recompute": "full"}),
+        ({"source": "torchtitan", "recompute": "selective (op)"}, {"recompute": "selective"}),
+        ({"software": "megatron-core", "recompute": "selective: norm, act"}, {"recompute": "none"}),
+        (LARGE | {"recompute": np.nan, "zero_stage": 3, "seq_len": 8192}, {"recompute": "full"}),  # it cannot fit
         # sharding: FSDP where the weights do not fit otherwise, else the distributed optimizer of Megatron-Core
-        (LARGE | {"gpu": "H100", "global_batch": 128}, {"zero": 3, "shard": 64}),
+        (LARGE, {"zero": 3, "shard": 0}),
         ({"gpu": "H100"}, {"zero": 1}),
+        (FSDP | {"notes": "HSDP"}, {"shard": 8}),
+        (FSDP | {"table_row": "FSDP=16"}, {"shard": 16}),
+        (FSDP | {"notes": "PyTorch FSDP2"}, {"shard": 0}),
+        (FSDP | {"precision": "float8 tensorwise", "gpu": "H100"}, {"qwz": True}),
         # FSDP takes the whole batch of a device
         ({"micro_batch": np.nan, "zero_stage": 3, "tp": 1, "pp": 1, "dp": 8}, {"micro_batch": 2}),
+        # frozen weights
+        ({"source": BRIDGE, "table_row": "LoRA Performance"}, {"lora_rank": 16, "kind": "lora"}),
+        ({"lora_rank": 8}, {"lora_rank": 8, "kind": "lora"}),
+        # mixtures: the row's numbers win; experts over tp where the software lays them so, or ep fits nowhere else
+        (MIXTURE | {"dense_layers": 2, "ep": 2}, {"model.experts": 128, "model.dense_layers": 2, "kind": "mixture"}),
+        (MIXTURE | {"ep": 4, "software": "megatron-core"}, {"ep": 4, "etp": 1}),
+        (MIXTURE | {"ep": 2, "software": "megatron-core"}, {"ep": 2, "etp": 0}),
+        (MIXTURE | {"ep": 2, "software": "megatron-bridge"}, {"etp": 1}),
+        (MIXTURE | {"model": "Qwen3 30B A3B (tokendrop)"}, {"capacity": 1.0}),
+        # what hides
+        ({"notes": "async TP, compile"}, {"overlap_tp": True}),
+        ({"overlap_ep": 1, "overlap_dp": 0}, {"overlap_ep": True, "overlap_dp": False, "overlap_tp": None}),
+        # the stated parameters tell LLaMA's layers of four times the width from GPT's
+        ({"params_b": 0.200}, {"model.gated": True, "model.tied": False}),
+        ({"params_b": 0.135}, {"model.gated": False, "model.tied": True}),
+        # images
+        (ALONE | {"model": "vit_small_patch32_384", "seq_len": 145}, {"model.image": 384, "kind": "vision"}),
+        (ALONE | {"model": "ViT-G/14", "seq_len": 257}, {"model.image": 224, "model.patch": 14}),
     ],
-)
+)  # fmt: skip
 def test_rules(changes, fields):
-    assert read(**changes)[list(fields)].to_dict() == fields
+    row = said(read(**changes))
+    assert {name: row[name] for name in fields} == fields
 
 
 def test_what_a_source_does_not_state_is_chosen_by_one_rule():
@@ -111,15 +169,39 @@ def test_what_a_source_does_not_state_is_chosen_by_one_rule():
     assert row["micro_batch"] in (1, 2, 4) and 16 / 4 % row["interleave"] == 0
 
 
+def test_a_layout_that_a_source_does_not_state_is_the_fastest_that_fits():
+    open_layout = {"tp": np.nan, "pp": np.nan, "dp": np.nan, "cp": np.nan, "micro_batch": np.nan, "n_gpus": 512}
+    gpt = {"layers": 96, "hidden": 12288, "heads": 96, "kv_heads": 96, "ffn": 49152, "global_batch": 2048}
+    row = read(**open_layout, **gpt, software="nemo", gpu="H100", precision="fp8")
+    assert row[["dp", "tp", "pp", "cp"]].prod() == 512 and row["tp"] * row["pp"] >= 16 and row["consistent"]
+    lora = read(**LARGE | open_layout | {"n_gpus": 8, "global_batch": 8}, software="nemo", lora_rank=16)
+    assert (lora["pp"], lora["micro_batch"]) == (1, 1) and lora["tp"] * lora["cp"] > 1  # 70B of frozen weights
+
+
+def test_a_stack_of_rows_is_timed_as_each_alone():
+    rows = read_rows(pd.DataFrame([ROW | row for row in ({}, FSDP, FSDP | {"notes": "HSDP"}, MIXTURE | {"ep": 2})]))
+    together = step_time(to_steps(rows), start())["step_s"]
+    alone = [step_time(to_steps(rows.iloc[[i]]), start())["step_s"][0] for i in range(len(rows))]
+    assert together == pytest.approx(alone)
+
+
 def test_flops_are_counted_as_the_source_does():
-    row = read().to_dict()
+    case, tokens = read()["case"], 16 * 2048
     weights, attention = 8 * 12 * 1024**2 + 32000 * 1024, 12 * 8 * 1024 * 2048
-    assert model_flops(row) == 16 * 2048 * (6 * weights + attention)
-    assert model_flops(row | {"counts_recompute": True}) == pytest.approx(4 / 3 * model_flops(row))
-    halved = model_flops(row | {"source": "NVIDIA-NeMo/Megatron-Bridge"})
-    assert model_flops(row) - halved == pytest.approx(16 * 2048 * attention / 2)
-    assert measured_s(row, np.nan, 1024.0, np.nan) == 16 * 2048 / (1024 * 8)
-    assert measured_s(row, np.nan, np.nan, 1e12) == model_flops(row) / 8e12
+    assert model_flops(case, {}) == tokens * (6 * weights + attention)
+    assert model_flops(case, {"flops_kind": "hardware (HFU-type)"}) == pytest.approx(4 / 3 * model_flops(case, {}))
+    assert model_flops(case, {"source": BRIDGE}) == pytest.approx(tokens * (6 * weights + attention / 2))
+    assert model_flops(case, {"source": "NeMo docs", "notes": "SFT"}) == pytest.approx(tokens * 6 * weights)
+    times = {"iteration_time_s": 3, "tokens_per_s_per_gpu": 1024.0, "tflops_per_gpu": 1.0}
+    expected = [3, tokens / (1024 * 8), model_flops(case, {}) / 8e12, np.nan]
+    stated = [dict.fromkeys(list(times)[:first], np.nan) for first in range(4)]
+    assert [read(**times | gaps)["measured_s"] for gaps in stated] == pytest.approx(expected, nan_ok=True)
+
+
+def test_pages_of_one_repository_are_one_source():
+    pages = (f"{BRIDGE} docs/performance-summary{end}.md" for end in ("", "-archive"))
+    assert {read(source=page)["group"] for page in pages} == {f"{BRIDGE} | GPT test"}
+    assert read(source="seed 004 README")["repository"] == "seed 004 README"
 
 
 def test_all_visible_rows_are_read():
@@ -131,7 +213,22 @@ def test_all_visible_rows_are_read():
     reasons = {f"{what} is not stated" for what in ("layers", "seq_len")}
     reasons |= {f"neither {what} is stated" for what in ("n_gpus nor dp", "global batch nor micro-batch")}
     assert set(rows.loc[~rows["supported"].astype(bool), "reason"]) == reasons
-    assert len(to_work(rows[rows["supported"].astype(bool)]).layers) == 356
+    assert len(to_steps(rows[rows["supported"].astype(bool)]).global_batch) == 356
+
+
+@pytest.mark.parametrize(
+    ("file", "kinds"),
+    [
+        ("published_more/published_more.csv", {"dense": 91, "vision": 25, "mixture": 21, "lora": 16}),
+        ("published_more/layout_sweep.csv", {"dense": 1641}),
+        ("published_more/dlrm.csv", {}),
+    ],
+)
+def test_rows_of_other_stacks_are_read(file, kinds):
+    rows = read_rows(local_or_skip(file))
+    assert rows["kind"].value_counts().to_dict() == kinds
+    unread = rows.loc[~rows["supported"].astype(bool), "reason"]
+    assert unread.str.contains("is not a plain transformer|is not stated|is stated").all()
 
 
 def test_vtrain_rows_are_read_as_they_are():

@@ -6,6 +6,7 @@ import pytest
 from support import local_or_skip
 
 from madmax_lib import catalog
+from madmax_lib.simulator import bounds
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -89,11 +90,17 @@ def test_every_spelling_of_the_data_is_known(file):
 @pytest.mark.parametrize(
     ("name", "family", "rate_class"),
     [("a100-40", "ampere", "other"), ("h800", "hopper", "other"), ("h100-96", "hopper", "h100-96"),
-     ("gb300", "blackwell", "gb300"), ("mi300x", "other", "other"), ("v100-16", "other", "other")],
+     ("gb300", "blackwell", "gb300"), ("mi325x", "other", "mi300x"), ("v100-16", "other", "v100")],
 )  # fmt: skip
 def test_devices_name_the_constants_they_have(name, family, rate_class):
     device = catalog.device(name)
     assert (device.family, device.rate_class) == (family, rate_class)
+
+
+@pytest.mark.parametrize("name", sorted(set(catalog.table("devices")["name"])))
+def test_classes_of_devices_have_constants(name):
+    device = catalog.device(name)
+    assert {f"device_rate:{device.rate_class}", f"gemm_efficiency:{device.family}-16"} <= set(bounds().index)
 
 
 def test_rows_have_source_and_date():
@@ -240,8 +247,8 @@ def test_every_software_can_be_read(name):
     software = catalog.software(name)
     assert software.name == name and software.forward_kernels >= 1
     assert set(software.zero_under_pipeline) <= set(software.zero) and software.weights_sharded_from in (2, 3)
-    assert software.kernels in ("eager", "compiled", "fused", "legacy", "deepspeed", "xla", "graph")
-    assert software.overlap_tp_way in ("none", "ring", "async", "user-buffers")
+    assert {f"launch_s:{software.kernels}", f"step_s:{software.kernels}"} <= set(bounds().index)
+    assert software.overlap_tp_way == "none" or f"tp_hidden:{software.overlap_tp_way}" in bounds().index
     assert not software.overlap_tp or software.overlap_tp_way != "none"
     assert bool(software.schedules) >= software.interleave
 

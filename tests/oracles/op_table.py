@@ -6,7 +6,7 @@ import pandas as pd
 
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
-from madmax_lib.simulator.layers.ops import Block, Comm, mirror, phases
+from madmax_lib.simulator.layers.ops import Block, Comm, Op, mirror, phases
 from madmax_lib.simulator.layers.workload import chunk_blocks
 from madmax_lib.specs import Model
 
@@ -45,27 +45,37 @@ def ops(
 
 
 def _rows(stage: int, block: Block, plan: Plan) -> list[tuple]:
-    ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "dp": plan.dp}
+    ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "dp": plan.dp, "etp": plan.tp // plan.expert_spread}
 
     def comm(phase: str, comms: tuple[Comm, ...]) -> list[tuple]:
-        return [(stage, block.name, c.kind, phase, "comm", "", c.group, 0.0, 0.0, 0.0, c.kind, c.group, c.size_bytes)
-                for c in comms if c.kind != "copy" and ranks[c.group] > 1]  # fmt: skip
+        return [(stage, block.name, c.kind, phase, "comm", "", c.group, 0.0, 0.0, 0.0, c.kind, c.group,
+                 float(c.size_bytes)) for c in comms if c.kind != "copy" and ranks[c.group] > 1]  # fmt: skip
 
     def ring(phase: str, passes: int) -> list[tuple]:
         sent = Comm("send_recv", "cp", block.ring_bytes)
         return comm(phase, (sent,) * passes) if block.ring_bytes else []
 
     result = []
-    for phase, work in phases(block, plan.recompute).items():
+    for phase, work in _phases(block, plan.recompute).items():
         named = "backward" if phase == "weight" else phase
         whole = phase == "forward" or (phase == "recompute" and work == block.ops)
         before, after = (block.before, block.after) if whole else ((), ())
         if phase == "backward":
             before, after = mirror(block.after), mirror(block.before)
         result += comm(named, before)
-        result += [(stage, block.name, op.name, named, op.kind, op.dtype, "compute", op.flops, op.read_bytes,
-                    op.written_bytes, "", "", math.nan) for op in work]  # fmt: skip
+        result += [(stage, block.name, op.name, named, op.kind, op.dtype, "compute", float(op.flops),
+                    float(op.read_bytes), float(op.written_bytes), "", "", math.nan) for op in work]  # fmt: skip
         if work and phase != "weight":
             result += ring(named, 2 * plan.cp - 1 if phase == "backward" else plan.cp - 1)
         result += comm(named, after)
     return result
+
+
+def _phases(block: Block, recompute: str) -> dict[str, tuple[Op, ...]]:
+    """Ops of a block by phase, in the order in which they run."""
+    work: dict[str, list[Op]] = {"forward": [], "recompute": [], "backward": [], "weight": []}
+    for phase, op in phases(block):
+        work[phase].append(op)
+    if block.recomputed and recompute != "none":
+        work["recompute"] = [op for op in block.ops if op.core or recompute == "full"]
+    return {phase: tuple(ops) for phase, ops in work.items()}

@@ -14,7 +14,7 @@ from madmax_lib.catalog import device
 from madmax_lib.papers import vtrain
 from madmax_lib.papers.vtrain import RINGS, Config, Nccl, fit, predict
 from madmax_lib.papers.vtrain.comm import gradient_s, send_s, tensor_s
-from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, TABLE, Shape, shape_of
+from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, TABLE, Sizes, shape_of
 from madmax_lib.papers.vtrain.fit import CONSTANTS, GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.formulas import Formulas, cross_validate, fit_formulas, operator_s, step_s
 from madmax_lib.papers.vtrain.graph import Operators
@@ -55,19 +55,19 @@ def config(t=1, d=1, p=1, *, batch=8, **fields):
     ],
 )
 def test_all_reduces_by_the_tables(rules, ranks, mib, expected_s):
-    shape = Shape(ranks, 1, 1, 1, 1, 1, hidden=mib * MIB / 2, sequence=1)
+    shape = Sizes(ranks, 1, 1, 1, 1, 1, hidden=mib * MIB / 2, sequence=1)
     assert float(tensor_s(shape, NCCL, rules)) == pytest.approx(expected_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("choice", [RELEASED, CORRECTED])
 def test_one_rank_reduces_nothing(choice):
-    shape = Shape(1, 1, 1, 1, 1, 4, 1024, 1024)
+    shape = Sizes(1, 1, 1, 1, 1, 4, 1024, 1024)
     assert float(tensor_s(shape, NCCL, choice)) == 0 == np.nanmax(gradient_s(shape, NCCL, choice))
 
 
 def test_gradients_that_leave_a_node_share_its_network():
     """tp 4 on nodes of 8: four groups of 16 side by side, so each has a quarter of 100 GB/s; released: as inside."""
-    shape = Shape(4, 16, 1, 1, 1, 4, 1024, 1024)
+    shape = Sizes(4, 16, 1, 1, 1, 4, 1024, 1024)
     size = shape.gradient_bytes(first=True, last=True)
     first, middle, last = (float(part) for part in gradient_s(shape, NCCL, CORRECTED))
     assert first == pytest.approx(2 * 15 / 16 * size / 25e9) and np.isnan([middle, last]).all()
@@ -79,7 +79,7 @@ def test_gradients_that_leave_a_node_share_its_network():
 
 def test_a_message_between_stages_blocks_as_the_files_say():
     """h 1024, b 1, s 1024 over 800 Gb/s: 156,250 ns."""
-    shape = Shape(1, 1, 2, 1, 2, 4, 1024, 1024)
+    shape = Sizes(1, 1, 2, 1, 2, 4, 1024, 1024)
     assert float(send_s(shape, RELEASED)) == pytest.approx(156_250e-9, rel=1e-12)
     assert float(send_s(shape, CORRECTED)) == pytest.approx(2 * 1024 * 1024 / 150e9)
 
@@ -297,7 +297,7 @@ def test_graph_reproduces_the_table(oracle):
 
 def test_large_layers_run_at_the_fitted_efficiency():
     """The products of a wide layer take almost all of its time; small layers take the floor."""
-    wide, small = Shape(8, 1, 1, 1, 1, 1, 20480, 2048), Shape(8, 1, 1, 1, 1, 1, 512, 512)
+    wide, small = Sizes(8, 1, 1, 1, 1, 1, 20480, 2048), Sizes(8, 1, 1, 1, 1, 1, 512, 512)
     flops = 3 * 2 * 2048 * 12 * 20480**2 / 8
     layer_s = operator_s(wide, 128, Formulas(), A100)[0]
     assert 0.6 < flops / (layer_s * A100.peak("fp16")) < 0.9
@@ -306,7 +306,7 @@ def test_large_layers_run_at_the_fitted_efficiency():
 
 def test_an_unaligned_vocabulary_is_slow():
     """50257 words over one GPU are odd, over two 25128 are a multiple of 8."""
-    one, two = (operator_s(Shape(t, 1, 1, 4, 1, 1, 2048, 1024), 16, Formulas(), A100)[2] for t in (1, 2))
+    one, two = (operator_s(Sizes(t, 1, 1, 4, 1, 1, 2048, 1024), 16, Formulas(), A100)[2] for t in (1, 2))
     assert one / two > 4
 
 
@@ -323,7 +323,7 @@ def test_closed_form_is_the_graph(choice, plan):
 
 def test_the_released_recompute_has_no_closed_form():
     with pytest.raises(ValueError, match="recompute='not last' has no closed form"):
-        step_s(Shape(1, 1, 1, 1, 1, 1, 1024, 1024), np.ones(5), RINGS, "released")
+        step_s(Sizes(1, 1, 1, 1, 1, 1, 1024, 1024), np.ones(5), RINGS, "released")
 
 
 def test_formulas_that_made_the_times_are_found():

@@ -12,7 +12,7 @@ from madmax_lib.papers.metis import generate_profiles
 from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero import CostRules, HeteroPlan, HeteroProblem, Node, PlanCost
 from madmax_lib.planner.hetero.costs import shares
-from madmax_lib.planner.hetero.prices import MB_BYTES, Price, Prices, bits, fleets
+from madmax_lib.planner.hetero.prices import MB_BYTES, Price, PriceList, bits, fleets
 from madmax_lib.planner.hetero.sweep import Sweeper
 
 V100 = Node("10.0.0.1", "V100", 4, 16, 50, 10)
@@ -47,7 +47,7 @@ def small(seed, *, live=False):
             base_bytes=20 * MB_BYTES * live,
         )
     optimizer_s = {name: rng.uniform(0.005, 0.06) for name in links}
-    prices = Prices(table, np.full(layers, rng.uniform(5e7, 3e8)), optimizer_s)
+    prices = PriceList(table, np.full(layers, rng.uniform(5e7, 3e8)), optimizer_s)
     batch, sequence = int(rng.choice([4, 6])), int(rng.choice([64, 40000]))
     memory_factor = 1.0 if live else float(rng.choice([0.0, 1.0, 1.6]))
     rules = CostRules(batch, 256, sequence, memory_factor=memory_factor, tp_in_node=bool(rng.random() < 0.3))
@@ -120,7 +120,7 @@ def by_hand(**rules):
         time_s, memory_bytes = slowness[name] * batch / tp * layer_s, 100 * MB_BYTES / tp * one
         table[name, tp, "none", batch] = Price(time_s, memory_bytes, 0 * one, sync_s=5e-4, generator_s=2.5e-4)
     nodes = (Node("a", "A", 2, 1, 40, 8), Node("b", "B", 2, 1, 50, 4))
-    prices = Prices(table, MB_BYTES * one, {"A": 6e-3, "B": 12e-3})
+    prices = PriceList(table, MB_BYTES * one, {"A": 6e-3, "B": 12e-3})
     return HeteroProblem(prices, nodes, tuple(fleets(nodes)), CostRules(4, hidden=1024, sequence=1024, **rules))
 
 

@@ -128,10 +128,11 @@ CASES = [  # model, cluster, plan, batch, policy
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name} {case[2]} {case[4]}")
 def test_the_closed_form_agrees_with_the_engine(case):
-    """Within 2 %, with drives within 6 %: reads and writes of one drive wait for each other in the engine."""
+    """Within 1 %, with drives 7 %, as their reads and writes wait for each other in the engine, and delayed 3 %, as
+    the host's update waits for its sums of gradients."""
     model, cluster, plan, batch, policy = case
     row = estimated(model, cluster, plan, batch, **policy)
-    bound = 0.06 if "nvme" in plan else 0.02
+    bound = 0.07 if "nvme" in plan else 0.03 if "delayed" in policy else 0.01
     assert row["step_s"] == pytest.approx(step_s(simulated(model, cluster, plan, batch, **policy)), rel=bound)
     parts = row.drop(["step_s", "low_s", "high_s", "mfu", "tokens_per_s", "offload_share"])
     assert parts.sum() == pytest.approx(row["step_s"]) and row["offload_s"] >= 0

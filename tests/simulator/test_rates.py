@@ -1,25 +1,52 @@
 """Costs of compute and of collectives: closed forms, monotonicity, measured points and what lies between them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.simulator.rates.collectives import MeasuredCollectives, shared_bandwidth
+from madmax_lib.case import Case
+from madmax_lib.plans import Plans
+from madmax_lib.simulator.rates.collectives import MeasuredCollectives
 from madmax_lib.simulator.rates.compute import attention_flops, gemm_s, longer_of, unfused_attention_s
+from madmax_lib.simulator.rates.parameters import Parameters, start
+from madmax_lib.simulator.step.inputs import Steps
+from madmax_lib.simulator.step.prices import Prices
 
+CLUSTER = mm.cluster("dgx-a100", nodes=16)
 TABLE = pd.DataFrame({"size_bytes": [1e6, 1e8, 1e9], "seconds": [1e-4, 1e-3, 5e-3]})
 TABLE = TABLE.assign(collective="all_reduce", ranks=8, nodes=1)
 
 
+def prices(plan="dp1", **machine):
+    """Ideal prices of a plan on a machine."""
+    steps = Steps.of(Case(mm.model("gpt3-175b"), CLUSTER, mm.Plan.parse(plan), 64))
+    return Prices(replace(steps, machine=replace(steps.machine, **machine)), Parameters())
+
+
 @pytest.mark.parametrize(
-    ("ranks", "stride", "bandwidth"), [(8, 1, 300e9), (2, 4, 300e9), (16, 1, 200e9), (2, 8, 25e9), (8, 4, 50e9)]
-)
-def test_bandwidth_of_groups(ranks, stride, bandwidth):
-    """Eight devices to a node, links of 300 GB/s, ports of 25 GB/s."""
-    assert shared_bandwidth(ranks, stride, 8, 300e9, 25e9) == bandwidth
-    slow, fast = (shared_bandwidth(np.arange(1, 100), 2, 8, 300e9, port) for port in (25e9, 50e9))
-    assert (fast >= slow).all() and (slow <= 300e9).all()
+    ("plan", "group", "bandwidth"),
+    [("tp8", "tp", 300e9), ("dp2.tp4", "dp", 300e9), ("tp16", "tp", 200e9), ("dp2.tp8", "dp", 25e9),
+     ("dp8.tp4", "dp", 50e9), ("tp6", "tp", 50e9), ("tp3", "tp", 25e9), ("dp4.cp2.tp4", "cp", 300e9)],
+)  # fmt: skip
+def test_bandwidth_of_groups(plan, group, bandwidth):
+    """Eight devices to a node, links of 300 GB/s, ports of 25 GB/s; groups that straddle nodes have less of them."""
+    one = prices(plan, node=8, link=300e9, nic=25e9)
+    faster = prices(plan, node=8, link=300e9, nic=50e9)
+    assert one.bandwidth(one.groups[group]) == bandwidth <= faster.bandwidth(one.groups[group]) <= 300e9
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_latency_grows_with_ranks_and_like_a_tree_over_many_nodes(kind):
+    sizes = 8 * 2 ** np.arange(0, 14)
+    steps = Steps.of(Case(mm.model("gpt3-175b"), CLUSTER, Plans(dp=sizes), 64))
+    one = Prices(steps, start())
+    seconds = one.comm_s(kind, 1.0, one.groups["dp"])
+    assert (np.diff(seconds) > 0).all()
+    if kind != "all_to_all":  # each of its ranks sends to every other one
+        assert seconds[-1] < 1.2 * seconds[-2]
 
 
 def test_attention_flops():

@@ -10,7 +10,7 @@ from support import core_flops
 import madmax_lib as mm
 from madmax_lib.plan_layers import _stage_layers, chunk_layers
 from madmax_lib.simulator.layers.moe import _load_factor
-from madmax_lib.simulator.layers.ops import backward, gemm
+from madmax_lib.simulator.layers.ops import backward, gemm, precision
 from madmax_lib.specs import Transformer
 
 TINY = Transformer("tiny", layers=4, hidden=64, heads=4, ffn=256, sequence=128, vocab=512)
@@ -139,7 +139,7 @@ def test_phases_of_a_step():
 
 
 def test_backward_of_a_product_is_two_products():
-    op = gemm("g", 8, 4, 2, "bf16", weights=True)
+    op = gemm("g", 8, 4, 2, precision("bf16"), weights=True)
     (inputs,), (weights,) = backward(op)
     assert (inputs.shape, weights.shape) == ((1.0, 8, 2, 4), (1.0, 2, 4, 8))
     assert inputs.flops == weights.flops == op.flops == 2 * 8 * 4 * 2
@@ -186,11 +186,14 @@ def test_expert_parallel_volume():
     both = moved(MLA, "dp4.ep4.tp2")
     assert both["forward", "all_to_all", "ep"] == layers * each
     around = 1 + 3 + 1 + 2  # embedding, attention, dense layer and shared experts
-    assert both["forward", "all_gather", "tp"] == layers * each + 2 * tokens * 64 * around
+    assert both["forward", "all_gather", "etp"] == layers * each
+    assert both["forward", "all_gather", "tp"] == 2 * tokens * 64 * around
+    over_tp = moved(MLA, "dp4.ep8.etp1.tp2")  # whole experts on each device: nothing to gather
+    assert over_tp["forward", "all_to_all", "ep"] == layers * each and ("forward", "all_gather", "etp") not in over_tp
     for plan, factor in (("dp4.ep4", 1.5), ("dp4.ep4.cap125", 1.25)):
         assert moved(MLA, plan, imbalance=1.5)["forward", "all_to_all", "ep"] == factor * 2 * layers * each
     with pytest.raises(ValueError, match=r"imbalance=0.5 must be at least 1"):
-        _load_factor(mm.Plan(), 0.5)
+        _load_factor(0.0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -254,9 +254,9 @@ def gpt():
 def test_a_measured_step_beside_a_simulated_one(gpt):
     measured = read_trace(mm.dataset("gpt-ddp"))
     ops = compare_ops(measured, gpt).set_index("name")
-    assert ops.loc["all_reduce", ["count_a", "count_b", "status"]].tolist() == [4, 4, "both"]
+    assert ops.at["all_reduce", "count_a"] == 4 >= ops.at["all_reduce", "count_b"] > 1  # buckets close with layers
     assert ops.loc[["layer", "optimizer", "embedding"], "matched"].tolist() == ["class"] * 3
-    assert ops["status"].isin(["both", "missing"]).all()  # what a simulation leaves out; nothing is invented
+    assert ops["status"].isin(["both", "fewer", "missing"]).all()  # what a simulation leaves out; nothing is invented
     assert set(ops.loc[ops["status"] == "missing", "class"]) == {"gradient"}
     for side, timeline in (("a", measured), ("b", gpt)):
         busy = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS) & (timeline.spans["step"] >= 0)]

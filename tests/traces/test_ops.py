@@ -231,7 +231,7 @@ DEVICE_NAMES = {"NVIDIA H100 80GB HBM3": "h100-80", "Tesla V100-SXM2-32GB": "v10
 
 @pytest.mark.parametrize(("device", "name"), DEVICE_NAMES.items())
 def test_devices_by_the_name_in_a_trace(device, name):
-    assert roofline.device_of(make_timeline([], device=device)).name == name
+    assert roofline._device_of(make_timeline([], device=device)).name == name
 
 
 MULTIPLIED = [(*row[:3], "aten::mm", *row[4:]) for row in NESTED], {0: MM, 1: MM}

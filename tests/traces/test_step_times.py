@@ -132,7 +132,9 @@ def test_a_simulated_step():
     assert table.attrs["source"] == "simulated" and not table["annotated"].any() and not table["cut"].any()
     expected = breakdown(step)
     np.testing.assert_allclose(table["compute_s"], expected["compute_s"])
-    np.testing.assert_allclose(table["wall_s"], table["total_s"])
+    first = table["rank"] < 4  # hosts of the later stage begin before its device has anything to do
+    np.testing.assert_allclose(table.loc[first, "wall_s"], table.loc[first, "total_s"])
+    assert (table["wall_s"] >= table["total_s"]).all()
 
 
 @pytest.mark.parametrize("name", ["vit-ddp", "gpt-fsdp"])

@@ -1,9 +1,9 @@
 """Pictures of a fit show what their tables say."""
 
-import numpy as np
 import pandas as pd
+import pytest
 
-from madmax_lib.calibration.identifiability import constants_of, correlations
+from madmax_lib.calibration.identifiability import constants_of
 from madmax_lib.simulator.rates.parameters import bounds, shipped
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.plots import fits
@@ -18,18 +18,15 @@ def test_constants():
     assert figure_data(ax)["constant"].tolist() == list(shipped().fitted) == rows_of(ax)
 
 
-def test_residuals():
-    table = pd.DataFrame({"source": list("aabb"), "model": "m", "gpu": ["h100", "a100"] * 2, "family": "hopper"})
-    table = table.assign(predicted_s=[1.0, 2.0, 3.0, 4.0], log_error=np.log([1.0, 1.05, 1.5, 1.3]))
-    assert figure_data(fits.plot_residuals(table))["predicted_s"].tolist() == [1, 2, 3, 4]
-    assert rows_of(fits.plot_spread(table, "source")) == ["b (2)", "a (2)"]
-
-
-def test_correlations():
-    matrix = correlations(shipped())
-    shown = figure_data(fits.plot_correlations(matrix))
-    pairs = matrix.where(np.triu(np.ones(matrix.shape, bool), 1)).abs().stack()
-    assert set(shown["constant"]) == {name for pair in pairs[pairs >= 0.4].index for name in pair}
+def test_measured_overlap():
+    facts = pd.DataFrame({"what": ["overlap", "exposed_share", "overlap", "speed_ratio"], "run": ["a", "a", "a", "b"]})
+    facts = facts.assign(measured=[0.4, 0.2, 0.6, 1.2], predicted=[0.6, 0.1, 0.6, 1.1])
+    facts["error"] = facts["predicted"] - facts["measured"]
+    ax = fits.plot_measured_overlap(facts)
+    shown = figure_data(ax).set_index("what")
+    assert rows_of(ax) == ["a", "a", "b"]
+    assert shown.loc["overlap", ["measured", "predicted"]].tolist() == pytest.approx([50, 60])  # of two ranks
+    assert shown.loc["speed_ratio", ["measured", "predicted"]].tolist() == pytest.approx([20, 10])
 
 
 def test_errors():

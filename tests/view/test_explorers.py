@@ -47,6 +47,14 @@ def test_dp_takes_the_devices_that_the_other_degrees_leave(step, change, plan):
     assert step.plan.world_size == step.cluster.world_size and step.plan.sequence_parallel == (step.plan.tp > 1)
 
 
+def test_the_software_can_be_turned(step):
+    before = step.card.row["step_s"], step.card.memory_bytes.sum()
+    step.set(software="torchtitan")
+    step.draw()
+    assert step.view.timelines[0].meta.provenance["software"] == step.parameters["software"] == "torchtitan"
+    assert (step.card.row["step_s"], step.card.memory_bytes.sum()) != before
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -78,7 +86,7 @@ def test_the_timeline_has_few_micro_batches_on_a_rank_of_each_stage(step):
 
 def test_controls_carry_the_names_of_the_parameters_and_follow_each_other(step):
     pytest.importorskip("ipywidgets")
-    assert set(STEP) | {"sequence"} <= set(step.controls)
+    assert set(STEP) | {"sequence", "software"} <= set(step.controls)
     step.widget.layout.width = "100%"
     step.controls["tp"].value = 4
     assert step.parameters["plan"] == step.controls["plan"].value == "dp2.tp4.pp2"

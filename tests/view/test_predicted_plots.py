@@ -1,11 +1,13 @@
-"""Pictures of an offloaded step keep their table."""
+"""Pictures of a predicted step keep their table."""
+
+import pandas as pd
 
 import madmax_lib as mm
 from madmax_lib.papers.studies import memory_wall as wall
 from madmax_lib.simulator.memory.memory import PHASES
 from madmax_lib.simulator.offload.fits import fits, moments
 from madmax_lib.view.drawing import COMPONENTS, OTHER, figure_data
-from madmax_lib.view.plots.predicted import plot_moments, plot_places, plot_streams
+from madmax_lib.view.plots.predicted import plot_causes, plot_moments, plot_places, plot_streams
 
 CLUSTER, MODEL = mm.cluster("hetero-4xv100"), wall.shape("gpt2_3b")
 RUN = MODEL, CLUSTER, mm.Plan.parse("dp4.mb16.full.offload-chunks")
@@ -16,6 +18,16 @@ def test_pictures_keep_their_table():
     assert figure_data(plot_places(places)).equals(places)
     for place in ("device", "host"):
         assert figure_data(plot_moments(held, place)).equals(held)
+
+
+def test_causes_are_what_nothing_hides():
+    plans = ["dp1.tp8", "dp8.z3", "dp8"]
+    rows = {plan: mm.estimate("llama3-8b", "dgx-h100", plan, global_batch=8).iloc[0] for plan in plans}
+    shown = figure_data(plot_causes(pd.DataFrame(rows).T)).set_index("step")
+    assert shown.at["dp1.tp8", "tensor parallelism"] == rows["dp1.tp8"]["tp_s"] > 0
+    assert (
+        shown.at["dp8.z3", "sharded weights"] > shown.at["dp8", "sharded weights"] == 0 < shown.at["dp8", "gradients"]
+    )
 
 
 def test_streams_are_blocks_of_the_step():

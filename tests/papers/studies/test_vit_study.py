@@ -31,7 +31,7 @@ def test_fitted_on_the_first_steps_the_rest_is_foreseen(last, within):
     """Within 3 % after 300 steps is asked; during the first 30 the GPUs are still warming up and faster."""
     table = study.fit_and_predict(last)[1].set_index("phase")
     assert abs(table.at["step", "error"]) <= within
-    assert table.drop("step")["error"].abs().max() < 0.08
+    assert table.drop("step")["error"].abs().max() < 0.1
     assert table.at["step", "simulated_s"] == pytest.approx(table.at["step", "fitted_s"], rel=2e-5)
 
 

@@ -1,0 +1,41 @@
+"""Measured overlap is what a row says, ours what its simulated step does."""
+
+import pandas as pd
+import pytest
+
+import madmax_lib as mm
+from madmax_lib.calibration.overlap import overlap_errors, overlap_facts
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return overlap_facts()
+
+
+def test_every_fact_is_predicted(facts):
+    assert facts["predicted"].notna().all()
+    shares = facts[facts["what"].isin(["overlap", "exposed_share", "comm_share"])]
+    assert shares[["measured", "predicted"]].stack().between(0, 1).all()
+
+
+def test_predicted_is_of_the_simulated_step(facts):
+    row = facts[(facts["what"] == "overlap") & facts["run"].str.startswith("vit-huge dp2.z3")].iloc[0]
+    step = mm.simulate(
+        "vit-huge", "kaggle-2xt4", "dp2.z3.mb16.full", global_batch=32, dtype="fp16", software="deepspeed"
+    )
+    assert row["predicted"] == pytest.approx(mm.breakdown(step)["overlap"].mean(), rel=0.01)
+
+
+def test_overlap_is_nearer_than_a_constant_guess(facts):
+    table = overlap_errors(facts)
+    assert table.at["overlap", "error"] < table.at["overlap", "constant"] / 2
+    assert table.at["speed_ratio", "error"] < 0.1  # asked for
+
+
+def test_errors_by_what_was_measured():
+    facts = pd.DataFrame(
+        {"what": ["overlap"] * 2 + ["speed_ratio"], "run": ["a", "a", "b"], "measured": [0.2, 0.4, 2.0]}
+    )
+    table = overlap_errors(facts.assign(error=[0.1, -0.3, 0.5]))
+    assert table.loc["overlap"].tolist() == pytest.approx([2, 1, 0.2, -0.1, 0.1])
+    assert table.loc["speed_ratio"].tolist() == [1, 1, 0.5, 0.5, 0.0]
