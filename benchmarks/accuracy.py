@@ -67,7 +67,7 @@ def measured_rows(given):
     rows = pd.concat([read_rows(table) for table in given.values()])
     stated = pd.concat([table["iteration_time_s"] for table in given.values() if "iteration_time_s" in table])
     rows["measured_s"] = rows["measured_s"].astype(float).fillna(stated[stated > 0])
-    sweep, fitted = rows.index.str.startswith("layout_sweep"), rows["source"].isin(known_rows()["source"])
+    sweep, fitted = rows.index.str.startswith("layout_sweep"), rows["repository"].isin(known_rows()["repository"])
     rows["set"] = np.select([fitted, sweep], [SETS[0], SETS[2]], SETS[1])
     return rows[rows["measured_s"] > 0]
 
@@ -81,33 +81,34 @@ def ours(rows, given):
 
 def at_peak(rows):
     """Seconds of the model's FLOPs at the peak of the devices; frozen weights have no gradients of their own."""
-    devices = rows[["dp", "tp", "pp", "cp"]].astype(float).prod(axis=1)
-    read = rows[rows["supported"].astype(bool)]
-    forward = [row.shape.forward_flops(row.global_batch, int(row.sequence)) for row in read.itertuples()]
-    flops = pd.Series(forward, read.index) * (2 + read["trained"].astype(float))
-    return flops / (devices * rows["peak_gemm"].astype(float))
+    return rows["case"].map(peak_step_s, na_action="ignore").astype(float)
+
+
+def peak_step_s(case):
+    flops = case.model.forward_flops(case.global_batch, case.sequence) * (2 if case.plan.lora_rank else 3)
+    return flops / (case.plan.world_size * case.cluster.device.peak(case.dtype))
 
 
 def by_llm_analysis(rows):
     """Seconds of llm-analysis at the peak, NaN where it refuses a row."""
     logging.disable(logging.CRITICAL)  # it logs a page for each row
     result = pd.Series(np.nan, rows.index)
-    for row in rows[rows["supported"].astype(bool) & (rows["cp"] == 1)].itertuples():
+    for name, case in rows.loc[rows["cp"] == 1, "case"].items():
         with contextlib.suppress(AssertionError):
-            result[row.Index] = their_step_s(row)
+            result[name] = their_step_s(case)
     return result
 
 
-def their_step_s(row):
+def their_step_s(case):
     """One row; raises AssertionError where it cannot be said."""
-    shape = row.shape
+    shape, split = case.model, case.plan
     model = ModelConfig(
         shape.name,
         shape.layers,
         shape.heads,
         shape.hidden,
         shape.vocab,
-        max_seq_len=int(row.sequence),
+        max_seq_len=case.sequence,
         num_key_value_heads=shape.kv_heads,
         ffn_embed_dim=shape.ffn,
         expansion_ratio=shape.ffn / shape.hidden,
@@ -115,15 +116,15 @@ def their_step_s(row):
         moe_top_k=shape.active_experts or 1,
     )
     aside = 1.0  # memory, its bandwidth, link and latency: its training step is FLOPs over a rate
-    gpu = GPUConfig(row.gpu, aside, aside, aside, aside, row.peak_gemm / 1e12)
-    plan = ParallelismConfig(int(row.tp), int(row.pp), int(row.dp), int(row.ep))
-    recompute = "FULL" if row.recompute_tp == 1 else "SELECTIVE" if "selective" in row.said else "NONE"
+    device = case.cluster.device
+    gpu = GPUConfig(device.name, aside, aside, aside, aside, device.peak(case.dtype) / 1e12)
+    plan = ParallelismConfig(split.tp, split.pp, split.dp, split.ep)
     step = LLMAnalysis(model, gpu, DtypeConfig(), plan, flops_efficiency=1.0).training(
-        int(row.micro_batch),
-        global_batch_size=int(row.global_batch),
-        seq_len=int(row.sequence),
-        activation_recomputation=ActivationRecomputation[recompute],
-        ds_zero=DSZeRO(int(row.zero)),
+        split.micro_batch,
+        global_batch_size=case.global_batch,
+        seq_len=case.sequence,
+        activation_recomputation=ActivationRecomputation[split.recompute.upper()],
+        ds_zero=DSZeRO(split.zero),
     )
     return step["latency_per_iter"]
 
@@ -131,10 +132,10 @@ def their_step_s(row):
 def rated(rows, peak_s):
     """Seconds at the peak over the rate of other sources: the median of a device and data type, else of all devices."""
     slower = (rows["measured_s"] / peak_s)[rows["set"] == SETS[0]].dropna()
-    keys = rows["gpu"].astype(str) + " " + rows["gemm"].astype(str)
+    keys = rows["gpu"].astype(str) + " " + rows["dtype"].str.extract(r"(\d+)$", expand=False).astype(str)
     result = pd.Series(np.nan, rows.index)
-    for source, part in rows.groupby("source"):
-        others = slower[rows["source"].reindex(slower.index) != source]
+    for repository, part in rows.groupby("repository"):
+        others = slower[rows["repository"].reindex(slower.index) != repository]
         factor = keys[part.index].map(others.groupby(keys).median()).fillna(others.median())
         result[part.index] = peak_s[part.index] * factor
     return result
@@ -188,10 +189,9 @@ def main():
     seconds = pd.DataFrame(seconds)
     print("\nrows predicted: " + ", ".join(f"{tool} {count}" for tool, count in seconds.notna().sum().items()), end="")
     print(f" of {len(rows)}; errors are median / mean, ratios of means")
-    kind = np.where(rows["experts"].astype(float) > 0, "mixtures", "dense")
-    kind = np.where(rows["supported"].astype(bool), kind, "not read")
+    kind = rows["kind"].where(rows["supported"].astype(bool), "not read")
     show("rows", side_by_side(rows, seconds, rows["set"] + ", " + kind))
-    show("source", side_by_side(rows, seconds, rows["source"].str.slice(0, 60)))
+    show("source", side_by_side(rows, seconds, rows["repository"].str.slice(0, 60)))
 
 
 if __name__ == "__main__":
