@@ -185,7 +185,7 @@ def check_space(page):
     front.scroll_into_view_if_needed()
     chosen = page.locator(".widget-html-content", has_text="chosen:").first
     before = chosen.inner_text()
-    another = front.locator("circle[r='5']").first
+    another = front.locator("circle[r='5']").last  # nothing lies over it
     plan = another.get_attribute("data-plan")
     another.click()
     page.wait_for_function("([n, b]) => n.innerText !== b", arg=[chosen.element_handle(), before])

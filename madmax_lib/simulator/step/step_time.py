@@ -73,7 +73,8 @@ def _inside(steps: Steps, pieces: Pieces, stages: Stages) -> dict[str, Number]:
     }
     parts["pointwise_s"] = parts["pointwise_s"] + count * stages.in_first * sum(pieces.embedding.passes_s)
     parts["head_s"] = count * stages.in_last * sum(pieces.head.passes_s)
-    return parts | {"fsdp_s": np.maximum(_passes_s(steps, pieces, stages) - sum(parts.values()), 0.0)}
+    shown_s = np.maximum(_passes_s(steps, pieces, stages) - sum(parts.values()), 0.0)
+    return parts | {"fsdp_s": np.where(np.asarray(steps.work.plan.zero) >= 3, shown_s, 0.0)}
 
 
 def _outside(steps: Steps, pieces: Pieces, stages: Stages) -> dict[str, Number]:
