@@ -39,14 +39,16 @@ class Case:
     software: Software | str | None = None
 
     def __post_init__(self):
+        for name, unit in (("global_batch", "samples"), ("sequence", "tokens")):
+            if not np.all(np.isreal(value := getattr(self, name))):
+                raise ValueError(f"{name}={value!r} must be a number of {unit}")
         if self.sequence < 0:
             raise ValueError(f"sequence={self.sequence} must be a number of tokens, or 0 for the model's own")
         for name, named in (("model", catalog.model), ("cluster", catalog.cluster)):
             if isinstance(text := getattr(self, name), str):
                 object.__setattr__(self, name, named(text))
         object.__setattr__(self, "software", catalog.software(self.software))
-        if not self.sequence:
-            object.__setattr__(self, "sequence", getattr(self.model, "sequence", 0))
+        object.__setattr__(self, "sequence", self.sequence or getattr(self.model, "sequence", 0))
 
     @property
     def tokens(self) -> float | np.ndarray:
@@ -56,6 +58,5 @@ class Case:
     @property
     def micro_batches(self) -> float | np.ndarray:
         """Micro-batches per step and pipeline, the last one perhaps short; infinite without a global batch."""
-        if self.global_batch is None:
-            return np.inf
-        return np.ceil(self.global_batch / (self.plan.dp * self.plan.micro_batch))
+        global_batch = np.inf if self.global_batch is None else self.global_batch
+        return np.ceil(global_batch / (self.plan.dp * self.plan.micro_batch))

@@ -141,6 +141,5 @@ class Cluster:
 def check_positive(item, *names: str) -> None:
     """Raises ValueError for a field that is not above zero."""
     for name in names:
-        value = getattr(item, name)
-        if not value > 0:
+        if not (value := getattr(item, name)) > 0:
             raise ValueError(f"{item.name}: {name}={value} must be positive")

@@ -140,8 +140,9 @@ class Plan(Plans):
 
         Raises ValueError when the batch cannot be split.
         """
-        enforce(BATCH, self, Case(None, None, self, global_batch))
-        return -(-global_batch // (self.dp * self.micro_batch))
+        case = Case(None, None, self, global_batch)
+        enforce(BATCH, self, case)
+        return int(case.micro_batches)
 
     def last_micro_batch(self, global_batch: int) -> int:
         """Samples per device of the last micro-batch."""

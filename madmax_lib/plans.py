@@ -133,10 +133,9 @@ class Plans:
 
 def _as_numbers(name: str, column: np.ndarray, *, whole: bool) -> np.ndarray:
     """A column as floats, or as integers of 64 bits where all are whole: gaps make floats of them."""
-    if column.dtype.kind not in "biuf":
-        for value in column:
-            if not isinstance(value, Number):
-                raise ValueError(f"column {name!r} must hold numbers, but holds {value!r}")
+    odd = [] if column.dtype.kind in "biuf" else [value for value in column if not isinstance(value, Number)]
+    if odd:
+        raise ValueError(f"column {name!r} must hold numbers, but holds {odd[0]!r}")
     numbers = column.astype(float)
     return numbers.astype(np.int64) if whole and np.isfinite(numbers).all() and not (numbers % 1).any() else numbers
 

@@ -1,7 +1,7 @@
-"""How long does a device compute? Roofline of matrix products and memory traffic, attention, pointwise work, optimizer.
+"""How long does a device compute? Matrix products, attention, the optimizer, and two things that overlap.
 
-All functions broadcast over NumPy arrays. Two levels of detail: `compute_s` is the plain roofline max(FLOPs, bytes);
-`gemm_s` adds the bytes to the FLOPs, which gives small products the lower efficiency they have on real devices.
+All functions broadcast over NumPy arrays. `gemm_s` adds the bytes to the FLOPs, which gives small products the lower
+efficiency they have on real devices.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from madmax_lib.specs import Device
 Number = float | np.ndarray
 
 __all__ = [
+    "SCORE_BYTES",
     "Number",
     "attention_flops",
     "gemm_s",
     "longer_of",
+    "misfit",
     "optimizer_bytes",
     "optimizer_s",
     "unfused_attention_s",
@@ -25,7 +27,7 @@ __all__ = [
 
 _ADAM_BYTES = 30  # fp32 parameter, two moments and gradient read; the first three and a 16-bit copy written
 _TILE = 128  # rows of a block in FlashAttention-2 and cuDNN: the diagonal blocks are computed whole [arXiv 2307.08691]
-_SCORE_BYTES = 10  # unfused softmax, mask and dropout: bytes written and read per score [arXiv 2205.05198, section 4.1]
+SCORE_BYTES = 10  # unfused softmax, mask and dropout: bytes written and read per score [arXiv 2205.05198, section 4.1]
 
 
 def optimizer_bytes(parameter_count):
@@ -58,15 +60,20 @@ def attention_flops(tokens, sequence, width, *, causal=True, window=0.0):
     return 4 * tokens * keys * width
 
 
-def unfused_attention_s(tokens, sequence, heads, head_dim, flops_per_s, bytes_per_s, softmax_factor=1.0):
-    """Forward seconds of attention with the score matrix in memory, as Megatron had it until 2022.
+def misfit(head_dim):
+    """Factor on the products of unfused heads: 8 where their dimension is no multiple of 8 and misses the tensor cores,
+    1.2 where it is no multiple of 16 and fills their tiles badly.
 
-    The full square is computed. A head dimension that is not a multiple of 8 misses the tensor cores (x8), one that is
-    not a multiple of 16 fills their tiles badly (x1.2).
+    >>> misfit(np.array([128, 104, 108])).tolist()
+    [1.0, 1.2, 8.0]
     """
-    aligned = np.where(head_dim % 8 > 0, 8.0, np.where(head_dim % 16 > 0, 1.2, 1.0))
-    products = 4 * tokens * sequence * heads * head_dim * aligned / flops_per_s
-    return products + softmax_factor * _SCORE_BYTES * tokens * sequence * heads / bytes_per_s
+    return np.where(head_dim % 8 > 0, 8.0, np.where(head_dim % 16 > 0, 1.2, 1.0))
+
+
+def unfused_attention_s(tokens, sequence, heads, head_dim, flops_per_s, bytes_per_s, softmax_factor=1.0):
+    """Forward seconds of attention with the score matrix in memory, as Megatron had it until 2022: the full square."""
+    products = 4 * tokens * sequence * heads * head_dim * misfit(head_dim) / flops_per_s
+    return products + softmax_factor * SCORE_BYTES * tokens * sequence * heads / bytes_per_s
 
 
 def longer_of(first_s, second_s):

@@ -34,9 +34,7 @@ class Sharding:
         self.prices, self.plan, self.groups = prices, prices.plan, prices.groups
         self.width = prices.steps.work.width.storage_bytes
         self.gradient_width = float(prices.gradient_bytes)
-        zero, pipeline = self.plan.zero, self.plan.pp > 1
-        each = (zero == 2 and not pipeline) or (zero == 0 and pipeline and bool(prices.habits.reduces_each))
-        self.every_batch = zero == 3 or each
+        self.every_batch = self.plan.zero == 3 or bool(prices.reduces_each)
         self.beside = bool(prices.habits.hides_dp)  # gradients are reduced beside the backward pass
         self.kept = 1.0  # share of the update that the device does
 

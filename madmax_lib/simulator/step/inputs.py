@@ -85,7 +85,7 @@ class Habits:
     hides_tp: class of constants: the way in which tensor-parallel collectives run beside products.
     overlap_tp, hides_ep, hides_dp: whether they do, exchanges of experts do, and gradients do.
     tensorwise: FSDP gathers tensor by tensor.
-    reduces_each: gradients are reduced with every micro-batch whatever the ZeRO stage.
+    reduces_each: a pipeline without ZeRO reduces gradients with every micro-batch.
     legacy: products of 2021.
     repeated: share of the products that selective recompute repeats instead of attention's scores.
     send_once: a token goes once to a rank with several of its experts.

@@ -13,7 +13,7 @@ import numpy as np
 
 from madmax_lib.simulator.layers.ops import Block, Op, phases
 from madmax_lib.simulator.rates.collectives import all_gather_s, all_to_all_s, ring_steps
-from madmax_lib.simulator.rates.compute import Number, optimizer_bytes
+from madmax_lib.simulator.rates.compute import SCORE_BYTES, Number, misfit, optimizer_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.rates.topology import Group, Groups
 from madmax_lib.simulator.step.inputs import Steps
@@ -21,7 +21,6 @@ from madmax_lib.simulator.step.inputs import Steps
 __all__ = ["CAUSES", "Prices"]
 
 CAUSES = ("gemm_s", "attention_s", "pointwise_s")  # of compute
-_SCORE_BYTES = 2.5  # unfused softmax, mask and dropout move 10 bytes per score [arXiv 2205.05198, section 4.1], not 4
 _COLLECTIVES = 4  # of tensor parallelism in the forward pass of a layer: two gathers, two scatters
 _TENSORS = 12  # of a transformer layer: weights and biases of four products and two norms
 
@@ -76,7 +75,7 @@ class Prices:
         return {
             "": factor,
             "experts": factor * self.habits.mixture.constant(self.parameters, "moe_pointwise"),
-            "core": _SCORE_BYTES * self.constants["softmax_factor"] / self.memory,
+            "core": SCORE_BYTES / 4 * self.constants["softmax_factor"] / self.memory,  # its op has 4 bytes per score
         }
 
     def op_s(self, op: Op) -> Number:
@@ -86,17 +85,12 @@ class Prices:
             bytes_s = op.traffic_bytes / self.memory
             return np.maximum(op.flops / rate, bytes_s) + self.constants["gemm_bytes"] * bytes_s
         if op.kind == "attention":
-            return self._misfit(op) * op.flops / self.flops["scores" if op.shape else "attention"]
+            if not op.shape:
+                return op.flops / self.flops["attention"]
+            return misfit(np.asarray(self.steps.work.shape.head_dim)) * op.flops / self.flops["scores"]
         if op.kind == "lookup":
             return op.traffic_bytes / self.memory
         return op.traffic_bytes * self._pointwise["experts" if op.experts else "core" if op.core else ""]
-
-    def _misfit(self, op: Op) -> Number:
-        """Unfused heads whose dimension is no multiple of 8 miss the tensor cores, of 16 fill their tiles badly."""
-        if not op.shape:
-            return 1.0
-        channels = np.asarray(self.steps.work.shape.head_dim)
-        return np.where(channels % 8 > 0, 8.0, np.where(channels % 16 > 0, 1.2, 1.0))
 
     def block_s(self, block: Block) -> dict[str, dict[str, Number]]:
         """Seconds of a block by phase (forward, recompute, backward, weight) and cause (`CAUSES`)."""
@@ -188,6 +182,12 @@ class Prices:
     def gathers_late(self) -> np.ndarray:
         """Where ZeRO-3 gathers nothing ahead."""
         return (np.asarray(self.plan.prefetch) == 0) | (np.asarray(self.habits.tensorwise) > 0)
+
+    @cached_property
+    def reduces_each(self) -> np.ndarray:
+        """Where each micro-batch reduces its gradients: by ZeRO-2 without pipeline, by some pipelines without ZeRO."""
+        zero, pipeline = np.asarray(self.plan.zero), np.asarray(self.plan.pp) > 1
+        return ((zero == 2) & ~pipeline) | ((zero == 0) & pipeline & (np.asarray(self.habits.reduces_each) > 0))
 
     @cached_property
     def gradient_bytes(self) -> Number:

@@ -130,7 +130,7 @@ def _reduced_s(
     host_s = _left_s(moved, launched_s, 0.0, moved.ready * launched_s / np.maximum(layers, 1), p)
     hides = (prices.habits.hides_dp > 0) | (zero >= 3)
     after_s, after_host_s = (np.where(hides, seconds, moved.reduce_s) for seconds in (rest_s, host_s))
-    each = ((zero == 2) & (pp == 1)) | ((prices.habits.reduces_each > 0) & (zero == 0) & (pp > 1))
+    each = prices.reduces_each
     if not np.any(each):
         return 0.0, after_s, after_host_s
     beside_s = np.where(beside, slowed_s(backward_s, moved.each_s, prices), 0.0)
