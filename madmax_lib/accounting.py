@@ -40,8 +40,7 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
         of_rank = {name: times[at[rank[at] == own]] for name, at in of_kind.items()}
         rows.append({"rank": own, **_rank_breakdown(of_rank)})
     nothing = _rank_breakdown(dict.fromkeys(BUSY_KINDS, EMPTY))
-    table = pd.DataFrame(rows, columns=["rank", *nothing])
-    return with_origin(table, timeline)
+    return with_origin(pd.DataFrame(rows, columns=["rank", *nothing]), timeline)
 
 
 def breakdown_between(timeline: Timeline, start_s: float, end_s: float) -> pd.DataFrame:
@@ -84,10 +83,8 @@ def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
 
 def exposed_s(spans: pd.DataFrame, others: pd.DataFrame) -> float:
     """Seconds of some spans, each instant once per rank, beside which none of the others runs on the same rank."""
-    exposed = 0
-    for rank, part in spans.groupby("rank"):
-        exposed += total(subtraction(_intervals(part), _intervals(others[others["rank"] == rank])))
-    return exposed / NS_PER_S
+    by_rank = ((part, others[others["rank"] == rank]) for rank, part in spans.groupby("rank"))
+    return sum(total(subtraction(*map(_intervals, pair))) for pair in by_rank) / NS_PER_S
 
 
 def exposed_ns(timeline: Timeline, rank: pd.Series, start_ns: pd.Series, dur_ns: pd.Series) -> np.ndarray:
@@ -108,8 +105,7 @@ def top_kernels(timeline: Timeline, count: int = 10) -> pd.DataFrame:
     table = table.sort_values(["sum", "name"], ascending=[False, True]).reset_index(drop=True)
     table["share"] = table["sum"] / max(table["sum"].sum(), 1)
     table = table.assign(total_s=table["sum"] / NS_PER_S, mean_s=table["mean"] / NS_PER_S)
-    table = table[["name", "kind", "count", "total_s", "mean_s", "share"]].head(count)
-    return with_origin(table, timeline)
+    return with_origin(table[["name", "kind", "count", "total_s", "mean_s", "share"]].head(count), timeline)
 
 
 def _intervals(spans: pd.DataFrame) -> np.ndarray:

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Case"]
 
+_NUMBERS = {  # field: (least, what it is)
+    "global_batch": (-np.inf, "a number of samples"),
+    "sequence": (0, "a number of tokens, or 0 for the model's own"),
+    "imbalance": (1, "at least 1, the busiest device over the mean, or 'measured'"),
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -28,6 +34,8 @@ class Case:
     sequence: tokens per sample (default 0: the model's own).
     dtype: of the matrix products, a key of `ops.BYTES` (default bf16).
     software: that trains, a `Software` or the name of one in the catalog (default None: `none`, which is false).
+    imbalance: tokens of the busiest expert device over the mean, `measured` for that in `data/spreads.csv` (default 1:
+        routing was even, mostly by force, in the runs that constants are fitted to).
     """
 
     model: Model | str
@@ -37,13 +45,16 @@ class Case:
     sequence: int = 0
     dtype: str = "bf16"
     software: Software | str | None = None
+    imbalance: float | str = 1.0
 
     def __post_init__(self):
-        for name, unit in (("global_batch", "samples"), ("sequence", "tokens")):
-            if not np.all(np.isreal(value := getattr(self, name))):
-                raise ValueError(f"{name}={value!r} must be a number of {unit}")
-        if self.sequence < 0:
-            raise ValueError(f"sequence={self.sequence} must be a number of tokens, or 0 for the model's own")
+        if isinstance(self.imbalance, str) and self.imbalance == "measured":
+            known = catalog.table("spreads", numbers=True).set_index("quantity")["value"]
+            object.__setattr__(self, "imbalance", float(known["imbalance"]))
+        for name, (least, what) in _NUMBERS.items():
+            value = getattr(self, name)
+            if not np.all(np.isreal(value)) or (value is not None and not np.all(value >= least)):
+                raise ValueError(f"{name}={value!r} must be {what}")
         for name, named in (("model", catalog.model), ("cluster", catalog.cluster)):
             if isinstance(text := getattr(self, name), str):
                 object.__setattr__(self, name, named(text))

@@ -120,6 +120,5 @@ def _check_content(path: Path, sha256: str) -> None:
     content = path.read_bytes()
     if content.startswith(b"\x1f\x8b"):
         content = gzip.decompress(content)
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
+    if (found := hashlib.sha256(content).hexdigest()) != sha256:
         raise ValueError(f"{path}: content has sha256 {found}, the registry says {sha256}; refused")

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.catalog import data_file
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline import BUSY_KINDS, Timeline
 
 __all__ = ["COLLECTIVES", "collective_names", "collectives_of", "kernel_kinds", "load_kinds"]
 
@@ -89,10 +89,9 @@ def _read_csv(path: Path | Traversable) -> pd.DataFrame:
     table = table.reindex(columns=_COLUMNS, fill_value="")
     table["rules"] = table["rules"].replace("", "exact")
     for row in table.itertuples():
-        if row.kind not in ("compute", "comm", "memcpy", "other"):
-            raise ValueError(f"{path}: kind {row.kind!r} is not one of compute, comm, memcpy, other")
-        if row.rules not in _RULES:
-            raise ValueError(f"{path}: rules {row.rules!r} is not one of {', '.join(_RULES)}")
+        for name, known in (("kind", BUSY_KINDS), ("rules", _RULES)):
+            if getattr(row, name) not in known:
+                raise ValueError(f"{path}: {name} {getattr(row, name)!r} is not one of {', '.join(known)}")
         try:
             re.compile(row.pattern)
         except re.error as error:

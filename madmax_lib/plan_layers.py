@@ -15,11 +15,8 @@ def _stage_layers(layers: int, pp: int) -> list[range]:
     [range(0, 2), range(2, 5), range(5, 8), range(8, 10)]
     """
     even, rest = divmod(layers, pp)
-    sizes = [even] * pp
     middle_first = sorted(range(pp), key=lambda stage: abs(stage - (pp - 1) / 2))
-    for stage in middle_first[:rest]:
-        sizes[stage] += 1
-    return _ranges(sizes)
+    return _ranges([even + (stage in middle_first[:rest]) for stage in range(pp)])
 
 
 def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:

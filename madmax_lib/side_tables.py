@@ -104,9 +104,8 @@ def _select(side_tables: SideTables, new_row: np.ndarray, windows_ns: dict[int, 
             table = table.assign(row=new_row[table["row"]])
             table = table[table["row"] >= 0]
         else:
-            low_ns = table["rank"].map({rank: low for rank, (low, _) in windows_ns.items()})
-            high_ns = table["rank"].map({rank: high for rank, (_, high) in windows_ns.items()})
-            table = table[table["time_ns"].between(low_ns, high_ns)]
+            ends_ns = ({rank: window[end] for rank, window in windows_ns.items()} for end in (0, 1))
+            table = table[table["time_ns"].between(*(table["rank"].map(end_ns) for end_ns in ends_ns))]
         tables[name] = table.reset_index(drop=True)
     return tables
 

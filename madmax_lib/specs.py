@@ -124,8 +124,7 @@ class Transformer:
     def moe_parameters(self) -> int:
         """Of the router and all experts of one MoE layer."""
         experts = self.experts + self.shared_experts
-        router = (self.hidden + self.router_bias) * self.experts
-        return router + experts * self.mlp_parameters(self.expert_ffn)
+        return (self.hidden + self.router_bias) * self.experts + experts * self.mlp_parameters(self.expert_ffn)
 
     @property
     def embedding_parameters(self) -> int:
@@ -164,10 +163,8 @@ class Transformer:
         dense = 2 * s * matrices * self.hidden * self.ffn
         used = self.active_experts + self.shared_experts
         moe = 2 * s * (used * matrices * self.hidden * self.expert_ffn + self.hidden * self.experts)
-        if self.image:
-            ends = 2 * (s - 1) * 3 * self.patch**2 * self.hidden + 2 * self.hidden * self.classes
-        else:
-            ends = 2 * s * self.hidden * self.vocab
+        of_image = 2 * (s - 1) * 3 * self.patch**2 * self.hidden + 2 * self.hidden * self.classes
+        ends = of_image if self.image else 2 * s * self.hidden * self.vocab
         attention = 2 * s * self.layers * products + 4 * s * seen * self.core_width
         layers = attention + (self.layers - self.moe_layers) * dense + self.moe_layers * moe
         return samples * (layers + ends)
@@ -209,9 +206,8 @@ class DLRM:
         """All parameters of the model as the paper counts them (no biases)."""
         top = self.top_layers * max(self.experts, 1)
         block = 4 * self.attention_dim**2 + 2 * self.attention_dim * self.transformer_ffn
-        return (
-            self.embedding_parameters + (self.bottom_layers + top) * self.mlp_dim**2 + self.transformer_layers * block
-        )
+        dense = (self.bottom_layers + top) * self.mlp_dim**2 + self.transformer_layers * block
+        return self.embedding_parameters + dense
 
     def forward_flops(self, samples: float = 1) -> float:
         """FLOPs of the forward pass, matrix products only (no attention scores, as in the paper)."""

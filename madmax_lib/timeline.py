@@ -56,10 +56,9 @@ class Meta:
     provenance: dict = field(default_factory=dict)  # files with sha256, reader rules, warnings; free-form but JSON
 
     def __post_init__(self):
-        if self.source not in ("measured", "simulated"):
-            raise ValueError(f"source={self.source!r} is neither measured nor simulated")
-        if self.clock not in ("unix", "relative"):
-            raise ValueError(f"clock={self.clock!r} is neither unix nor relative")
+        for name, known in (("source", ("measured", "simulated")), ("clock", ("unix", "relative"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is neither {' nor '.join(known)}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

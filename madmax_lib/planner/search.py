@@ -68,6 +68,7 @@ def search(
     sequence: int | None = None,
     dtype: str = "bf16",
     parameters: Parameters | None = None,
+    imbalance: float | str = 1.0,
     usd_per_hour: float | None = None,
     directory=None,
     shard: int = 0,
@@ -78,9 +79,10 @@ def search(
 
     model, cluster: or their names. objective: time, cost (needs a price per device-hour, the catalog's if usd_per_hour
     is None), energy or memory. space: the full `Space` if None, `Space.quick()` for what people usually run. software:
-    that trains, a name of `data/software.csv` or one of your own; any if None. client: a dask client that takes shards
-    of the space. directory: where finished shards are kept, so that a stopped search goes on. shard of shards: this
-    part only, for job arrays; it may hold no plan that fits. Interrupting returns the best so far with complete=False.
+    that trains, a name of `data/software.csv` or one of your own; any if None. imbalance: of experts, as in `Case`.
+    client: a dask client that takes shards of the space. directory: where finished shards are kept, so that a stopped
+    search goes on. shard of shards: this part only, for job arrays; it may hold no plan that fits. Interrupting returns
+    the best so far with complete=False.
     Raises ValueError naming the rule that leaves no plan, or the least memory that one would need.
 
     >>> small = {"dtype": "fp16", "space": Space.quick(), "progress": False}
@@ -88,7 +90,7 @@ def search(
     >>> found.best.world_size, len(found.table), found.table["step_s"].is_monotonic_increasing
     (2, 3, True)
     """
-    case = Case(model, cluster, Plan(), global_batch, sequence or 0, dtype, software)
+    case = Case(model, cluster, Plan(), global_batch, sequence or 0, dtype, software, imbalance)
     model, cluster = case.model, case.cluster
     if isinstance(model, DLRM):
         raise ValueError(f"{model.name}: recommendation models are split by dp only, no search is needed")

@@ -40,7 +40,7 @@ def simulate(
     dtype: str = "bf16",
     software: str | Software | None = None,
     parameters: Parameters | None = None,
-    imbalance: float = 1.0,
+    imbalance: float | str = 1.0,
     collectives: pd.DataFrame | None = None,
     policy: Policy | None = None,
 ) -> Timeline:
@@ -49,7 +49,7 @@ def simulate(
     global_batch: samples over all devices. sequence: tokens per sample, the model's own if None. software: that trains,
     a name of `data/software.csv` or one of your own; any if None. parameters: constants of the step-time model, the
     shipped fit if None; `Parameters()` is the ideal machine (recommendation models: the data sheet, or the shares of it
-    that parameters name). imbalance: tokens of the busiest expert device over the mean.
+    that parameters name). imbalance: tokens of the busiest expert device over the mean, as in `Case`.
     collectives: measured seconds that replace the formulas, as in `MeasuredCollectives`.
     policy: how states leave the device under offload; the share that makes the step shortest is found if it names none.
     Ranks: one per pipeline stage, standing for all devices of the stage (meta.represents); all ranks of up to 64
@@ -61,9 +61,9 @@ def simulate(
     >>> {rank: len(devices) for rank, devices in step.meta.represents.items()}
     {0: 64, 64: 64}
     """
-    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence or 0, dtype, software)
+    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence or 0, dtype, software, imbalance)
     plan = case.plan
-    step, program = _lay_out(case, parameters, imbalance=imbalance, collectives=collectives, policy=policy)
+    step, program = _lay_out(case, parameters, collectives=collectives, policy=policy)
     offloaded = step.offloaded
     width = plan.world_size // plan.pp
     meta = Meta(
@@ -88,7 +88,6 @@ def _lay_out(
     case: Case,
     parameters: Parameters | None = None,
     *,
-    imbalance: float = 1.0,
     collectives: pd.DataFrame | None = None,
     policy: Policy | None = None,
 ) -> tuple[StepBuilder, Program]:
@@ -100,22 +99,22 @@ def _lay_out(
         offloaded, _ = best_offload(case, parameters or shipped(), policy)
     plan = case.plan
     sizes = dict.fromkeys((plan.micro_batch, plan.last_micro_batch(case.global_batch)))
-    batches = [_micro_batch(case, samples, parameters, imbalance) for samples in sizes]
+    batches = [_micro_batch(case, samples, parameters) for samples in sizes]
     measured = None if collectives is None else MeasuredCollectives(collectives)
     step = StepBuilder(case, batches[0], batches[-1], measured, offloaded)
     return step, step.build(plan.micro_batches(case.global_batch))
 
 
-def _micro_batch(case: Case, samples: int, parameters: Parameters | None, imbalance: float) -> MicroBatch:
+def _micro_batch(case: Case, samples: int, parameters: Parameters | None) -> MicroBatch:
     """Blocks of a micro-batch of so many samples per device, their prices and the message between stages.
 
     Recommendation models are priced by the data sheet where no parameters are given.
     """
     case = replace(case, plan=replace(case.plan, micro_batch=samples))
-    chunks = chunk_blocks(case, imbalance)
+    chunks = chunk_blocks(case)
     if isinstance(case.model, DLRM):
         return MicroBatch(chunks, Prices(Steps.of_machine(case), parameters or Parameters()), 0.0)
-    steps = Steps.of(case, imbalance)
+    steps = Steps.of(case)
     sent_bytes = steps.work.moved_bytes / case.plan.tp  # each tp rank sends its part [arXiv 2104.04473]
     return MicroBatch(chunks, Prices(steps, parameters or shipped()), float(sent_bytes))
 

@@ -87,8 +87,9 @@ def test_more_work_never_takes_less_time(drawn, factor):
     ratio = seconds(steps, sequence=factor * steps.work.sequence) / times["step_s"]
     assert_never(ratio < 1 - 1e-9, cases, ratio)
     larger, batch = factor * steps.work.plan.micro_batch, factor * steps.global_batch
-    ratio = seconds(steps, micro_batch=larger, global_batch=batch) / times["step_s"]
-    assert_never(ratio < 1 - 1e-9, cases, ratio)
+    for more in ({"micro_batch": larger, "global_batch": batch}, {"imbalance": np.full(len(cases), factor)}):
+        ratio = seconds(steps, **more) / times["step_s"]
+        assert_never(ratio < 1 - 1e-9, cases, ratio)
 
 
 def test_who_recomputes_more_takes_longer(drawn):

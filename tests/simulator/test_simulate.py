@@ -14,7 +14,7 @@ from madmax_lib.kinds import collective_names
 from madmax_lib.plans import owned
 from madmax_lib.simulator.layers.ops import Block, gemm, precision
 from madmax_lib.simulator.rates.collectives import all_gather_s, all_to_all_s
-from madmax_lib.simulator.rates.compute import optimizer_s
+from madmax_lib.simulator.rates.compute import optimizer_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.schedule.engine import run
 from madmax_lib.simulator.schedule.layout import MicroBatch, StepBuilder
@@ -157,7 +157,7 @@ def test_hsdp_shards_experts_inside_the_shard(shard, expected):
     assert of_experts == pytest.approx({key: 2 * OF_EXPERTS / 4 * share for key, share in expected.items()})
     assert sent["all_reduce", "replicate"] == pytest.approx(2 * dense / shard)
     adam_s = timeline.spans.query("name == 'adam'")["dur_ns"].max() / 1e9
-    expected_s = optimizer_s(owned(dense, OF_EXPERTS / 4, shard, 4), NODE.device, Parameters())
+    expected_s = optimizer_bytes(owned(dense, OF_EXPERTS / 4, shard, 4)) / NODE.device.memory_bandwidth_bytes_per_s
     assert adam_s == pytest.approx(float(expected_s), abs=1e-9)
 
 
@@ -288,7 +288,7 @@ def test_dlrm_step_has_its_exchanges_and_hides_bottom_layers():
         ({"plan": mm.Plan(pp=2, dp=4, interleave=2, schedule="gpipe")}, "interleave=2 needs schedule='1f1b'"),
         ({"plan": mm.Plan(pp=2, dp=4, first_layers=4)}, "do not leave 4 layers for pp x interleave = 2 x 1"),
         ({"imbalance": 0.5, "model": replace(TINY, experts=2, active_experts=1)}, "imbalance=0.5 must be at least 1"),
-        ({"imbalance": "x", "model": replace(TINY, experts=2, active_experts=1)}, "imbalance=x must be at least 1"),
+        ({"imbalance": "x", "model": replace(TINY, experts=2, active_experts=1)}, "imbalance='x' must be at least 1"),
         ({"global_batch": "8"}, "global_batch='8' must be a number of samples"),
         ({"sequence": "x"}, "sequence='x' must be a number of tokens"),
         ({"global_batch": 12}, "global_batch=12 is not a multiple of dp x micro_batch = 8 x 1"),

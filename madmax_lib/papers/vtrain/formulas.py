@@ -1,6 +1,6 @@
 """How far are operator times from first principles from those that vTrain profiles?
 
-Formulas of the workbench's own simulator (`simulator.rates.compute`) give the five constants of `vtrain.fit` for a
+Roofline formulas, attention's scores in memory as in Megatron until 2022, give the five constants of `vtrain.fit` for a
 GPT on a device; the order of the operators and their collectives stay vTrain's. Five numbers are fitted to the times
 of whole steps, so shapes that were left out can be predicted, and models that nobody has profiled.
 """
@@ -19,8 +19,7 @@ from madmax_lib.papers.vtrain.comm import Nccl, tensor_s
 from madmax_lib.papers.vtrain.config import RELEASED, TABLE, Config, Sizes, VTrainRules, parse_rules, shape_of
 from madmax_lib.papers.vtrain.fit import GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.graph import Operators
-from madmax_lib.simulator.rates.compute import gemm_s, longer_of, optimizer_s, unfused_attention_s
-from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator.rates.compute import SCORE_BYTES, misfit, optimizer_bytes
 from madmax_lib.specs import Device
 
 __all__ = ["Formulas", "cross_validate", "fit_formulas", "formula_operators", "operator_s", "step_s"]
@@ -55,22 +54,28 @@ def operator_s(shape: Sizes, heads, formulas: Formulas, machine: Device) -> np.n
     tokens = shape.micro_batch * shape.sequence
     weights, vocabulary = 12 * h * h / tp, shape.vocab // tp
     operands = 2 * (tokens * (6 * h + 10 * h / tp) + weights)
-    products = gemm_s(2 * tokens * weights, operands, rate, memory)
-    scores = unfused_attention_s(tokens, shape.sequence, heads / tp, h / heads, 0.4 * rate, memory, f.traffic / 2)
+    products = 2 * tokens * weights / rate + operands / memory
+    squares = tokens * shape.sequence / tp
+    scores = 4 * squares * h * misfit(h / heads) / (0.4 * rate) + f.traffic / 2 * SCORE_BYTES * squares * heads / memory
     pointwise = f.traffic * tokens * (12 * h + 20 * h / tp) / memory
-    layer = longer_of(3 * (products + scores + pointwise), f.floor_s)
+    layer = _longer_of(3 * (products + scores + pointwise), f.floor_s)
     flops = 6 * tokens * vocabulary * h * np.where(vocabulary % 8 > 0, f.unaligned, 1.0)
-    output = gemm_s(flops, _LOGIT_BYTES * tokens * vocabulary, rate, memory)
+    output = flops / rate + _LOGIT_BYTES * tokens * vocabulary / memory
     embedding = (f.traffic * 12 * tokens * h + 4 * vocabulary * h) / memory
-    ideal = Parameters()
     columns = np.broadcast_arrays(
         layer,
         embedding + f.floor_s / 6,
-        longer_of(output, f.floor_s * 2 / 3),
-        f.update_traffic * optimizer_s(weights, machine, ideal),
-        f.update_traffic * optimizer_s((vocabulary + shape.sequence) * h, machine, ideal),
+        _longer_of(output, f.floor_s * 2 / 3),
+        f.update_traffic * optimizer_bytes(weights) / memory,
+        f.update_traffic * optimizer_bytes((vocabulary + shape.sequence) * h) / memory,
     )
     return np.stack(columns, axis=-1)
+
+
+def _longer_of(first_s, second_s):
+    """Duration of two things that overlap, smooth where they are alike: their norm of order 6."""
+    longest, shortest = np.maximum(first_s, second_s), np.minimum(first_s, second_s)
+    return longest * (1 + (shortest / longest) ** 6) ** (1 / 6)
 
 
 def formula_operators(config: Config) -> Operators:

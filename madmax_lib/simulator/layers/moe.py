@@ -27,8 +27,6 @@ def _load_factor(capacity: Number, imbalance: Number) -> Number:
     >>> float(_load_factor(1.25, 1.5)), float(_load_factor(0.0, 1.5))
     (1.25, 1.5)
     """
-    if not (np.all(np.isreal(imbalance)) and np.all(np.asarray(imbalance, float) >= 1)):
-        raise ValueError(f"imbalance={imbalance} must be at least 1: the busiest device over the mean")
     return np.where(np.asarray(capacity) > 0, np.minimum(imbalance, capacity), imbalance)
 
 

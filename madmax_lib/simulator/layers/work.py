@@ -37,9 +37,9 @@ class Work:
     imbalance: Number = 1.0
 
     @classmethod
-    def of(cls, case: Case, imbalance: Number = 1.0) -> Work:
+    def of(cls, case: Case) -> Work:
         """Of a case: one model, and a plan or many."""
-        return cls(Shape.of(case.model), case.plan, case.sequence, precision(case.dtype), imbalance)
+        return cls(Shape.of(case.model), case.plan, case.sequence, precision(case.dtype), case.imbalance)
 
     @cached_property
     def tokens(self) -> Number:

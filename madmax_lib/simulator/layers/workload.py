@@ -22,14 +22,14 @@ from madmax_lib.specs import DLRM, Transformer
 __all__ = ["chunk_blocks", "ends_by_flops"]
 
 
-def chunk_blocks(case: Case, imbalance: float = 1.0) -> list[list[list[Block]]]:
-    """Blocks of each chunk of each stage. imbalance: tokens of the busiest expert device over the mean.
+def chunk_blocks(case: Case) -> list[list[list[Block]]]:
+    """Blocks of each chunk of each stage.
 
     Raises ValueError for layers that the stages cannot share, and for a DLRM with more than dp.
     """
     if isinstance(case.model, DLRM):
         return [[dlrm_blocks(case)]]
-    work, kinds = Work.of(case, imbalance), {}
+    work, kinds = Work.of(case), {}
 
     def blocks(layer: int) -> list[Block]:
         mixture = bool(case.model.experts) and layer >= case.model.dense_layers

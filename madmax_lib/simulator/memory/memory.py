@@ -72,6 +72,7 @@ def memory(
     global_batch: int | None = None,
     optimizer: str = "adam",
     software: str | Software | None = None,
+    imbalance: float | str = 1.0,
     fused_loss: bool = False,
     trainable: float = 1.0,
     stack: str | None = None,
@@ -80,9 +81,10 @@ def memory(
 
     model, plan: or their name and text. sequence: tokens per sample, the model's own if None. global_batch: samples per
     step, which limits the micro-batches a stage can hold; as many as the pipeline wants if None. software: that trains,
-    a name of `data/software.csv` or one of your own; `default_software` if None; `stack` is its old name. fused_loss:
-    cross entropy without fp32 logits. trainable: share of the parameters with gradients. phase: when the bytes are
-    there, see `peak_bytes`. Offload is not counted, all lies on the device: see `fits` for it.
+    a name of `data/software.csv` or one of your own; `default_software` if None; `stack` is its old name. imbalance: of
+    experts, as in `Case`. fused_loss: cross entropy without fp32 logits. trainable: share of the parameters with
+    gradients. phase: when the bytes are there, see `peak_bytes`. Offload is not counted, all lies on the device: see
+    `fits` for it.
     Raises ValueError for unknown optimizer, software or dtype, impossible sizes, gpipe without global_batch, DLRM with
     tp or pp.
 
@@ -95,7 +97,7 @@ def memory(
         raise ValueError(f"global_batch={global_batch} must be at least 1")
     if not 0 <= trainable <= 1:
         raise ValueError(f"trainable={trainable} must be a share of the parameters, 0..1")
-    case = Case(model, None, Plan.parse(plan), global_batch, sequence or 0, dtype, software or stack)
+    case = Case(model, None, Plan.parse(plan), global_batch, sequence or 0, dtype, software or stack, imbalance)
     model, plan = case.model, case.plan
     if isinstance(model, DLRM):
         stages, parts = np.zeros(1, dtype=int), _dlrm_bytes(case, optimizer=optimizer, trainable=trainable)

@@ -121,24 +121,26 @@ def fits(
     sequence: int | None = None,
     dtype: str = "bf16",
     software: str | Software | None = None,
+    imbalance: float | str = 1.0,
     policy: Policy | None = None,
 ) -> FitsResult:
     """Whether a step of a model under a plan fits a cluster, with the place of every component.
 
     model, cluster, plan: or their names and its text. sequence: tokens per sample, the model's own if None. software:
-    whose habits, as in `memory`; under offload always DeepSpeed's. policy: how states leave the device; if it names no
-    share, the least one that the device needs.
+    whose habits, as in `memory`; under offload always DeepSpeed's. imbalance: of experts, as in `Case`. policy: how
+    states leave the device; if it names no share, the least one that the device needs.
     Raises ValueError for a plan that cannot be laid over model and cluster, or an offload to what the cluster lacks.
 
     >>> [fits("llama2-7b", "dgx-a100", plan, global_batch=8).fits for plan in ("dp8", "dp8.z3")]
     [False, True]
     """
-    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence or 0, dtype, software)
+    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence or 0, dtype, software, imbalance)
     model, cluster, plan = case.model, case.cluster, case.plan
     enforce(rules_of(case), plan, case)
     policy, share, room = policy or Policy(), float("nan"), room_bytes(cluster, plan)
     if plan.offload is None:
-        parts = memory(model, plan, sequence=sequence, dtype=dtype, global_batch=global_batch, software=software)
+        run = {"sequence": sequence, "dtype": dtype, "global_batch": global_batch, "imbalance": imbalance}
+        parts = memory(model, plan, **run, software=software)
         parts = parts.groupby("component", sort=False)["size_bytes"]
         sizes = {(name, "device"): size.to_numpy() for name, size in parts}
     else:

@@ -127,10 +127,10 @@ class Steps:
     global_batch: Number
 
     @classmethod
-    def of(cls, case: Case, imbalance: Number = 1.0) -> Steps:
+    def of(cls, case: Case) -> Steps:
         """Of one case, with one plan or the columns of many."""
         machine, habits = (_coded(row) for row in (_machine(case), _habits(case)))
-        return cls(Work.of(case, imbalance), Machine(**machine), Habits(**habits), case.global_batch)
+        return cls(Work.of(case), Machine(**machine), Habits(**habits), case.global_batch)
 
     @classmethod
     def of_machine(cls, case: Case) -> Steps:
@@ -147,8 +147,8 @@ class Steps:
         plans = Plans(**{f.name: np.array([getattr(case.plan, f.name) for case in cases]) for f in fields(Plans)})
         widths = [precision(case.dtype) for case in cases]
         width = Precision("", *(np.array([getattr(w, name) for w in widths]) for name in _WIDTHS))
-        sequence, batch = (np.array([getattr(case, name) for case in cases]) for name in ("sequence", "global_batch"))
-        work = Work(Shape.stack([case.model for case in cases]), plans, sequence, width)
+        sequence, batch, imbalance = (np.array([getattr(case, name) for case in cases]) for name in _NUMBERS)
+        work = Work(Shape.stack([case.model for case in cases]), plans, sequence, width, imbalance)
         machine, habits = (_stacked([read(case) for case in cases]) for read in (_machine, _habits))
         return cls(work, Machine(**machine), Habits(**habits), batch)
 
@@ -163,6 +163,7 @@ class Steps:
 
 
 _NOTHING = Transformer("nothing", layers=1, hidden=1, heads=1, ffn=0)
+_NUMBERS = ("sequence", "global_batch", "imbalance")
 _WIDTHS = ("operand_bytes", "storage_bytes")
 
 
