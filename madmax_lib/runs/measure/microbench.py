@@ -47,6 +47,8 @@ _GEMMS = {
 }
 _MLP = (8192, 1280, 5120)  # GPT-2 Large with 8 x 1,024 tokens
 _MESSAGE_BYTES = tuple(4**power for power in range(6, 15))  # 4 KiB to 256 MiB
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # as before torch 2.13
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _FLUSH_BYTES = {"cuda": 256 * 2**20, "cpu": 64 * 2**20}  # larger than the L2 of an H200 (50 MB), the L3 of a CPU core
 
 
@@ -166,8 +168,8 @@ def collective_table(device: str | None = None, *, sizes: Sequence[int] = _MESSA
         ring_bytes = (ranks - 1) / ranks * count * 4
         runs = {
             "all_reduce": (2 * ring_bytes, partial(dist.all_reduce, whole)),
-            "all_gather": (ring_bytes, partial(dist.all_gather_single, whole, part)),
-            "reduce_scatter": (ring_bytes, partial(dist.reduce_scatter_single, part, whole)),
+            "all_gather": (ring_bytes, partial(_all_gather, whole, part)),
+            "reduce_scatter": (ring_bytes, partial(_reduce_scatter, part, whole)),
             "all_to_all": (ring_bytes, partial(dist.all_to_all_single, torch.empty_like(whole), whole)),
         }
         for kind, (wire_bytes, run) in runs.items():

@@ -70,6 +70,7 @@ class Pipeline:
         stages = []
         for chunk, (module, network) in enumerate(zip(modules, networks, strict=True)):
             inputs, outputs = _shapes(network, plan, settings.sequence, dtype, device)
+            module.register_forward_hook(lambda *call: call[-1].contiguous())  # torch 2.11 compares strides too
             number, count = chunk * plan.pp + rank, plan.pp * plan.interleave
             stage = _TimedStage(module, number, count, device, input_args=inputs, output_args=outputs, group=group)
             stage.phases, stage.autocast = phases, autocast
@@ -88,7 +89,7 @@ class Pipeline:
         """
         self._scale, self._right = scale, []
         sums: list[Tensor] = []
-        args = (inputs,) if self.first else ()
+        args = (inputs.contiguous(),) if self.first else ()
         ends = {"target": targets, "losses": sums} if self.last else {}
         if train:
             self.schedule.step(*args, return_outputs=False, **ends)
