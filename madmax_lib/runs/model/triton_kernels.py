@@ -1,7 +1,8 @@
 """Bias + GELU as one Triton kernel forward and one backward: every tensor is read and written once.
 
 A program handles a tile of rows x columns, so neighbouring threads load neighbouring elements (vector loads) and the
-bias is read once per tile. Sums run in fp32. tanh(u) = 2 sigmoid(2u) - 1, because Triton's core has no tanh.
+bias is read once per tile. Sums run in fp32. tanh(u) = 2 sigmoid(2u) - 1, because Triton's core has no tanh. Tensors
+stand before constants: the interpreter of Triton 3.7 and later cannot multiply a constant by a tensor.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _forward(x_ptr, bias_ptr, y_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS:
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
     u = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
-    gate = tl.sigmoid(2 * _SCALE * (u + _CUBIC * u * u * u))  # (1 + tanh) / 2
+    gate = tl.sigmoid((u + u * u * u * _CUBIC) * (2 * _SCALE))  # (1 + tanh) / 2
     tl.store(y_ptr + offsets, (u * gate).to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -82,8 +83,8 @@ def _backward(
         inside = (row[:, None] < rows) & (column[None, :] < columns)
         u = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
         dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.sigmoid(2 * _SCALE * (u + _CUBIC * u * u * u))
-        slope = gate + u * gate * (1 - gate) * 2 * _SCALE * (1 + 3 * _CUBIC * u * u)
+        gate = tl.sigmoid((u + u * u * u * _CUBIC) * (2 * _SCALE))
+        slope = gate + u * gate * (1 - gate) * (1 + u * u * (3 * _CUBIC)) * (2 * _SCALE)
         dx = dy * slope
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         total += tl.sum(dx, axis=0)
