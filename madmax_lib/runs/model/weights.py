@@ -27,21 +27,26 @@ _GPT2 = {
     "feed_forward.up": "mlp.c_fc", "feed_forward.down": "mlp.c_proj",
 }  # fmt: skip
 _QWEN2 = {
-    "embedding.tokens.weight": "model.embed_tokens.weight", "norm": "model.norm", "head": "lm_head",
+    "embedding.tokens.weight": "embed_tokens.weight", "norm": "norm", "head": "lm_head",
     "attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm",
     "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj",
     "attention.projection": "self_attn.o_proj", "feed_forward.gate": "mlp.gate_proj", "feed_forward.up": "mlp.up_proj",
     "feed_forward.down": "mlp.down_proj",
 }  # fmt: skip
 _VIT = {
-    "embedding.first": "vit.embeddings.cls_token", "embedding.positions": "vit.embeddings.position_embeddings",
-    "embedding.patches": "vit.embeddings.patch_embeddings.projection", "norm": "vit.layernorm", "head": "classifier",
+    "embedding.first": "embeddings.cls_token", "embedding.positions": "embeddings.position_embeddings",
+    "embedding.patches": "embeddings.patch_embeddings.projection", "norm": "layernorm", "head": "classifier",
     "attention_norm": "layernorm_before", "feed_forward_norm": "layernorm_after",
     "attention.query": "attention.attention.query", "attention.key": "attention.attention.key",
     "attention.value": "attention.attention.value", "attention.projection": "attention.output.dense",
     "feed_forward.up": "intermediate.dense", "feed_forward.down": "output.dense",
 }  # fmt: skip
-_FAMILIES = {"gpt2": ("h.{}.", _GPT2), "qwen2": ("model.layers.{}.", _QWEN2), "vit": ("vit.encoder.layer.{}.", _VIT)}
+# prefix of a model saved with its head around it, name of a layer, names in it
+_FAMILIES = {
+    "gpt2": ("transformer.", "h.{}.", _GPT2),
+    "qwen2": ("model.", "layers.{}.", _QWEN2),
+    "vit": ("vit.", "encoder.layer.{}.", _VIT),
+}
 _THIRD = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
 
 
@@ -71,12 +76,14 @@ class Weights:
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{self.folder}: no .safetensors file with weights of {spec.name}")
-        self._entries = {name: entry for file in files for name, entry in _header(file).items()}
+        prefix = _FAMILIES[self.family][0]
+        self._entries = {name.removeprefix(prefix): entry for file in files for name, entry in _header(file).items()}
 
     def fill(self, module: nn.Module, prefix: str) -> None:
         """Overwrite the parameters of a module named `prefix` in the whole model.
 
-        A classifier of another number of classes is left as it is. Raises ValueError for a missing or misshapen tensor.
+        A classifier that is missing or has another number of classes is left as it is, as for a new task. Raises
+        ValueError for any other missing or misshapen tensor.
         """
         for name, parameter in module.named_parameters():
             full = f"{prefix}.{name}"
@@ -88,14 +95,14 @@ class Weights:
     def _read(self, name: str, parameter: Tensor) -> Tensor | None:
         layer, own = name.split(".", 2)[1:] if name.startswith("layers.") else ("", name)
         part, _, kind = own.rpartition(".")
-        pattern, names = _FAMILIES[self.family]
+        _, pattern, names = _FAMILIES[self.family]
         theirs = names.get(own) or f"{names.get(part, part)}.{kind}"
         theirs = (pattern.format(layer) if layer else "") + theirs
-        if self.family == "gpt2" and theirs not in self._entries:
-            theirs = f"transformer.{theirs}"  # as saved with the head around it
-        if own == "head.weight" and self.spec.tied and theirs not in self._entries:
-            return self._read("embedding.tokens.weight", parameter)
         if theirs not in self._entries:
+            if part == "head" and self.spec.image:
+                return None
+            if own == "head.weight" and self.spec.tied:
+                return self._read("embedding.tokens.weight", parameter)
             raise ValueError(f"{self.folder}: {theirs} is missing")
         tensor = self._entries[theirs].read()
         if self.family == "gpt2" and tensor.ndim == 2 and layer:
