@@ -6,6 +6,7 @@ steps.csv has one row per step, appended as the run goes on; an empty value is o
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -95,10 +96,17 @@ class Run:
 
 
 def read_run(directory: str | Path) -> Run:
-    """A run directory, complete or not. Raises FileNotFoundError without a spec.json, ValueError for bad content."""
+    """A run directory, complete or not; warns of an MFU above 1, which only a peak that is too low can give.
+
+    Raises FileNotFoundError without a spec.json, ValueError for bad content.
+    """
     directory = Path(directory)
     spec, resolved = read_spec(directory)
     env, summary = (read_json(directory / f"{name}.json") for name in ("env", "summary"))
+    if (mfu := summary.get("mfu") or 0.0) > 1:
+        warnings.warn(
+            f"{directory}: MFU {mfu:.0%} against a peak that is too low, {env.get('peak_source')}", stacklevel=2
+        )
     return Run(directory, spec, resolved, env, read_steps(directory), summary)
 
 

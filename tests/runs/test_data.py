@@ -212,5 +212,17 @@ def test_what_a_dataset_of_the_hub_is_trained_on(hugging_face):
 
 
 def test_a_dataset_that_is_not_in_the_cache_is_replaced(hugging_face):
-    with pytest.warns(DataWarning, match=r"in place of c4: c4 is not on .* downloaded \(Couldn't reach allenai/c4\)$"):
+    reason = r"c4 is not on this machine and may not be downloaded \(ConnectionError: Couldn't reach allenai/c4\)$"
+    with pytest.warns(DataWarning, match=f"in place of c4: {reason}"):
         assert get_data("c4").name == "arithmetic"
+
+
+def test_a_dataset_that_is_here_and_broken_is_said_to_be(hugging_face, monkeypatch):
+    """Not that it is missing: a download would not help."""
+
+    def broken(*_, **__):
+        raise TypeError("Feature type 'List' not found")
+
+    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", broken)
+    with pytest.warns(DataWarning, match=r"food-101 could not be read \(TypeError: Feature type 'List' not found\)$"):
+        assert get_data("food-101").name == "synthetic-images"

@@ -6,7 +6,7 @@ import pytest
 
 from madmax_lib.datasets import PROJECT
 from madmax_lib.runs.launch import prepare
-from madmax_lib.runs.read import COLUMNS, read_run, read_runs, read_steps, runs_table
+from madmax_lib.runs.read import COLUMNS, read_run, read_runs, read_steps, runs_table, write_json
 from madmax_lib.runs.spec import RunSpec
 from madmax_lib.runs.summary import write_summary
 
@@ -50,6 +50,15 @@ def test_a_run_that_never_made_a_step_has_a_summary(tmp_path):
     write_summary(tmp_path, "failed", "reason")
     run = read_run(tmp_path)
     assert run.summary["status"] == "failed" and run.summary["samples_per_s"] is None and not len(run.steps)
+
+
+@pytest.mark.parametrize(("mfu", "warned"), [(2.22, 1), (1.0, 0), (None, 0)])
+def test_an_mfu_above_1_is_not_read_without_a_word(tmp_path, recwarn, mfu, warned):
+    prepare(RunSpec(device="cpu"), tmp_path)
+    write_json(tmp_path / "env.json", {"peak_source": "measured: best 512 x 512 matrix product in fp16"})
+    write_json(tmp_path / "summary.json", {"mfu": mfu})
+    assert read_run(tmp_path).summary["mfu"] == mfu and len(recwarn) == warned
+    assert not warned or "MFU 222% against a peak that is too low, measured: best 512" in str(recwarn[0].message)
 
 
 def test_one_row_per_run_by_dimensions():

@@ -115,8 +115,10 @@ def _pixels(picture, image: int) -> np.ndarray:
 
 
 def _missing(name: str, allow_download: bool, error: Exception) -> FileNotFoundError:
-    what = "could not be read" if allow_download else "is not on this machine and may not be downloaded"
-    return FileNotFoundError(f"{name} {what} ({(str(error).strip().splitlines() or [type(error).__name__])[0]})")
+    absent = isinstance(error, (ConnectionError, FileNotFoundError)) and not allow_download
+    what = "is not on this machine and may not be downloaded" if absent else "could not be read"
+    reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+    return FileNotFoundError(f"{name} {what} ({type(error).__name__}: {reason})")
 
 
 @contextmanager
