@@ -16,9 +16,7 @@ TOKENS = torch.arange(24).reshape(2, 12) * 11 % 260
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(
-    "name", ["vit-huge", "vit-base", "gpt2-large", "qwen2.5-3b", "vit-tiny", "gpt-tiny", "moe-tiny"]
-)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_parameters_are_the_catalogs(name):
     spec = models.spec(name)
     assert sum(p.numel() for p in Network(spec).parameters()) == spec.parameters

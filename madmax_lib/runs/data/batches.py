@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from madmax_lib.runs.data import hub
-from madmax_lib.runs.data.synthetic import SyntheticImages, arithmetic_problem, digits
+from madmax_lib.runs.data.synthetic import SyntheticImages, arithmetic_problem
 from madmax_lib.runs.data.text import cached_tokens, chat, example, tokenizer, windows
 
 __all__ = ["NAMES", "Data", "DataWarning", "canonical", "default_name", "get_data", "kind_of"]
@@ -26,7 +26,7 @@ _GENERATED = 50_000  # samples of a generated dataset, as many as CIFAR-100 has
 _VALIDATION = 2_000
 _MOST = 50_000  # samples of a real text that are tokenized
 _PROBLEM_BYTES = 96  # of an arithmetic problem in the chat format, at most
-_IMAGES = ("synthetic-images", "digits", *(name for name, source in hub.SOURCES.items() if source.classes))
+_IMAGES = ("synthetic-images", *(name for name, source in hub.SOURCES.items() if source.classes))
 NAMES = (*_IMAGES, "arithmetic", *(name for name, source in hub.SOURCES.items() if not source.classes))
 
 Read = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -121,8 +121,6 @@ def get_data(
     if name == default_name(kind):
         return generated(by)
     try:
-        if name == "digits":
-            return _split_images(*digits(image))
         if kind == "images":
             return _real_images(name, allow_download, image)
         return _real_text(name, allow_download, sequence, by)
@@ -146,13 +144,6 @@ def _problems(tokens, sequence: int, seed: int, indices: np.ndarray) -> tuple[np
         problems = [arithmetic_problem(many * index + part, seed) for part in range(many)]
         rows.append(example([tokens.chat(*problem) for problem in problems], sequence, tokens.pad))
     return tuple(np.stack(part) for part in zip(*rows, strict=True))
-
-
-def _split_images(images: np.ndarray, labels: np.ndarray) -> Data:
-    """Digits: every tenth sample is for validation."""
-    held_out = np.arange(len(labels)) % 10 == 9
-    parts = {"train": (images[~held_out], labels[~held_out]), "validation": (images[held_out], labels[held_out])}
-    return _in_memory("digits", "images", parts, classes=int(labels.max()) + 1)
 
 
 def _real_images(name: str, allow_download: bool, image: int) -> Data:

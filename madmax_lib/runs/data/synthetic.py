@@ -1,14 +1,13 @@
 """What can a model learn where no dataset is at hand? Images with a pattern per class, and arithmetic word problems.
 
-Both are generated: sample i is always the same for a seed, so that every rank draws the same batch and a loss curve can
-be tested. scikit-learn's handwritten digits (1,797 real images of 8x8 pixels) come upscaled to the model's size.
+Both are generated: sample i is always the same for a seed, whoever draws it, so that a loss curve can be tested.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["SyntheticImages", "arithmetic_problem", "digits"]
+__all__ = ["SyntheticImages", "arithmetic_problem"]
 
 _WAVES = 3  # cosines per class and colour: low frequencies, which patches of any size can see
 _NOISE = 0.6  # standard deviation, beside patterns of about 1
@@ -57,21 +56,3 @@ def arithmetic_problem(index: int, seed: int) -> tuple[str, str]:
         return f"{name} has {a} {thing} and gives {b} away. How many {thing}?", f"{a} - {b} = {a - b}"
     b = b % 10 + 2
     return f"{name} has {b} boxes of {a} {thing}. How many {thing}?", f"{b} * {a} = {b * a}"
-
-
-def digits(image: int) -> tuple[np.ndarray, np.ndarray]:
-    """scikit-learn's digits as images (1797, 3, image, image) float32 in -1..1 and labels (1797,) int64.
-
-    Raises ModuleNotFoundError without scikit-learn.
-    """
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    grey = _upscale(data.images.astype(np.float32) / 8 - 1, image)
-    return np.repeat(grey[:, None], 3, axis=1), data.target.astype(np.int64)
-
-
-def _upscale(images: np.ndarray, size: int) -> np.ndarray:
-    """Images (n, h, w) resized to (n, size, size), each pixel the nearest of the original."""
-    rows, columns = (np.arange(size) * side // size for side in images.shape[1:])
-    return images[:, rows[:, None], columns[None, :]]
