@@ -5,8 +5,6 @@ import math
 
 import pytest
 
-pytest.importorskip("torch")
-
 from madmax_lib.plan import Plan
 from madmax_lib.runs.parallel import deepspeed
 from madmax_lib.runs.settings import Settings

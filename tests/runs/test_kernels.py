@@ -7,10 +7,9 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from madmax_lib.runs.model.kernels import bias_gelu, moved_bytes, unavailable  # noqa: E402
+from madmax_lib.runs.model.kernels import bias_gelu, moved_bytes, unavailable
 
 NO_TRITON = importlib.util.find_spec("triton") is None
 INTERPRET = """

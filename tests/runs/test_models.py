@@ -3,14 +3,13 @@
 import math
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-torch = pytest.importorskip("torch")
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-from madmax_lib import catalog  # noqa: E402
-from madmax_lib.runs.model import lora, losses, models  # noqa: E402
-from madmax_lib.runs.model.layers import _rotate  # noqa: E402
-from madmax_lib.runs.model.network import Network  # noqa: E402
+from madmax_lib import catalog
+from madmax_lib.runs.model import lora, losses, models
+from madmax_lib.runs.model.layers import _rotate
+from madmax_lib.runs.model.network import Network
 
 TOKENS = torch.arange(24).reshape(2, 12) * 11 % 260
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))

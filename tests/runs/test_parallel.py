@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from oracles.op_table import ops
-
-pytest.importorskip("torch")
 import torch.distributed as dist
+from oracles.op_table import ops
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from madmax_lib.plan import Plan

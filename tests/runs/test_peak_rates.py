@@ -2,11 +2,9 @@
 
 import os
 
-import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from madmax_lib.runs.measure import peak_rates  # noqa: E402
+from madmax_lib.runs.measure import peak_rates
 
 
 def test_the_peak_of_a_known_device_is_the_data_sheets(monkeypatch):

@@ -4,10 +4,9 @@ import json
 import struct
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from madmax_lib.runs.model import models  # noqa: E402
+from madmax_lib.runs.model import models
 
 # shapes of a layer's tensors, {} its number; hidden 8, ffn 16
 GPT2 = {
