@@ -3,7 +3,7 @@ import pytest
 
 from madmax_lib.__main__ import main
 from madmax_lib.view.notebooks import doctor
-from madmax_lib.view.notebooks.doctor import _devices, _missing, _Needs, _needs
+from madmax_lib.view.notebooks.doctor import _devices, _verdict
 from madmax_lib.view.notebooks.runner import notebooks
 
 
@@ -15,30 +15,39 @@ def notebook(path, *cells):
 
 
 @pytest.mark.parametrize(
-    ("cells", "expected"),
+    ("cells", "lacking"),
     [
-        (["import madmax_lib as mm"], _Needs()),
-        (["from madmax_lib.runs.launch import sweep"], _Needs(["torch"])),
-        (["from madmax_lib.traces import hta"], _Needs(["holistictraceanalysis"])),
-        (["from madmax_lib import traces as t", "t.hta.overlap(x)"], _Needs(["holistictraceanalysis"])),
-        (["from madmax_lib import traces", "traces.idle(x)"], _Needs()),
-        (["import madmax_lib as mm", "mm.launch(spec, folder)"], _Needs(["torch"])),
-        (["from madmax_lib import calibration, runs"], _Needs(["scipy", "torch"])),
-        (['t = mm.dataset("vit-ddp")', 'd = optional_dataset("x", "optional/y")'], _Needs([], ["vit-ddp", "x"])),
-        (["%matplotlib inline\n!ls\nx = mm.dataset(name)"], _Needs()),
-        (["md On GPUs run this notebook with `quick=False`."], _Needs(gpu=True)),
+        (["import madmax_lib as mm"], ""),
+        (["from madmax_lib.runs.launch import sweep"], "torch"),
+        (["from madmax_lib.traces import hta"], "holistictraceanalysis"),
+        (["from madmax_lib import traces as t", "t.hta.overlap(x)"], "holistictraceanalysis"),
+        (["from madmax_lib import traces", "traces.idle(x)"], ""),
+        (["import madmax_lib as mm", "mm.launch(spec, folder)"], "torch"),
+        (["from madmax_lib import calibration, runs"], "scipy, torch"),
+        (["md See calibration, runs and hta."], ""),
     ],
 )
-def test_needs_are_read_from_the_cells(tmp_path, cells, expected):
-    assert _needs(notebook(tmp_path / "a.ipynb", *cells)) == expected
+def test_packages_are_read_from_the_cells(monkeypatch, tmp_path, cells, lacking):
+    path = notebook(tmp_path / "a.ipynb", *cells)
+    assert _verdict(path, gpu=False) == "full size"
+    monkeypatch.setattr(doctor, "version", lambda name: None)
+    verdict = f"does not run: package {lacking} missing" if lacking else "full size"
+    assert _verdict(path, gpu=False) == verdict
 
 
-def test_what_is_missing_is_named(monkeypatch):
-    wanted = _Needs(["torch", "no-such-package"], ["vit-ddp", "no/such/file"], gpu=True)
-    monkeypatch.setattr(doctor, "version", lambda name: None if name.startswith("no") else "1")
-    assert _missing(wanted, gpu=False) == ["package no-such-package", "input no/such/file", "a GPU"]
-    assert _missing(wanted, gpu=True) == ["package no-such-package", "input no/such/file"]
-    assert _missing(_Needs(["torch"], ["vit-ddp"]), gpu=False) == []
+@pytest.mark.parametrize(
+    ("cells", "missing"),
+    [
+        (['t = mm.dataset("vit-ddp")', 'd = optional_dataset("x", "optional/y")'], ["input x"]),
+        (["%matplotlib inline\n!ls\nx = mm.dataset(name)"], []),
+        (["md On GPUs run this notebook with `quick=False`.", 'mm.dataset("x")'], ["input x", "a GPU"]),
+    ],
+)
+def test_what_the_full_size_lacks_is_named(tmp_path, cells, missing):
+    path = notebook(tmp_path / "a.ipynb", *cells)
+    for gpu, absent in ((False, missing), (True, [text for text in missing if text != "a GPU"])):
+        verdict = f"quick only, for the full size: {', '.join(absent)}" if absent else "full size"
+        assert _verdict(path, gpu=gpu) == verdict
 
 
 def test_gpus_are_those_of_nvidia_smi(monkeypatch, tmp_path):
