@@ -1,4 +1,4 @@
-"""Which six shapes are pictures made of? Bars, ours and theirs, lines, areas, blocks of time, grids.
+"""Which five shapes are pictures made of? Bars, lines, areas, blocks of time, grids.
 
 Each draws on given Axes; rows count from the top.
 """
@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from madmax_lib.intervals import pack, union
 from madmax_lib.units import NS_PER_S
 from madmax_lib.view.drawing.axes import finish, new_axes, note
-from madmax_lib.view.drawing.style import DARK, Fill, fill_of, ink_on
+from madmax_lib.view.drawing.style import Fill, fill_of, ink_on
 
-__all__ = ["areas", "bar_chart", "bars", "blocks", "grid", "lanes", "lines", "ours_and_theirs"]
+__all__ = ["areas", "bar_chart", "bars", "blocks", "grid", "lanes", "lines"]
 __all__ += ["rank_labels", "row_label", "thinned"]
 
 _FEW_CELLS = 12  # rows of a grid up to which there is room for lines between them
@@ -116,34 +116,6 @@ def _draw_error(ax: Axes, rows, middle, error, *, upright: bool) -> np.ndarray:
     spread = {"yerr" if upright else "xerr": [middle - low, high - middle]}
     ax.errorbar(x, y, **spread, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
     return np.fmax(middle, high)
-
-
-def ours_and_theirs(
-    ax: Axes,
-    table: pd.DataFrame,
-    theirs: str,
-    ours: str,
-    *,
-    styles: Mapping[str, tuple[str, str]],
-    by: str,
-    within: tuple[float, str] | None = None,
-    room: float = 1.3,
-) -> None:
-    """Points of ours over theirs in equal logarithmic axes, with the line where both agree.
-
-    styles: colour and mark of each value of the column `by`. within: a relative error to shade, and its label.
-    room: factor that the axes reach beyond the points.
-    """
-    for value, (color, mark) in styles.items():
-        part = table[table[by] == value]
-        if len(part):
-            ax.plot(part[theirs], part[ours], mark, ms=4, mfc="none", mew=0.8, color=color, label=str(value))
-    ends = np.array([table[theirs].min() / room, table[theirs].max() * room]) if len(table) else np.array([0.1, 10])
-    ax.plot(ends, ends, color=DARK, lw=0.8, zorder=0)
-    if within:
-        error, label = within
-        ax.fill_between(ends, ends * (1 - error), ends * (1 + error), color="#e8e8e8", zorder=0, label=label)
-    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
 
 
 def lines(

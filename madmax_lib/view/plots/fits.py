@@ -64,11 +64,17 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     shown = shown.assign(kind=np.where(shown["kind"] == "mixture", "mixtures of experts", "dense models"))
     ax = ax or draw.new_axes(height=5.0, width=5.6)
     styles = {"dense models": (draw.COLORS["compute"], "o"), "mixtures of experts": (draw.COLORS["comm"], "s")}
-    if "low_s" in shown:
-        colors = [styles[kind][0] for kind in shown["kind"]]
-        ax.vlines(shown["measured_s"].astype(float), shown["low_s"], shown["high_s"], color=colors, lw=0.6, alpha=0.5)
-    within = (_WITHIN / 100, f"within {_WITHIN} %")
-    draw.ours_and_theirs(ax, shown, "measured_s", "predicted_s", by="kind", styles=styles, within=within, room=1.5)
+    for kind, (color, mark) in styles.items():
+        part = shown[shown["kind"] == kind]
+        measured_s = part["measured_s"].astype(float)
+        if "low_s" in part:
+            ax.vlines(measured_s, part["low_s"], part["high_s"], color=color, lw=0.6, alpha=0.5)
+        if len(part):
+            ax.plot(measured_s, part["predicted_s"], mark, ms=4, mfc="none", mew=0.8, color=color, label=kind)
+    ends = np.array([shown["measured_s"].min() / 1.5, shown["measured_s"].max() * 1.5]) if len(shown) else [0.1, 10]
+    ax.plot(ends, ends, color=draw.DARK, lw=0.8, zorder=0)
+    shade = {"color": "#e8e8e8", "zorder": 0, "label": f"within {_WITHIN} %"}
+    ax.fill_between(ends, np.multiply(ends, 1 - _WITHIN / 100), np.multiply(ends, 1 + _WITHIN / 100), **shade)
     draw.legend(ax, where="upper left")
     error = (shown["predicted_s"] / shown["measured_s"] - 1).abs()
     close = (error <= _WITHIN / 100).sum() / max(len(shown), 1)
@@ -76,7 +82,7 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     columns = ["source", "model", "gpu", "n_gpus", "measured_s", "predicted_s", "low_s", "high_s"]
     data = shown[[column for column in columns if column in shown]]
     labels = {"x": "measured [s per step]", "y": "simulated, not seen by the fit [s per step]"}
-    return draw.finish(ax, data, title, origin=table, **labels)
+    return draw.finish(ax, data, title, origin=table, xscale="log", yscale="log", xlim=ends, ylim=ends, **labels)
 
 
 def plot_errors(table: pd.DataFrame, ax: Axes | None = None, *, baseline: pd.Series | None = None) -> Axes:
