@@ -40,18 +40,18 @@ def run_parts(
     parts = {i: degrees[i::_PARTS] for i in range(min(_PARTS, len(degrees)))}
     folder = _folder(directory, problem, degrees)
     kept = {number: part for number in parts if (part := _load(folder, number))}
-    found, todo = sum(kept.values(), Found()), [(number, part) for number, part in parts.items() if number not in kept]
+    found, todo = merged(problem, list(kept.values())), [part for part in parts.items() if part[0] not in kept]
     run = _serial if client is None else _on_workers
     bar = {"desc": "searching", "unit": "part", "leave": False, "delay": 1, "disable": not progress}
     with tqdm(total=len(parts), initial=len(kept), **bar) as done:
         try:
             for number, result in run(evaluate, problem, todo, client):
                 _save(folder, number, result)
-                found = merged(problem, found + result)
+                found = merged(problem, [found, result])
                 done.update()
         except KeyboardInterrupt:
-            return merged(problem, found), False
-    return merged(problem, found), True
+            return found, False
+    return found, True
 
 
 def _serial(work, problem, todo, client) -> Iterator[tuple]:

@@ -7,8 +7,8 @@ the smaller degrees in the order tp, cp, pp, ep and the earlier choice of the `S
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -63,34 +63,14 @@ class SearchProblem:
 class Found:
     """What a part of the space has shown.
 
-    table: best plans so far.
-    front: Pareto front so far, in time and memory.
+    table: best plans so far; of plans that were timed together still a dictionary of columns.
+    front: Pareto front so far, in time and memory, likewise.
     evaluated, feasible: plans that were timed, and those of them that fit.
     least_bytes: memory of the smallest plan.
     """
 
-    table: pd.DataFrame = field(default_factory=pd.DataFrame)
-    front: pd.DataFrame = field(default_factory=pd.DataFrame)
-    evaluated: int = 0
-    feasible: int = 0
-    least_bytes: float = float("inf")
-
-    def __add__(self, other: Found) -> Found:
-        return Found(
-            pd.concat([self.table, other.table]),
-            pd.concat([self.front, other.front]),
-            self.evaluated + other.evaluated,
-            self.feasible + other.feasible,
-            min(self.least_bytes, other.least_bytes),
-        )
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Plans that are timed together: columns of the best and of the front, and counts as in `Found`."""
-
-    best: dict[str, np.ndarray]
-    front: dict[str, np.ndarray]
+    table: pd.DataFrame | dict[str, np.ndarray]
+    front: pd.DataFrame | dict[str, np.ndarray]
     evaluated: int
     feasible: int
     least_bytes: float
@@ -98,19 +78,18 @@ class _Block:
 
 def evaluate(problem: SearchProblem, part: Iterable[Degrees]) -> Found:
     """Times all plans of some degrees."""
-    blocks = [block for degrees in part for block in _blocks_of(problem, degrees)]
+    return merged(problem, [block for degrees in part for block in _blocks_of(problem, degrees)])
+
+
+def merged(problem: SearchProblem, parts: Sequence[Found]) -> Found:
+    """The best of what was found in some parts, in order."""
     found = Found(
-        _frame([block.best for block in blocks]),
-        _frame([block.front for block in blocks]),
-        sum(block.evaluated for block in blocks),
-        sum(block.feasible for block in blocks),
-        min((block.least_bytes for block in blocks), default=float("inf")),
+        _joined([part.table for part in parts]),
+        _joined([part.front for part in parts]),
+        sum(part.evaluated for part in parts),
+        sum(part.feasible for part in parts),
+        min((part.least_bytes for part in parts), default=float("inf")),
     )
-    return merged(problem, found)
-
-
-def merged(problem: SearchProblem, found: Found) -> Found:
-    """The best of what was found, in order."""
     order = [_OBJECTIVES[problem.objective], "memory_bytes", "step_s", "tp", "cp", "pp", "ep", "place"]
     if not len(found.table):
         return found
@@ -120,7 +99,7 @@ def merged(problem: SearchProblem, found: Found) -> Found:
     return replace(found, table=table, front=front[front["memory_bytes"] < least].reset_index(drop=True))
 
 
-def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[_Block]:
+def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[Found]:
     """The plans of some degrees, block by block."""
     rows = pass_choices(problem.space, problem.case, degrees)
     columns = sharding_choices(problem.space, degrees, problem.case.cluster)
@@ -133,7 +112,7 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[_Block]:
         yield _evaluated(problem, Plans(**vars(degrees), **part, **columns), first * width)
 
 
-def _evaluated(problem: SearchProblem, plans: Plans, place: int) -> _Block:
+def _evaluated(problem: SearchProblem, plans: Plans, place: int) -> Found:
     """A product of plans; place: of its first plan among all of the same degrees."""
     case = replace(problem.case, plan=plans)
     memory, steps = plans_peak_bytes(case), Steps.of(case)
@@ -146,7 +125,7 @@ def _evaluated(problem: SearchProblem, plans: Plans, place: int) -> _Block:
     best = _smallest(objective, memory, values["step_s"], problem.top)
     front = _front(values["step_s"], memory, fits)
     tables = (_columns(plans, values, chosen, place) for chosen in (best, front))
-    return _Block(*tables, memory.size, int(fits.sum()), float(memory.min()))
+    return Found(*tables, memory.size, int(fits.sum()), float(memory.min()))
 
 
 def energy_j(case: Case, parameters: Parameters) -> np.ndarray:
@@ -187,5 +166,6 @@ def _entries(choice, row: np.ndarray, column: np.ndarray) -> np.ndarray:
     return choice if np.ndim(choice) else np.full(len(row), choice)
 
 
-def _frame(parts: list[dict]) -> pd.DataFrame:
-    return pd.DataFrame({name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {})
+def _joined(parts: list[pd.DataFrame | dict]) -> pd.DataFrame:
+    filled = [part for part in parts if len(part)]
+    return pd.DataFrame({name: np.concatenate([part[name] for part in filled]) for name in filled[0]} if filled else {})

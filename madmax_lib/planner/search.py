@@ -6,7 +6,6 @@ A search deals the degrees of a `space` out in parts (`distribute`), each of whi
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pandas as pd
@@ -102,7 +101,8 @@ def search(
     problem = SearchProblem(case, space or Space(), objective, top, parameters or shipped(), price, room_bytes)
     degrees, dropped = legal_degrees(problem.space, case)
     if not degrees:
-        raise ValueError(f"no layout of {model.name} on {cluster.world_size} devices: {_reasons(dropped)}")
+        reasons = "; ".join(f"{rule} ({count} dropped)" for rule, count in dropped.most_common())
+        raise ValueError(f"no layout of {model.name} on {cluster.world_size} devices: {reasons}")
     found, complete = run_parts(problem, degrees[shard::shards], client, directory, progress)
     if complete and not found.feasible and shards == 1:
         raise ValueError(_too_large(problem, found))
@@ -126,10 +126,6 @@ def _finished(case: Case, parameters: Parameters, table: pd.DataFrame) -> pd.Dat
         table["energy_j"] = energy_j(replace(case, plan=Plans.from_table(table[list(SEARCHED)])), parameters)
     table.insert(0, "plan", [str(plan_of(row)) for row in table.to_dict("records")])
     return table.assign(mfu=flops / table["step_s"] / peak, tokens_per_s=tokens / table["step_s"])
-
-
-def _reasons(dropped: Counter) -> str:
-    return "; ".join(f"{rule} ({count} dropped)" for rule, count in dropped.most_common())
 
 
 def _too_large(problem: SearchProblem, found: Found) -> str:

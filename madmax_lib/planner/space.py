@@ -17,7 +17,7 @@ import numpy as np
 
 from madmax_lib.case import Case
 from madmax_lib.plan import DEFAULTS, Plan
-from madmax_lib.plans import Plans, Verdict, legal, rules_of
+from madmax_lib.plans import Plans, legal, rules_of
 from madmax_lib.specs import Cluster
 
 __all__ = ["SEARCHED", "Degrees", "Space", "legal_degrees", "pass_choices", "plan_of", "sharding_choices"]
@@ -106,7 +106,7 @@ def legal_degrees(space: Space, case: Case) -> tuple[list[Degrees], Counter]:
     columns = dict(zip(names, np.array([*map(astuple, filling)], int).reshape(-1, len(names)).T, strict=True))
     verdicts = [legal(replace(case, plan=Plans(**columns, context=context))) for context in space.context]
     allowed = np.logical_or.reduce([verdict.mask for verdict in verdicts])
-    dropped = Counter(_names(verdicts[0], ~allowed))
+    dropped = Counter(verdicts[0].rules[place].name for place in verdicts[0].place[~allowed])
     leaves_node = allowed & (columns["tp"] > case.cluster.devices_per_node) & (not space.tp_beyond_node)
     if leaves_node.any():
         dropped["tp must stay inside a node"] = int(leaves_node.sum())
@@ -120,10 +120,6 @@ def _filling(space: Space, case: Case) -> Iterator[Degrees]:
     for tp, cp, pp in product(*(_among(values, degrees) for values in (space.tp, space.cp, space.pp))):
         if world % (tp * cp * pp) == 0:
             yield from (Degrees(tp, cp, pp, ep, world // (tp * cp * pp)) for ep in experts)
-
-
-def _names(verdict: Verdict, rows: np.ndarray) -> Iterator[str]:
-    return (verdict.rules[place].name for place in verdict.place[rows])
 
 
 def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.ndarray]:
