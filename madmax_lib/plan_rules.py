@@ -34,16 +34,11 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of the book.
+    """A rule of the book."""
 
-    name: the rule in general, under which a search counts what it drops.
-    broken: which plans break it, a flag or a mask.
-    words: what is said of one plan that does.
-    """
-
-    name: str
-    broken: Callable[..., bool | np.ndarray]
-    words: Callable[..., str]
+    name: str  # the rule in general, under which a search counts what it drops
+    broken: Callable[..., bool | np.ndarray]  # which plans break it, a flag or a mask
+    words: Callable[..., str]  # what is said of one plan that does
 
 
 def enforce(rules: Iterable[Rule], plan, case) -> None:

@@ -163,16 +163,11 @@ def owned(dense, experts, sharing, ep, spread=1):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which plans of a case are legal, and why the others are not.
+    """Which plans of a case are legal, and why the others are not."""
 
-    case: what was judged.
-    rules: those that were applied, in order.
-    place: of the first rule that each plan breaks, -1 for a legal plan.
-    """
-
-    case: Case
-    rules: tuple[Rule, ...]
-    place: np.ndarray
+    case: Case  # what was judged
+    rules: tuple[Rule, ...]  # those that were applied, in order
+    place: np.ndarray  # of the first rule that each plan breaks, -1 for a legal plan
 
     @property
     def mask(self) -> np.ndarray:

@@ -30,24 +30,15 @@ _OBJECTIVES = {"time": "step_s", "cost": "cost_usd", "energy": "energy_j", "memo
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """What is searched: everything that decides the result, for a worker on another machine too.
+    """What is searched: everything that decides the result, for a worker on another machine too."""
 
-    case: model, cluster, batch, sequence, dtype and software; its plan is not looked at.
-    space: values that are tried.
-    objective: a key of `_OBJECTIVES`.
-    top: plans to keep.
-    parameters: constants of the step-time model.
-    usd_per_hour: price of a device, NaN where unknown.
-    room_bytes: memory of a device that a plan may use.
-    """
-
-    case: Case
-    space: Space
-    objective: str
-    top: int
-    parameters: Parameters
-    usd_per_hour: float
-    room_bytes: float
+    case: Case  # model, cluster, batch, sequence, dtype and software; its plan is not looked at
+    space: Space  # values that are tried
+    objective: str  # a key of `_OBJECTIVES`
+    top: int  # plans to keep
+    parameters: Parameters  # constants of the step-time model
+    usd_per_hour: float  # price of a device, NaN where unknown
+    room_bytes: float  # memory of a device that a plan may use
 
     def __post_init__(self):
         if self.objective not in _OBJECTIVES:
@@ -61,19 +52,13 @@ class SearchProblem:
 
 @dataclass(frozen=True)
 class Found:
-    """What a part of the space has shown.
+    """What a part of the space has shown; tables of plans that were timed together are dictionaries of columns."""
 
-    table: best plans so far; of plans that were timed together still a dictionary of columns.
-    front: Pareto front so far, in time and memory, likewise.
-    evaluated, feasible: plans that were timed, and those of them that fit.
-    least_bytes: memory of the smallest plan.
-    """
-
-    table: pd.DataFrame | dict[str, np.ndarray]
-    front: pd.DataFrame | dict[str, np.ndarray]
-    evaluated: int
-    feasible: int
-    least_bytes: float
+    table: pd.DataFrame | dict[str, np.ndarray]  # best plans so far
+    front: pd.DataFrame | dict[str, np.ndarray]  # Pareto front so far, in time and memory
+    evaluated: int  # plans that were timed
+    feasible: int  # those of them that fit
+    least_bytes: float  # memory of the smallest plan
 
 
 def evaluate(problem: SearchProblem, part: Iterable[Degrees]) -> Found:

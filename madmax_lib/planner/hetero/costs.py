@@ -44,22 +44,16 @@ def shares(samples: int, weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class PlacedStage:
-    """A stage laid over the ranks.
+    """A stage laid over the ranks."""
 
-    start, end: its first rank, and the one after its last.
-    layers: the slice of the model's layers.
-    types: (dp, tp) numbers of GPU types, a row per replica.
-    samples: of a micro-batch, of each replica.
-    """
-
-    start: int
-    end: int
+    start: int  # its first rank
+    end: int  # the rank after its last
     dp: int
     tp: int
     recompute: str
-    layers: slice
-    types: np.ndarray
-    samples: list[int]
+    layers: slice  # the slice of the model's layers
+    types: np.ndarray  # (dp, tp) numbers of GPU types, a row per replica
+    samples: list[int]  # of a micro-batch, of each replica
 
     @property
     def distinct_types(self) -> list[int]:

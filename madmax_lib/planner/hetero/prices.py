@@ -24,38 +24,24 @@ MB_BYTES = 2.0**20  # a MB of memory tables
 
 @dataclass(frozen=True, eq=False)
 class Price:
-    """One (GPU type, tp, recompute, batch); arrays have an entry per layer, memory is that of one GPU.
+    """One (GPU type, tp, recompute, batch); arrays have an entry per layer, memory is that of one GPU."""
 
-    layer_s: forward and backward pass of a micro-batch.
-    memory_bytes: held all the time.
-    live_bytes: held for each micro-batch between its forward and backward pass.
-    sync_s: forward and backward time outside of the layers.
-    generator_s: loading of a micro-batch.
-    base_bytes: held whatever the layers.
-    """
-
-    layer_s: np.ndarray
-    memory_bytes: np.ndarray
-    live_bytes: np.ndarray
-    sync_s: float = 0.0
-    generator_s: float = 0.0
-    base_bytes: float = 0.0
+    layer_s: np.ndarray  # forward and backward pass of a micro-batch
+    memory_bytes: np.ndarray  # held all the time
+    live_bytes: np.ndarray  # held for each micro-batch between its forward and backward pass
+    sync_s: float = 0.0  # forward and backward time outside of the layers
+    generator_s: float = 0.0  # loading of a micro-batch
+    base_bytes: float = 0.0  # held whatever the layers
 
 
 @dataclass(frozen=True, eq=False)
 class PriceList:
-    """What layers cost on every GPU type.
+    """What layers cost on every GPU type."""
 
-    table: prices by (GPU type, tp, recompute, batch).
-    parameters_bytes: (layers,), whole, as the gradient all-reduce sends them.
-    optimizer_s: update of the whole model on one GPU, by type.
-    ways: the (tp, recompute) with a price on some type, in order.
-    """
-
-    table: Mapping[tuple[str, int, str, int], Price]
-    parameters_bytes: np.ndarray
-    optimizer_s: Mapping[str, float]
-    ways: tuple[tuple[int, str], ...] = field(init=False)
+    table: Mapping[tuple[str, int, str, int], Price]  # prices by (GPU type, tp, recompute, batch)
+    parameters_bytes: np.ndarray  # (layers,), whole, as the gradient all-reduce sends them
+    optimizer_s: Mapping[str, float]  # update of the whole model on one GPU, by type
+    ways: tuple[tuple[int, str], ...] = field(init=False)  # the (tp, recompute) with a price on some type, in order
 
     def __post_init__(self):
         object.__setattr__(self, "ways", tuple(sorted({(tp, recompute) for _, tp, recompute, _ in self.table})))
@@ -103,21 +89,14 @@ def prices_of(profiles: Profiles) -> PriceList:
 
 @dataclass(frozen=True, eq=False)
 class Fleet:
-    """A cluster in one order of its GPU types.
+    """A cluster in one order of its GPU types."""
 
-    types: their names, in order.
-    ends: (types,) rank after the last of each type.
-    bounds: ranks at which a node begins, and the number of GPUs.
-    capacity_bytes: (types,) memory of a GPU.
-    intra_bytes_per_s, inter_bytes_per_s: (types,) bandwidth inside a node and beyond it.
-    """
-
-    types: tuple[str, ...]
-    ends: np.ndarray
-    bounds: np.ndarray
-    capacity_bytes: np.ndarray
-    intra_bytes_per_s: np.ndarray
-    inter_bytes_per_s: np.ndarray
+    types: tuple[str, ...]  # their names, in order
+    ends: np.ndarray  # (types,) rank after the last of each type
+    bounds: np.ndarray  # ranks at which a node begins, and the number of GPUs
+    capacity_bytes: np.ndarray  # (types,) memory of a GPU
+    intra_bytes_per_s: np.ndarray  # (types,) bandwidth inside a node
+    inter_bytes_per_s: np.ndarray  # (types,) bandwidth beyond it
 
     @property
     def size(self) -> int:

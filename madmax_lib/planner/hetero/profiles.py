@@ -42,13 +42,6 @@ def plain_sum(values: Iterable[float]) -> float:
 class LayerProfile:
     """One iteration of the whole model on `tp` GPUs of one type with a micro-batch of `batch` samples.
 
-    layer_ms, memory_mb, parameters_bytes: one entry per layer; memory of one GPU.
-    total_ms: the iteration.
-    forward_backward_ms: exceeds the sum of layer_ms by what `sync_ms` says.
-    batch_generator_ms, optimizer_ms: loading of the micro-batch, and one of two updates.
-    layernorm_ms, embedding_ms: all-reduces of their gradients.
-    between_ms: that excess as the file has it. model_name: of the file.
-
     Raises ValueError for lengths that differ, values that are not finite or negative, and parts that exceed the whole.
     """
 
@@ -56,16 +49,16 @@ class LayerProfile:
     tp: int
     batch: int
     layer_ms: tuple[float, ...]
-    memory_mb: tuple[float, ...]
-    parameters_bytes: tuple[float, ...]
-    total_ms: float
-    forward_backward_ms: float
-    batch_generator_ms: float
-    layernorm_ms: float
-    embedding_ms: float
-    optimizer_ms: float
-    between_ms: float
-    model_name: str = "GPT3"
+    memory_mb: tuple[float, ...]  # of one GPU by layer
+    parameters_bytes: tuple[float, ...]  # by layer
+    total_ms: float  # the iteration
+    forward_backward_ms: float  # exceeds the sum of layer_ms by what `sync_ms` says
+    batch_generator_ms: float  # loading of the micro-batch
+    layernorm_ms: float  # all-reduce of its gradients
+    embedding_ms: float  # likewise
+    optimizer_ms: float  # one of two updates
+    between_ms: float  # `sync_ms` as the file has it
+    model_name: str = "GPT3"  # of the file
 
     def __post_init__(self):
         for name in ("memory_mb", "parameters_bytes"):

@@ -57,17 +57,14 @@ class Grid:
 class SliceStages:
     """Stages over some layer slices, entries sorted by class.
 
-    entry: (e,) numbers in the table.
-    classes, starts: those that occur, and where each begins.
     parts: (e, rows) times of a micro-batch, the gradient all-reduce and the optimizer; infinite where impossible.
-    extra_s: (e,) batch generator of a first stage and end of the passes of a last one.
     """
 
-    entry: np.ndarray
-    classes: np.ndarray
-    starts: np.ndarray
+    entry: np.ndarray  # (e,) numbers in the table
+    classes: np.ndarray  # those that occur
+    starts: np.ndarray  # where each of them begins
     parts: tuple[np.ndarray, np.ndarray, np.ndarray]
-    extra_s: np.ndarray
+    extra_s: np.ndarray  # (e,) batch generator of a first stage and end of the passes of a last one
 
     def least(self, values: np.ndarray, classes: int) -> np.ndarray:
         """(classes + 1, rows) the least value of each class; infinite where there is none, and in the last row."""

@@ -25,48 +25,34 @@ _BLOCK_BYTES = 2**20  # up to here all group sizes are swept at once, beyond one
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages from the first layer to the last.
+    """Stages from the first layer to the last."""
 
-    total: what the sweep added up, or the largest of it.
-    largest: stage time, gradient all-reduce and optimizer of the slowest stages in s.
-    plan: the stages as a plan.
-    """
-
-    total: float
-    largest: tuple[float, float, float]
-    plan: HeteroPlan
+    total: float  # what the sweep added up, or the largest of it
+    largest: tuple[float, float, float]  # stage time, gradient all-reduce and optimizer of the slowest stages in s
+    plan: HeteroPlan  # the stages as a plan
 
 
 @dataclass(frozen=True)
 class _Option:
-    """One stage of the best chain.
+    """One stage of the best chain."""
 
-    where: first, middle, last or whole. level: stages after it, as far as told apart.
-    next_kind, end, size: kind of the next stage, layer after its last, number of its group size.
-    next_level: of the next stage.
-    """
-
-    where: str
-    level: int
-    next_kind: int
-    end: int
-    size: int
-    next_level: int
+    where: str  # first, middle, last or whole
+    level: int  # stages after it, as far as told apart
+    next_kind: int  # of the next stage
+    end: int  # layer after its last
+    size: int  # number of its group size
+    next_level: int  # of the next stage
 
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """What a sweep found on its way: least totals of chains by their first stage.
+    """What a sweep found on its way: least totals of chains by their first stage."""
 
-    starts: by (level, next level) of a first stage, over (kind, end, size). whole: of one stage alone.
-    middle: blocks of stages by level; last: (layers, sizes). reach: by level, what lies ahead of a stage.
-    """
-
-    starts: dict[tuple[int, int], np.ndarray]
-    middle: list[list[np.ndarray]]
-    last: np.ndarray
-    reach: list[np.ndarray]
-    whole: float
+    starts: dict[tuple[int, int], np.ndarray]  # by (level, next level) of a first stage, over (kind, end, size)
+    middle: list[list[np.ndarray]]  # blocks of stages by level
+    last: np.ndarray  # (layers, sizes)
+    reach: list[np.ndarray]  # by level, what lies ahead of a stage
+    whole: float  # of one stage alone
 
     @cached_property
     def total(self) -> float:

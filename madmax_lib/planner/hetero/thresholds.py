@@ -25,17 +25,14 @@ _KEPT_BYTES = 256e6  # of tables; the others are built again when needed
 
 @dataclass(order=True)
 class _Box:
-    """Thresholds of one space that are still to be searched, by the least cost below them.
-
-    low, high: (3,) of stage time, gradient all-reduce and optimizer. chain: the best below high, or further up.
-    """
+    """Thresholds of one space that are still to be searched, by the least cost below them."""
 
     bound_s: float
     number: int
     space: int = field(compare=False)
-    low: np.ndarray = field(compare=False)
+    low: np.ndarray = field(compare=False)  # (3,) of stage time, gradient all-reduce and optimizer
     high: np.ndarray = field(compare=False)
-    chain: Chain = field(compare=False)
+    chain: Chain = field(compare=False)  # the best below high, or further up
 
 
 class Search:

@@ -50,19 +50,14 @@ class Graph:
 
     slices: one row each: row (of the timeline's spans), rank, stream, kind, name, start_ns, end_ns; host work has the
         kind host.
-    time_ns: (events,) int64, from the start of the step.
-    source: (edges,) event that came first. Edges are sorted: all into an event come before any out of it.
-    target: (edges,) event that came after it.
-    why: (edges,) text, the kind of the edge as listed above.
-    binding: (edges,) true for the one edge into each event whose source was last: it decided when the event happened.
     """
 
     slices: pd.DataFrame
-    time_ns: np.ndarray
-    source: np.ndarray
-    target: np.ndarray
-    why: np.ndarray
-    binding: np.ndarray
+    time_ns: np.ndarray  # (events,) int64, from the start of the step
+    source: np.ndarray  # (edges,) event that came first. Edges are sorted: all into an event come before any out of it
+    target: np.ndarray  # (edges,) event that came after it
+    why: np.ndarray  # (edges,) text, the kind of the edge as listed above
+    binding: np.ndarray  # (edges,) true for the one edge into each event whose source was last and so decided its time
 
 
 def dependency_graph(timeline: Timeline, keep: np.ndarray | None = None) -> Graph:

@@ -19,22 +19,14 @@ __all__ = ["Explorer", "Later", "doublings", "message_html", "offer", "slider"]
 
 
 class Explorer:
-    """Controls above numbers above a view, live in a browser, else a static picture.
+    """Controls above numbers above a view, live in a browser, else a static picture."""
 
-    controls: by the parameters' names
-    html: the numbers, as a line of HTML or a table
-    error: why the last change was not possible, empty where it was
-    figure: draws the static picture
-    turn: takes over the value of a control, by its name, that was turned by hand
-    follow: brings controls and views to the parameters as they stand
-    """
-
-    controls: dict
-    html: str
-    error: str = ""
-    figure: Callable[[], plt.Figure]
-    turn: Callable[[str, object], None]
-    follow: Callable[[], None]
+    controls: dict  # by the parameters' names
+    html: str  # the numbers, as a line of HTML or a table
+    error: str = ""  # why the last change was not possible, empty where it was
+    figure: Callable[[], plt.Figure]  # draws the static picture
+    turn: Callable[[str, object], None]  # takes over the value of a control, by its name, that was turned by hand
+    follow: Callable[[], None]  # brings controls and views to the parameters as they stand
     _following = False  # while controls are brought to the parameters, their changes are not requests
 
     def attempt(self, action: Callable[[], None]) -> None:

@@ -35,18 +35,12 @@ _FILLS |= dict(zip(_MEMORY, ("compute", "hidden", "other", "memcpy", "comm"), st
 
 @dataclass(frozen=True)
 class PlanCard:
-    """Cost of one plan.
+    """Cost of one plan."""
 
-    row: of `estimate`
-    time_s: parts of the step by name, which add up to it
-    memory_bytes: parts of the fullest device's memory, which add up to its peak
-    room_bytes: what a process can have on a device
-    """
-
-    row: pd.Series
-    time_s: pd.Series
-    memory_bytes: pd.Series
-    room_bytes: float
+    row: pd.Series  # of `estimate`
+    time_s: pd.Series  # parts of the step by name, which add up to it
+    memory_bytes: pd.Series  # parts of the fullest device's memory, which add up to its peak
+    room_bytes: float  # what a process can have on a device
 
     @property
     def step_text(self) -> str:

@@ -16,16 +16,11 @@ __all__ = ["Environment", "environment", "is_here", "shell", "version"]
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a notebook runs.
+    """Where a notebook runs."""
 
-    name: local, ci, colab or kaggle
-    output: folder of what it writes
-    figures: folder of its figures
-    """
-
-    name: str
-    output: Path
-    figures: Path
+    name: str  # local, ci, colab or kaggle
+    output: Path  # folder of what it writes
+    figures: Path  # folder of its figures
 
 
 def environment() -> Environment:
