@@ -41,22 +41,18 @@ def run_parts(
     folder = _folder(directory, problem, degrees)
     kept = {number: part for number in parts if (part := _load(folder, number))}
     found, todo = merged(problem, list(kept.values())), [part for part in parts.items() if part[0] not in kept]
-    run = _serial if client is None else _on_workers
+    here = ((number, evaluate(problem, part)) for number, part in todo)
+    results = here if client is None else _on_workers(evaluate, problem, todo, client)
     bar = {"desc": "searching", "unit": "part", "leave": False, "delay": 1, "disable": not progress}
     with tqdm(total=len(parts), initial=len(kept), **bar) as done:
         try:
-            for number, result in run(evaluate, problem, todo, client):
+            for number, result in results:
                 _save(folder, number, result)
                 found = merged(problem, [found, result])
                 done.update()
         except KeyboardInterrupt:
             return found, False
     return found, True
-
-
-def _serial(work, problem, todo, client) -> Iterator[tuple]:
-    for number, part in todo:
-        yield number, work(problem, part)
 
 
 def _on_workers(work, problem, todo, client) -> Iterator[tuple]:

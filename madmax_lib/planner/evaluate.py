@@ -139,16 +139,10 @@ def _front(step_s: np.ndarray, memory: np.ndarray, fits: np.ndarray) -> np.ndarr
 
 def _columns(plans: Plans, values: dict, chosen: np.ndarray, place: int) -> dict[str, np.ndarray]:
     """Chosen plans of a product as columns; place counts the plans of the same degrees in order."""
-    row, column = np.unravel_index(chosen, values["memory_bytes"].shape)
-    result = {name: _entries(getattr(plans, name), row, column) for name in SEARCHED}
-    return result | {name: value[row, column] for name, value in values.items()} | {"place": place + chosen}
-
-
-def _entries(choice, row: np.ndarray, column: np.ndarray) -> np.ndarray:
-    """Entries of a column of a product: a single value, (a, 1) or (1, b)."""
-    if np.ndim(choice):
-        choice = choice[row if choice.shape[0] > 1 else 0, column if choice.shape[1] > 1 else 0]
-    return choice if np.ndim(choice) else np.full(len(row), choice)
+    shape = values["memory_bytes"].shape
+    row, column = np.unravel_index(chosen, shape)
+    every = {name: np.broadcast_to(getattr(plans, name), shape) for name in SEARCHED} | values
+    return {name: value[row, column] for name, value in every.items()} | {"place": place + chosen}
 
 
 def _joined(parts: list[pd.DataFrame | dict]) -> pd.DataFrame:

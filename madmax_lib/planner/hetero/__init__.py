@@ -21,11 +21,7 @@ if TYPE_CHECKING:
         save_plan as save_plan,
         timeline as timeline,
     )
-    from madmax_lib.planner.hetero.problem import (
-        CostRules as CostRules,
-        HeteroProblem as HeteroProblem,
-        problem as problem,
-    )
+    from madmax_lib.planner.hetero.problem import *
     from madmax_lib.planner.hetero.profiles import (
         Profiles as Profiles,
         load_profiles as load_profiles,

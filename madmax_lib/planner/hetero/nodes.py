@@ -22,6 +22,12 @@ GB_BYTES = 2.0**30
 GB_PER_S = 2.0**20 * 1e3  # bytes/s: Metis takes 1 GB/s for 2^20 bytes a millisecond
 
 _HOST = re.compile(r"(?P<address>\S+)\s+slots\s*=\s*(?P<slots>\d+)")
+_FIELDS = {  # of a Node: name in the cluster file
+    "device": "instance_type",
+    "inter_gb_per_s": "inter_bandwidth",
+    "intra_gb_per_s": "intra_bandwidth",
+    "memory_gb": "memory",
+}
 _MOST_GB = 1e5  # above, a memory or a bandwidth is given in bytes
 
 
@@ -68,9 +74,9 @@ def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, .
         if host["address"] not in types:
             raise ValueError(f"{where}: {host['address']} is not in {clusterfile}")
         try:
-            about = types[host["address"]]
-            values = (about[k] for k in ("memory", "intra_bandwidth", "inter_bandwidth"))
-            nodes.append(Node(host["address"], str(about["instance_type"]), int(host["slots"]), *values))
+            about = {name: types[host["address"]][key] for name, key in _FIELDS.items()}
+            about |= {"device": str(about["device"]), "gpus": int(host["slots"])}
+            nodes.append(Node(host["address"], **about))
         except KeyError as error:
             raise ValueError(f"{clusterfile}: {host['address']} has no {error.args[0]}") from None
         except (TypeError, ValueError) as error:
@@ -83,14 +89,6 @@ def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, .
 def write_cluster(nodes: Iterable[Node], hostfile: str | Path, clusterfile: str | Path) -> None:
     """The host file and the cluster file of nodes, as `load_cluster` reads them."""
     nodes = list(nodes)
-    types = {
-        node.address: {
-            "instance_type": node.device,
-            "inter_bandwidth": node.inter_gb_per_s,
-            "intra_bandwidth": node.intra_gb_per_s,
-            "memory": node.memory_gb,
-        }
-        for node in nodes
-    }
+    types = {node.address: {key: getattr(node, name) for name, key in _FIELDS.items()} for node in nodes}
     write_text(hostfile, "".join(f"{node.address} slots={node.gpus}\n" for node in nodes))
     write_text(clusterfile, json.dumps(types, indent=4))
