@@ -15,39 +15,23 @@ def notebook(path, *cells):
 
 
 @pytest.mark.parametrize(
-    ("cells", "lacking"),
-    [
-        (["import madmax_lib as mm"], ""),
-        (["from madmax_lib.runs.launch import sweep"], "torch"),
-        (["from madmax_lib.traces import hta"], "holistictraceanalysis"),
-        (["from madmax_lib import traces as t", "t.hta.overlap(x)"], "holistictraceanalysis"),
-        (["from madmax_lib import traces", "traces.idle(x)"], ""),
-        (["import madmax_lib as mm", "mm.launch(spec, folder)"], "torch"),
-        (["from madmax_lib import calibration, runs"], "scipy, torch"),
-        (["md See calibration, runs and hta."], ""),
-    ],
-)
-def test_packages_are_read_from_the_cells(monkeypatch, tmp_path, cells, lacking):
+    ("cells", "packages", "rest"),
+    [(["import madmax_lib as mm"], "", ""), (["from madmax_lib.runs.launch import sweep"], "torch", ""),
+     (["from madmax_lib.traces import hta"], "holistictraceanalysis", ""),
+     (["from madmax_lib import traces as t", "t.hta.overlap(x)"], "holistictraceanalysis", ""),
+     (["from madmax_lib import traces", "traces.idle(x)"], "", ""), (["mm.launch(spec, folder)"], "torch", ""),
+     (["from madmax_lib import calibration, runs"], "scipy, torch", ""), (["md See runs and hta."], "", ""),
+     (['t = mm.dataset("vit-ddp")', 'd = optional_dataset("x", "optional/y")'], "", "input x"),
+     (["%matplotlib inline\n!ls\nx = mm.dataset(name)"], "", ""),
+     (["md On GPUs run this notebook with `quick=False`.", 'mm.dataset("x")'], "", "input x, a GPU")],
+)  # fmt: skip
+def test_needs_are_read_from_the_cells(monkeypatch, tmp_path, cells, packages, rest):
     path = notebook(tmp_path / "a.ipynb", *cells)
-    assert _verdict(path, gpu=False) == "full size"
-    monkeypatch.setattr(doctor, "version", lambda name: None)
-    verdict = f"does not run: package {lacking} missing" if lacking else "full size"
-    assert _verdict(path, gpu=False) == verdict
-
-
-@pytest.mark.parametrize(
-    ("cells", "missing"),
-    [
-        (['t = mm.dataset("vit-ddp")', 'd = optional_dataset("x", "optional/y")'], ["input x"]),
-        (["%matplotlib inline\n!ls\nx = mm.dataset(name)"], []),
-        (["md On GPUs run this notebook with `quick=False`.", 'mm.dataset("x")'], ["input x", "a GPU"]),
-    ],
-)
-def test_what_the_full_size_lacks_is_named(tmp_path, cells, missing):
-    path = notebook(tmp_path / "a.ipynb", *cells)
-    for gpu, absent in ((False, missing), (True, [text for text in missing if text != "a GPU"])):
-        verdict = f"quick only, for the full size: {', '.join(absent)}" if absent else "full size"
+    for gpu, absent in ((False, rest), (True, rest.removesuffix(", a GPU"))):
+        verdict = f"quick only, for the full size: {absent}" if absent else "full size"
         assert _verdict(path, gpu=gpu) == verdict
+    monkeypatch.setattr(doctor, "version", lambda name: None)
+    assert (_verdict(path, gpu=True) == f"does not run: package {packages} missing") == bool(packages)
 
 
 def test_gpus_are_those_of_nvidia_smi(monkeypatch, tmp_path):
