@@ -14,23 +14,23 @@ import torch.distributed as dist
 
 from madmax_lib.runs.measure.peak_rates import device_name, peak_flops
 
-__all__ = ["environment", "host_rss_bytes", "memory_bytes"]
+__all__ = ["environment", "memory_bytes"]
 
 _PACKAGES = ("madmax-workbench", "torch", "numpy", "deepspeed", "transformers", "datasets", "nvidia-ml-py")
 
 
 def environment(device: str, dtype: str) -> dict:
-    """What env.json tells; a collective call where there is a process group. device: cpu or cuda."""
+    """What env.json tells; collective over the process group. device: cpu or cuda."""
     peak, source = peak_flops(device, dtype)
-    on_gpu, grouped = device == "cuda", dist.is_initialized()
+    on_gpu = device == "cuda"
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "packages": {name: installed for name in _PACKAGES if (installed := _version(name))},
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
-        "backend": dist.get_backend() if grouped else None,
-        "ranks": dist.get_world_size() if grouped else 1,
+        "backend": dist.get_backend(),
+        "ranks": dist.get_world_size(),
         "device": device_name(device),
         "cores": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
@@ -41,16 +41,17 @@ def environment(device: str, dtype: str) -> dict:
 
 
 def memory_bytes(device: str) -> dict[str, int | None]:
-    """Bytes of this rank's device by column of steps.csv: allocated, reserved, largest allocated; None on a CPU."""
+    """Bytes of this rank by column of steps.csv: of its device (None on a CPU) and of its process."""
     counters = {
         "memory_allocated_bytes": torch.cuda.memory_allocated,
         "memory_reserved_bytes": torch.cuda.memory_reserved,
         "memory_peak_bytes": torch.cuda.max_memory_allocated,
     }
-    return {name: counter() if device == "cuda" else None for name, counter in counters.items()}
+    on_device = {name: counter() if device == "cuda" else None for name, counter in counters.items()}
+    return on_device | {"host_rss_bytes": _host_rss_bytes()}
 
 
-def host_rss_bytes() -> int:
+def _host_rss_bytes() -> int:
     """Memory of this process that is resident now; its largest so far where the system does not tell."""
     statm = Path("/proc/self/statm")
     if statm.exists():

@@ -2,7 +2,8 @@
 
 Throughput is the real samples of the steps that count over their wall time. Left out are warm-up steps, short batches,
 steps whose optimizer was skipped (overflow) and, where at least three others remain, profiled ones.
-MFU = model FLOPs / (wall time x peak) [PaLM, arXiv 2204.02311], HFU counts recomputed work too.
+MFU = model FLOPs / (wall time x peak) [PaLM, arXiv 2204.02311], HFU counts recomputed work too. Waiting for data is in
+the wall time; `data_share` tells its part.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ def _summarise(
         "phases_s": {name: _aggregate(counted, f"{name}_s", "median") for name in PHASES},
         "samples_per_s": rate,
         "tokens_per_s": tokens / wall_s if wall_s else nan,
+        "data_share": _aggregate(counted, "data_s", "sum") / wall_s if wall_s else nan,
         "mfu": share * flops["model"],
         "hfu": share * flops["hardware"],
         "flops_per_sample": dict(flops),

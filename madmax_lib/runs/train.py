@@ -1,9 +1,9 @@
 """What does one rank of a run do? `torchrun -m madmax_lib.runs.train DIRECTORY`: read spec.json, train, write.
 
-Every rank draws the same global batch and `Trainer.step` takes its part. Rank 0 appends a row to steps.csv after each
-step; each rank writes its trace, labelled data, forward, backward and optimizer. Nothing that is written adds a
-collective to a step. A rank that fails leaves logs/failure_rank{r}.json; one that loses torchrun or the launcher ends
-itself.
+Every rank draws its own share of the global batch, ahead of the step: its data phase is waiting for it, and the copy to
+the device. Rank 0 appends a row to steps.csv after each step; each rank writes its trace, labelled data, forward,
+backward and optimizer. Nothing that is written adds a collective to a step. A rank that fails leaves
+logs/failure_rank{r}.json; one that loses torchrun or the launcher ends itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,13 +27,14 @@ from torch.profiler import record_function
 
 from madmax_lib.atomic import replacing, write_text
 from madmax_lib.runs import read
-from madmax_lib.runs.data.batches import Data
-from madmax_lib.runs.machine import environment, host_rss_bytes, memory_bytes
+from madmax_lib.runs.data.batches import Data, draw_ahead
+from madmax_lib.runs.machine import environment, memory_bytes
 from madmax_lib.runs.measure import meter
+from madmax_lib.runs.measure.peak_rates import cores_per_rank
 from madmax_lib.runs.measure.phases import profiler
 from madmax_lib.runs.parallel import trainer as torch_trainer
 from madmax_lib.runs.spec import RunSpec
-from madmax_lib.runs.summary import write_summary
+from madmax_lib.runs.summary import PROFILED, write_summary
 from madmax_lib.runs.watch import guard, write_to
 
 __all__ = ["main"]
@@ -71,13 +73,12 @@ def _train(directory: Path, rank: int) -> None:
         with _writer(spec, directory) if first else nullcontext() as write:
             _loop(spec, trainer, data, power, directory, write)
         loop_s = time.perf_counter() - start_s
-    peak = memory_bytes(device)["memory_peak_bytes"]
-    ranks = _gather({"rank": rank, "memory_peak_bytes": peak, "host_rss_bytes": host_rss_bytes()})
+    memory = memory_bytes(device)
+    ranks = _gather({"rank": rank} | {name: memory[name] for name in ("memory_peak_bytes", "host_rss_bytes")})
     if first:
         _write_power(directory / "power.csv", power.rows(start_s - before_s))
         write_summary(directory, "completed", loop_s=loop_s, ranks=ranks)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def _join(device: str, timeout_s: float) -> None:
@@ -102,25 +103,31 @@ def _trainer(spec: RunSpec, device: str):
 
 def _loop(spec: RunSpec, trainer, data: Data, power: meter.Meter, directory: Path, write: Callable | None) -> None:
     """All steps that are left; `write` takes a row of each, on rank 0. A run that was taken up is not traced again."""
-    device = trainer.device.type
+    device, steps = trainer.device.type, range(trainer.steps_done, spec.steps)
     trace = directory / f"trace_rank{os.environ['RANK']}.json.gz"
+    draw = partial(_draw, data, spec, trainer)
+    batches = draw_ahead(draw, steps, max(int(cores_per_rank()), 1))
     with profiler(trace, device) if spec.profile and not trainer.steps_done else nullcontext() as recorder:
-        for step in range(trainer.steps_done, spec.steps):
+        for step in steps:
             start_s = time.perf_counter()
             with record_function("data"):
-                batch = _tensors(data.batch(step, spec.global_batch, spec.seed))
-            drawn_s = time.perf_counter() - start_s
+                batch = next(batches)
+            waited_s = time.perf_counter() - start_s
             result = trainer.step(batch)
             if device == "cuda":
                 torch.cuda.synchronize()
             end_s = time.perf_counter()
-            validation = trainer.evaluate(_validation(data, spec)) if _is_due(step, spec.validate_every) else {}
+            # the same samples each time, so that their losses can be compared
+            validation = trainer.evaluate(draw(0, "validation")) if _is_due(step, spec.validate_every) else {}
             if recorder:
                 recorder.step()
+                if step == PROFILED[-1]:
+                    dist.barrier()  # else the next step waits for the rank that takes longest to write its trace
             if write:
-                result["seconds"]["data"] += drawn_s
+                result["seconds"]["data"] += waited_s
                 times = {"step": step, "total_s": end_s - start_s, "validation_loss": validation.get("loss")}
-                write(times | _result_columns(result, spec) | _usage_columns(device, *power.window(start_s, end_s)))
+                used = dict(zip(("power_w", "energy_j"), power.window(start_s, end_s), strict=True))
+                write(times | _result_columns(result, spec) | memory_bytes(device) | used)
             if _is_due(step, spec.checkpoint_every):
                 _save(trainer, directory / "checkpoints", replace_last=bool(write))
 
@@ -148,19 +155,11 @@ def _result_columns(result: dict, spec: RunSpec) -> dict:
     return {**phases, **same, "tokens": tokens, "overflow": int(result["overflow"])}
 
 
-def _usage_columns(device: str, power_w: float, energy_j: float) -> dict:
-    """Columns of steps.csv on memory and power."""
-    usage = memory_bytes(device) | {"host_rss_bytes": host_rss_bytes()}
-    return {**usage, "power_w": power_w, "energy_j": energy_j}
-
-
-def _tensors(batch: dict) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(array) for name, array in batch.items()}
-
-
-def _validation(data: Data, spec: RunSpec) -> dict[str, Tensor]:
-    """The same samples each time, so that their losses can be compared."""
-    return _tensors(data.batch(0, spec.global_batch, spec.seed, "validation"))
+def _draw(data: Data, spec: RunSpec, trainer, step: int, split: str = "train") -> dict[str, Tensor]:
+    """This rank's share of a global batch, where a GPU copies it from while it computes."""
+    batch = data.batch(step, spec.global_batch, spec.seed, split, trainer.share)
+    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+    return {name: part.pin_memory() if trainer.device.type == "cuda" else part for name, part in tensors.items()}
 
 
 @contextmanager
@@ -178,7 +177,7 @@ def _writer(spec: RunSpec, directory: Path) -> Iterator[Callable[[dict], None]]:
 
         def write(row: dict) -> None:
             values = [read.with_nulls(row[name]) for name in read.COLUMNS]
-            table.writerow(["" if value is None else value for value in values])
+            table.writerow(values)
             if log:
                 log.log({key: value for key, value in zip(read.COLUMNS, values, strict=True) if value is not None})
 
@@ -189,8 +188,6 @@ def _writer(spec: RunSpec, directory: Path) -> Iterator[Callable[[dict], None]]:
 
 def _gather(own: dict) -> list[dict]:
     """The entries of all ranks, on rank 0."""
-    if not dist.is_initialized():
-        return [own]
     entries = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own, entries)
     return entries or []

@@ -9,11 +9,8 @@ taken, after a checkpoint.
 
 import gc
 import json
-import os
-import signal
 import sys
 import tempfile
-import traceback
 from collections import Counter
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +20,9 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed._composable.replicate_with_fsdp  # these are imported when needed: better once than per rank
 import torch.distributed.optim
+from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from madmax_lib.plan import Plan
 from madmax_lib.runs.parallel import trainer
@@ -52,23 +51,21 @@ class Collectives(TorchDispatchMode):
 
 
 def _tensor_bytes(value) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, (list, tuple)):
-        return max((_tensor_bytes(part) for part in value), default=0)
-    return 0
+    return max((part.nbytes for part in tree_leaves(value) if isinstance(part, torch.Tensor)), default=0)
 
 
-def batch(spec, step: int, samples: int = BATCH) -> dict[str, torch.Tensor]:
-    """The global batch of a step: random tokens, a fifth of the targets masked; or random images."""
-    generator = torch.Generator().manual_seed(100 + step)
+def batch(job, step: int) -> dict[str, torch.Tensor]:
+    """A rank's share of the global batch of a step: random tokens, a fifth of the targets masked; or random images."""
+    spec, generator = job.spec, torch.Generator().manual_seed(100 + step)
     if spec.image:
-        images = torch.randn(samples, 3, spec.image, spec.image, generator=generator)
-        return {"images": images, "labels": torch.randint(0, spec.classes, (samples,), generator=generator)}
-    tokens = torch.randint(0, spec.vocab, (samples, SEQUENCE + 1), generator=generator)
-    targets = tokens[:, 1:].clone()
-    targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
-    return {"tokens": tokens[:, :-1], "targets": targets}
+        images = torch.randn(BATCH, 3, spec.image, spec.image, generator=generator)
+        whole = {"images": images, "labels": torch.randint(0, spec.classes, (BATCH,), generator=generator)}
+    else:
+        tokens = torch.randint(0, spec.vocab, (BATCH, SEQUENCE + 1), generator=generator)
+        masked = torch.rand(BATCH, SEQUENCE, generator=generator) < 0.2
+        whole = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].masked_fill(masked, -100)}
+    number, count = job.share
+    return {name: part.chunk(count)[number] for name, part in whole.items()}
 
 
 def run(model: str, text: str, options: dict, directory: Path) -> dict:
@@ -82,21 +79,21 @@ def run(model: str, text: str, options: dict, directory: Path) -> dict:
     for step in range(STEPS):
         if check == "counts" and step == STEPS - 1:
             with Collectives() as seen:
-                steps.append(job.step(batch(job.spec, step)))
+                steps.append(job.step(batch(job, step)))
             row = {"calls": dict(seen.calls), "sizes": dict(seen.sizes)}
         elif check and step == STEPS - 1:
             job.save(directory)
             job = trainer.parallelize(model, Plan.parse(check), Settings(**{**arguments, "seed": 7}), sizes=sizes)
             job.load(directory)
-            steps.append(job.step(batch(job.spec, step)))
+            steps.append(job.step(batch(job, step)))
         else:
-            steps.append(job.step(batch(job.spec, step)))
+            steps.append(job.step(batch(job, step)))
     columns = ("loss", "grad_norm", "accuracy", "overflow", "loss_scale")
     return row | {
         **{name: [step[name] for step in steps] for name in columns},
         "seconds": steps[-1]["seconds"],
         "tokens": steps[0]["tokens"],
-        "evaluated": job.evaluate(batch(job.spec, STEPS))["loss"],
+        "evaluated": job.evaluate(batch(job, STEPS))["loss"],
         "steps_done": job.steps_done,
         "describe": job.describe(),
     }
@@ -117,49 +114,24 @@ def work(rank: int, cases: list, out: Path, shared: Path) -> None:
         out.write_text(json.dumps(rows))
 
 
-def fork(cases: list, out: Path, shared: Path) -> bool:
-    """Fork the ranks of a layout and wait for them; the first that fails ends the others. Whether all went well."""
-    running, failed = set(), False
-    for rank in range(Plan.parse(cases[0][2]).world_size):
-        process = os.fork()
-        if process == 0:
-            try:
-                work(rank, cases, out, shared)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        running.add(process)
-    while running:
-        process, status = os.wait()
-        running.discard(process)
-        if status and not failed:
-            failed = True
-            for other in running:
-                os.kill(other, signal.SIGKILL)
-    return not failed
-
-
 def layout(case: list) -> tuple:
     """What decides the process groups of a case; these cost time even when idle, so each layout has its own ranks."""
     plan = Plan.parse(case[2])
     return plan.world_size, plan.pp, plan.dp, plan.cp, plan.tp
 
 
-def main(out: Path, cases: list) -> int:
-    """Run all cases, one layout after another."""
+def main(out: Path, cases: list) -> None:
+    """Run all cases, one layout after another; the first rank that fails ends the others and raises."""
     torch.set_num_threads(1)
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         groups = groupby(sorted(cases, key=layout), key=layout)
-        for number, (_, group) in enumerate(groups):
+        for number, ((ranks, *_), group) in enumerate(groups):
             part = Path(folder) / f"rows-{number}.json"
-            if not fork(list(group), part, Path(folder)):
-                return 1
+            start_processes(work, (list(group), part, Path(folder)), nprocs=ranks, start_method="fork")
             rows |= json.loads(part.read_text())
     out.write_text(json.dumps(rows))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,6 +1,7 @@
 """Data by name: the same batch on every rank, questions and padding masked, fall-backs that say why."""
 
 import sys
+from threading import Event
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -8,21 +9,37 @@ import pytest
 from PIL import Image
 
 from madmax_lib.runs.data import hub, text
-from madmax_lib.runs.data.batches import NAMES, DataWarning, canonical, default_name, get_data, kind_of
+from madmax_lib.runs.data.batches import NAMES, DataWarning, canonical, default_name, draw_ahead, get_data, kind_of
 from madmax_lib.runs.data.synthetic import SyntheticImages, arithmetic_problem
 from madmax_lib.runs.data.text import _PAD, BYTES, MASKED, cached_tokens, chat, example, tokenizer, windows
 
 
 @pytest.mark.parametrize("name", ["synthetic-images", "arithmetic"])
 def test_a_batch_depends_on_seed_and_step_alone(name):
+    """Whatever number of ranks draws its shares."""
     one, other = get_data(name, seed=3), get_data(name, seed=3)
-    for step in (0, 7):
+    for step, ranks in ((0, 1), (7, 3), (7, 2)):
+        shares = [other.batch(step, 6, seed=3, share=(rank, ranks)) for rank in range(ranks)]
         for key, array in one.batch(step, 6, seed=3).items():
-            assert np.array_equal(array, other.batch(step, 6, seed=3)[key])
+            assert np.array_equal(array, np.concatenate([share[key] for share in shares]))
+    with pytest.raises(ValueError, match="dp=4 does not divide a batch of 6 samples"):
+        one.batch(0, 6, share=(0, 4))
     first, second = (one.batch(step, 6, seed=3) for step in (0, 1))
     assert not any(np.array_equal(first[key], second[key]) for key in first)
     assert not np.array_equal(first[next(iter(first))], one.batch(0, 6, seed=4)[next(iter(first))])
     assert not np.array_equal(*(one.read[split](np.arange(20))[0] for split in ("train", "validation")))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_batches_are_drawn_ahead_and_come_in_order(threads):
+    drawn = [Event() for _ in range(9)]
+    batches = draw_ahead(lambda step: drawn[step].set() or 10 // (8 - step), range(9), threads)
+    assert next(batches) == 1
+    assert all(event.wait(30) for event in drawn[: threads + 1])  # without being asked for
+    assert not any(event.is_set() for event in drawn[threads + 1 :])
+    assert [next(batches) for _ in range(7)] == [10 // (8 - step) for step in range(1, 8)]
+    with pytest.raises(ZeroDivisionError):  # of step 8
+        next(batches)
 
 
 @pytest.mark.parametrize(("count", "size"), [(10, 3), (10, 10), (4, 7), (1, 2)])
@@ -132,6 +149,8 @@ def test_a_missing_tokenizer_is_a_fall_back_too(monkeypatch):
 class Table(list):
     """What the loader asks of a table of `datasets`."""
 
+    _fingerprint = "1234"
+
     def __getitem__(self, key):
         return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
 
@@ -166,7 +185,8 @@ def hugging_face(monkeypatch, tmp_path):
     for name, module in {"datasets": package, "huggingface_hub": library, constants.__name__: constants}.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(hub, "find_spec", lambda name: name == "datasets")
-    monkeypatch.setattr(text, "cache_folder", lambda: tmp_path)
+    for module in (text, hub):
+        monkeypatch.setattr(module, "cache_folder", lambda: tmp_path)
     return requests
 
 
@@ -176,6 +196,17 @@ def test_real_images_are_scaled_and_labelled(hugging_face):
     assert images.shape == (2, 3, 8, 8) and images[0].max() == 1 and images[1].min() == -1
     assert labels.tolist() == [99, 98] and data.classes == 100 and not data.note
     assert [(split, offline) for *_, split, _, offline in hugging_face] == [("train", True), ("test", True)]
+
+
+def test_an_image_is_decoded_once(hugging_face, monkeypatch):
+    """By whichever process comes first; those not seen before, and other sizes, are decoded still."""
+    first = get_data("cifar-100", image=8).read["train"](np.array([2, 1]))
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: 1 / 0)
+    again = get_data("cifar-100", image=8).read["train"]
+    assert all(map(np.array_equal, first, again(np.array([2, 1]))))
+    for read, index in ((again, 0), (again, 3), (get_data("cifar-100", image=4).read["train"], 1)):
+        with pytest.raises(ZeroDivisionError):
+            read(np.array([index]))
 
 
 @pytest.mark.parametrize("download", [False, True])

@@ -1,11 +1,14 @@
-"""DeepSpeed's configuration of a plan; the package itself is not needed."""
+"""DeepSpeed's configuration of a plan, and where it is installed its losses beside those of one process."""
 
 import json
 import math
+from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from madmax_lib.plan import Plan
+from madmax_lib.runs import RunSpec, launch, read_run
 from madmax_lib.runs.parallel import deepspeed
 from madmax_lib.runs.settings import Settings
 
@@ -27,3 +30,20 @@ def test_plain_stages(stage):
     zero = deepspeed.config(Plan(dp=2, zero=stage), Settings())["zero_optimization"]
     assert zero["stage"] == stage and not [key for key in zero if "offload" in key or "quantized" in key]
     assert deepspeed.config(Plan(dp=2, bucket_bytes=math.inf), Settings())
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    """Losses of three steps of a strategy."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install deepspeed")
+    folder, options = tmp_path_factory.mktemp("runs"), {"device": "cpu", "profile": False, "learning_rate": 3e-3}
+    spec = RunSpec(steps=3, sizes={"layers": 2}, **options)
+    run = cache(lambda strategy: read_run(launch(replace(spec, strategy=strategy), folder / strategy)))
+    return lambda strategy: run(strategy).steps["loss"].tolist()
+
+
+@pytest.mark.parametrize("strategy", ["dp1", "dp1.z2.offload-optimizer", "dp2.mb2", "dp2.z3"])
+def test_losses_are_those_of_one_process(losses, strategy):
+    """On one process too, which needs a group of its own."""
+    assert losses(f"{strategy}@deepspeed") == pytest.approx(losses("dp1"), abs=1e-4)
+    assert max(losses("dp1")) - min(losses("dp1")) > 0.1

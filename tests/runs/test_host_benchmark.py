@@ -5,10 +5,9 @@ import sys
 
 import pandas as pd
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from madmax_lib.datasets import PROJECT  # noqa: E402
+from madmax_lib.datasets import PROJECT
 
 SCRIPT = PROJECT / "benchmarks" / "host.py"
 

@@ -176,7 +176,5 @@ def test_masked_targets_count_nothing():
     torch.testing.assert_close(losses.total(logits, targets), expected)
     assert losses.correct(logits, logits.argmax(-1)) == 6
     spec = models.spec("gpt-tiny")
-    part = losses.split({"tokens": targets, "targets": targets}, spec, torch.device("cpu"), dp=(1, 2))
-    assert (part.samples, part.count) == (2, 3) and part.targets.tolist() == [[-100, -100, 4]]
-    with pytest.raises(ValueError, match="dp=2 does not divide a batch of 3 samples"):
-        losses.split(dict.fromkeys(("tokens", "targets"), torch.ones(3, 4)), spec, "cpu", dp=(0, 2))
+    part = losses.split({"tokens": targets, "targets": targets}, spec, torch.device("cpu"), dp=2, cp=(2, 3))
+    assert (part.samples, part.positions) == (4, 12) and part.targets.tolist() == [[2], [4]]

@@ -27,14 +27,9 @@ VIT = {
 
 def layers(shapes, prefix, biased, bias=-1):
     """Tensors of two layers; those that are biased have one as long as their dimension `bias`."""
-    tensors = {}
-    for i in range(2):
-        for name, shape in shapes.items():
-            full = (prefix + name).format(i)
-            tensors[f"{full}.weight"] = shape
-            if biased(name):
-                tensors[f"{full}.bias"] = (shape[bias],)
-    return tensors
+    names = [((prefix + name).format(i), name) for i in range(2) for name in shapes]
+    weights = {f"{full}.weight": shapes[name] for full, name in names}
+    return weights | {f"{full}.bias": (shapes[name][bias],) for full, name in names if biased(name)}
 
 
 ENDS = {"cls_token": (1, 1, 8), "position_embeddings": (1, 5, 8)}

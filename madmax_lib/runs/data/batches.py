@@ -1,8 +1,9 @@
-"""Which batch does step k see? Data by name, offline by default, and the same global batch on every rank.
+"""Which batch does step k see? Data by name, offline by default; each rank draws its own share of the global batch.
 
-A batch is drawn from (seed, step) alone: epoch after epoch of shuffled samples, cut into batches without remainder, so
-no batch is short. A dataset that is not on this machine is replaced by generated data of the same kind, with a
-DataWarning; who asked finds the reason in `note`.
+The samples of a batch follow from (seed, step) alone, whatever the layout: epoch after epoch of shuffled ones, cut into
+batches without remainder, so no batch is short. A dataset that is not on this machine is replaced by generated data of
+the same kind, with a DataWarning; who asked finds the reason in `note`.
+Batches of coming steps are drawn by threads: generating, decoding and pinning release Python's lock.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +23,7 @@ from madmax_lib.runs.data import hub
 from madmax_lib.runs.data.synthetic import SyntheticImages, arithmetic_problem
 from madmax_lib.runs.data.text import cached_tokens, chat, example, tokenizer, windows
 
-__all__ = ["NAMES", "Data", "DataWarning", "canonical", "default_name", "get_data", "kind_of"]
+__all__ = ["NAMES", "Data", "DataWarning", "canonical", "default_name", "draw_ahead", "get_data", "kind_of"]
 
 _GENERATED = 50_000  # samples of a generated dataset, as many as CIFAR-100 has
 _VALIDATION = 2_000
@@ -57,12 +60,21 @@ class Data:
     vocab: int = 0
     note: str = ""
 
-    def batch(self, step: int, size: int, seed: int = 0, split: str = "train") -> dict[str, np.ndarray]:
-        """The global batch of a step: {"images", "labels"} or {"tokens", "targets"}, equal on every rank."""
-        inputs, targets = self.read[split](self.indices(step, size, seed, split))
+    def batch(
+        self, step: int, size: int, seed: int = 0, split: str = "train", share: tuple[int, int] = (0, 1)
+    ) -> dict[str, np.ndarray]:
+        """A share (number, of how many) of the batch of a step: {"images", "labels"} or {"tokens", "targets"}.
+
+        Raises ValueError if the shares are not equal.
+        """
+        number, count = share
+        if size % count:
+            raise ValueError(f"dp={count} does not divide a batch of {size} samples")
+        chosen = self.indices(step, size, seed, split).reshape(count, -1)[number]
+        inputs, targets = self.read[split](chosen)
         if self.kind == "images":
             return {"images": inputs, "labels": targets}
-        return {"tokens": inputs.astype(np.int64), "targets": targets}
+        return {"tokens": inputs.astype(np.int64), "targets": targets.astype(np.int64)}
 
     def indices(self, step: int, size: int, seed: int = 0, split: str = "train") -> np.ndarray:
         """Samples (size,) of a step: numbers step x size and on of a sequence of shuffled epochs."""
@@ -70,6 +82,18 @@ class Data:
         numbers = np.arange(step * size, (step + 1) * size)
         epochs = {epoch: np.random.default_rng([seed, epoch, 3]).permutation(count) for epoch in set(numbers // count)}
         return np.array([epochs[number // count][number % count] for number in numbers.tolist()])
+
+
+def draw_ahead(draw: Callable[[int], dict], steps: Iterable[int], threads: int) -> Iterator[dict]:
+    """draw(step) of each step in order; each of the threads is a batch ahead."""
+    coming = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for step in steps:
+            coming.append(pool.submit(draw, step))
+            if len(coming) > threads:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
 
 
 def default_name(kind: str) -> str:
@@ -122,7 +146,9 @@ def get_data(
         return generated(by)
     try:
         if kind == "images":
-            return _real_images(name, allow_download, image)
+            parts = hub.read(name, allow_download, image)
+            sizes = {split: len(part) for split, part in parts.items()}
+            return Data(name, kind, sizes, parts, classes=hub.SOURCES[name].classes)
         return _real_text(name, allow_download, sequence, by)
     except (ModuleNotFoundError, FileNotFoundError) as reason:
         note = f"{default_name(kind)} in place of {name}: {reason}"
@@ -146,24 +172,11 @@ def _problems(tokens, sequence: int, seed: int, indices: np.ndarray) -> tuple[np
     return tuple(np.stack(part) for part in zip(*rows, strict=True))
 
 
-def _real_images(name: str, allow_download: bool, image: int) -> Data:
-    train, validation = hub.read(name, allow_download, image)
-    sizes = {"train": len(train), "validation": len(validation)}
-    return Data(name, "images", sizes, {"train": train, "validation": validation}, classes=hub.SOURCES[name].classes)
-
-
 def _real_text(name: str, allow_download: bool, sequence: int, by: str) -> Data:
-    tokens, parts = tokenizer(by, allow_download), {}
-    for split, texts in zip(("train", "validation"), hub.read(name, allow_download, 0), strict=True):
+    tokens, sizes, read = tokenizer(by, allow_download), {}, {}
+    for split, texts in hub.read(name, allow_download).items():
         make = windows if isinstance(texts[0], str) else chat
         key = f"{name} {split} {tokens.name} {sequence} {len(texts)} {texts[0]} {texts[-1]}"
-        parts[split] = cached_tokens(key, partial(make, texts, tokens, sequence, _MOST))
-    return _in_memory(name, "text", parts, vocab=tokens.vocab)
-
-
-def _in_memory(name: str, kind: str, parts: dict[str, tuple[np.ndarray, np.ndarray]], **more) -> Data:
-    def reader(inputs: np.ndarray, targets: np.ndarray) -> Read:
-        return lambda indices: (inputs[indices], targets[indices].astype(np.int64))
-
-    sizes = {split: len(targets) for split, (_, targets) in parts.items()}
-    return Data(name, kind, sizes, {split: reader(*arrays) for split, arrays in parts.items()}, **more)
+        parts = cached_tokens(key, partial(make, texts, tokens, sequence, _MOST))
+        sizes[split], read[split] = len(parts[0]), lambda indices, parts=parts: tuple(part[indices] for part in parts)
+    return Data(name, "text", sizes, read, vocab=tokens.vocab)

@@ -1,18 +1,21 @@
 """Where do the real datasets come from? `datasets`, from its cache unless a download is allowed.
 
-Images come as (n, 3, image, image) float32 in -1..1 with labels, text as tokens and targets. Without the package or
+Images come as (n, 3, image, image) float32 in -1..1 with labels, text as tokens and targets. An image is decoded and
+resized once, then read from a file in the user's cache. Without the package or
 the files, `read` raises FileNotFoundError or ModuleNotFoundError with one line; `batches.get_data` then falls back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import contextmanager
+import os
+import weakref
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from operator import itemgetter
 
 import numpy as np
+
+from madmax_lib.datasets import cache_folder
 
 __all__ = ["SOURCES", "read"]
 
@@ -51,35 +54,52 @@ SOURCES = {
 }
 
 
-@dataclass(frozen=True)
 class _Images:
-    """Images of a table, decoded when they are asked for. columns: picture and label; image: pixels of a side."""
+    """Images of a table of `datasets`. columns: picture and label; image: pixels of a side."""
 
-    table: Sequence
-    columns: tuple[str, ...]
-    image: int
+    def __init__(self, table, columns: tuple[str, ...], image: int):
+        self.table, self.picture, self.image = table, columns[0], image
+        self.labels = np.array(table[columns[1]][:], dtype=np.int64)
+        decoded = cache_folder() / "images" / f"{table._fingerprint}-{image}.rgb"
+        decoded.parent.mkdir(parents=True, exist_ok=True)
+        self.file = os.open(decoded, os.O_RDWR | os.O_CREAT, 0o644)
+        weakref.finalize(self, os.close, self.file)
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self.labels)
 
     def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Images (n, 3, image, image) float32 in -1..1 and labels (n,) int64."""
-        pictures, labels = zip(*(itemgetter(*self.columns)(self.table[int(index)]) for index in indices), strict=True)
-        return np.stack([_pixels(picture, self.image) for picture in pictures]), np.array(labels, dtype=np.int64)
+        images = np.empty((len(indices), 3, self.image, self.image), dtype=np.float32)
+        for image, index in zip(images, indices.tolist(), strict=True):
+            pixels = np.frombuffer(self._record(index), dtype=np.uint8)[:-1].reshape(self.image, self.image, 3)
+            image[:] = pixels.transpose(2, 0, 1) / np.float32(127.5) - 1
+        return images, self.labels[indices]
+
+    def _record(self, index: int) -> bytes:
+        """Pixels of an image, then a byte that says they are there: the file has holes for images not seen yet."""
+        size = 3 * self.image**2 + 1
+        record = os.pread(self.file, size, index * size)
+        if len(record) < size or not record[-1]:
+            picture = self.table[index][self.picture].convert("RGB").resize((self.image, self.image))
+            record = picture.tobytes() + b"\1"
+            with suppress(OSError):  # a full disk is no reason to stop
+                os.pwrite(self.file, record, index * size)
+        return record
 
 
-def read(name: str, allow_download: bool, image: int) -> tuple[list, list] | tuple[_Images, _Images]:
-    """Training and validation part of a real dataset: `_Images`, or lists of texts or of (question, answer) pairs.
+def read(name: str, allow_download: bool, image: int = 0) -> dict[str, _Images | list]:
+    """Parts train and validation of a real dataset: `_Images`, or lists of texts or of (question, answer) pairs.
 
     Raises FileNotFoundError or ModuleNotFoundError, in one line, for what is not here.
     """
     if not find_spec("datasets"):
         raise ModuleNotFoundError(f"{name} needs the package datasets, which is not installed")
     source = SOURCES[name]
-    parts = _from_hub(name, source, allow_download)
+    parts = dict(zip(("train", "validation"), _from_hub(name, source, allow_download), strict=True))
     if source.classes:
-        return tuple(_Images(part, source.columns, image) for part in parts)
-    return tuple(_texts(part, source) for part in parts)
+        return {split: _Images(part, source.columns, image) for split, part in parts.items()}
+    return {split: _texts(part, source) for split, part in parts.items()}
 
 
 def _from_hub(name: str, source: _Source, allow_download: bool) -> list:
@@ -91,8 +111,11 @@ def _from_hub(name: str, source: _Source, allow_download: bool) -> list:
                 datasets.load_dataset(source.path, source.config, split=split, data_files=source.files)
                 for split in source.splits
             ]
-        except Exception as error:  # the package raises a dozen kinds of its own for what is not in its cache
-            raise _missing(name, allow_download, error) from None
+        except Exception as error:  # the package raises a dozen kinds of its own
+            absent = isinstance(error, (ConnectionError, FileNotFoundError)) and not allow_download
+            what = "is not on this machine and may not be downloaded" if absent else "could not be read"
+            reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+            raise FileNotFoundError(f"{name} {what} ({type(error).__name__}: {reason})") from None
     if len(parts) == 1:
         cut = parts[0].train_test_split(test_size=0.02, shuffle=False)
         parts = [cut["train"], cut["test"]]
@@ -106,19 +129,6 @@ def _texts(part, source: _Source) -> list:
     if source.answers:
         columns[1] = [source.answers[label] for label in columns[1]]
     return list(zip(*columns, strict=True))
-
-
-def _pixels(picture, image: int) -> np.ndarray:
-    """A PIL image as (3, image, image) float32 in -1..1."""
-    small = picture.convert("RGB").resize((image, image))
-    return np.asarray(small, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1
-
-
-def _missing(name: str, allow_download: bool, error: Exception) -> FileNotFoundError:
-    absent = isinstance(error, (ConnectionError, FileNotFoundError)) and not allow_download
-    what = "is not on this machine and may not be downloaded" if absent else "could not be read"
-    reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-    return FileNotFoundError(f"{name} {what} ({type(error).__name__}: {reason})")
 
 
 @contextmanager

@@ -34,10 +34,11 @@ class SyntheticImages:
     def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Images (n, 3, image, image) float32 and labels (n,) int64 of the samples."""
         labels = np.asarray(indices) % len(self.patterns)
-        shape = self.patterns.shape[1:]
-        generators = [np.random.default_rng([self.seed, 1, index]) for index in indices]
-        noise = [generator.standard_normal(shape, dtype=np.float32) for generator in generators]
-        return self.patterns[labels] + np.float32(_NOISE) * np.stack(noise), labels.astype(np.int64)
+        images = self.patterns[labels]
+        for image, index in zip(images, indices, strict=True):
+            random = np.random.default_rng([self.seed, 1, index])
+            image += np.float32(_NOISE) * random.standard_normal(image.shape, dtype=np.float32)
+        return images, labels.astype(np.int64)
 
 
 def arithmetic_problem(index: int, seed: int) -> tuple[str, str]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from madmax_lib import catalog
 
-__all__ = ["TORCH_DTYPES", "PeakRates", "device_name", "peak_flops", "peak_rates"]
+__all__ = ["TORCH_DTYPES", "PeakRates", "cores_per_rank", "device_name", "peak_flops", "peak_rates"]
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in TORCH_DTYPES.items()}
@@ -62,7 +62,7 @@ def peak_flops(device: str, dtype: str) -> tuple[float, str]:
     rate = torch.tensor([_product_rate(device, TORCH_DTYPES[dtype], side)], dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(rate, dist.ReduceOp.MAX)
-    share = _core_share() if device == "cpu" else 1.0
+    share = min(1.0, cores_per_rank() / torch.get_num_threads()) if device == "cpu" else 1.0
     shared = f", x {share:.3g} since ranks share cores" if share < 1 else ""
     return float(rate) * share, f"measured: best {side} x {side} matrix product in {dtype}{shared}"
 
@@ -108,8 +108,7 @@ def _best_s(run: Callable[[], object], repeats: int, on_gpu: bool = False) -> fl
     return min(times_s)
 
 
-def _core_share() -> float:
-    """Part of its cores that a rank has when all ranks of this machine compute: 1 unless they outnumber the cores."""
+def cores_per_rank() -> float:
+    """Cores of this machine that may be used over its ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * torch.get_num_threads()
-    return min(1.0, cores / threads)
+    return cores / int(os.environ.get("LOCAL_WORLD_SIZE", 1))

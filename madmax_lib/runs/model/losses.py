@@ -1,7 +1,7 @@
 """What is the loss of a micro-batch, as a part of the global mean? Sums of token losses, and how many were right.
 
-Everything is a sum over targets divided by the *global* number of targets, so that micro-batches, dp, cp and ep ranks
-only add up. Targets that are MASKED do not count.
+Everything is a sum over the targets of the *global* batch, so that micro-batches, dp, cp and ep ranks only add up.
+Targets that are MASKED do not count; how many are left is known once the ranks have summed theirs, with the losses.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.nn import functional
 from madmax_lib.runs.data.text import MASKED
 from madmax_lib.specs import Transformer
 
-__all__ = ["Part", "correct", "means", "split", "total"]
+__all__ = ["Part", "correct", "means", "split", "sums", "total"]
 
 
-Share = tuple[int, int]  # a rank's number among the ranks of a dimension, and how many they are
+Share = tuple[int, int]  # a rank's number in a dimension, and how many they are
 
 
 @dataclass(frozen=True)
@@ -30,46 +30,45 @@ class Part:
 
     inputs, targets: of this rank.
     samples: of the global batch.
-    count: targets of the global batch that are not masked.
+    positions: targets of the global batch, masked ones too.
     """
 
     inputs: Tensor
     targets: Tensor
     samples: int
-    count: int
+    positions: int
 
 
-def split(
-    batch: Mapping[str, Tensor], spec: Transformer, device: torch.device, dp: Share = (0, 1), cp: Share = (0, 1)
-) -> Part:
-    """The samples of a dp rank, and of them the tokens of a cp rank, on the device.
+def split(batch: Mapping[str, Tensor], spec: Transformer, device: torch.device, dp: int, cp: Share = (0, 1)) -> Part:
+    """What a rank of dp x cp trains on: of the samples of its dp rank the tokens of its cp rank, on the device.
 
-    batch: tokens and targets (B, S), or images (B, 3, H, W) and labels (B,). Raises ValueError if dp does not divide B.
+    batch: tokens and targets (B/dp, S), or images (B/dp, 3, H, W) and labels (B/dp,).
     """
-    inputs, targets = (batch[name] for name in (("images", "labels") if spec.image else ("tokens", "targets")))
-    samples, count = len(inputs), int((targets != MASKED).sum())
-    if samples % dp[1]:
-        raise ValueError(f"dp={dp[1]} does not divide a batch of {samples} samples")
-    own = [part.chunk(dp[1])[dp[0]] for part in (inputs, targets)]
+    own = [batch[name] for name in (("images", "labels") if spec.image else ("tokens", "targets"))]
+    samples, positions = dp * len(own[1]), dp * own[1].numel()
     if cp[1] > 1:  # of a sequence, tokens in a row
         own = [part.chunk(cp[1], dim=1)[cp[0]] for part in own]
     inputs, targets = (part.to(device, non_blocking=True) for part in own)
-    return Part(inputs, targets, samples, max(count, 1))
+    return Part(inputs, targets, samples, positions)
 
 
-def means(
-    loss: Tensor | None, right: Tensor | None, part: Part, group: dist.ProcessGroup, copies: int = 1
-) -> dict[str, object]:
-    """Mean loss and accuracy over the global batch, from the sums of each rank; None on ranks that have none.
+def sums(loss: Tensor | None, right: Tensor | None, part: Part, group: dist.ProcessGroup, copies: int = 1) -> Tensor:
+    """Sum of losses, right targets and targets that count (3,) of the global batch, on the device.
 
-    copies: how many ranks hold the same sums.
+    loss, right: of this rank, None where it has none. copies: how many ranks hold the same.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=part.inputs.device)
+    result = torch.zeros(3, dtype=torch.float64, device=part.inputs.device)
     if loss is not None:
-        sums = torch.stack((loss.double(), right.double()))
-    dist.all_reduce(sums, group=group)
-    mean_loss, accuracy = (sums / (part.count * copies)).tolist()
-    return {"loss": mean_loss, "accuracy": accuracy, "samples": part.samples, "tokens": part.count}
+        result = torch.stack([own.double() for own in (loss, right, (part.targets != MASKED).sum())])
+    dist.all_reduce(result, group=group)
+    return result / copies
+
+
+def means(sums: Tensor, part: Part) -> dict[str, object]:
+    """Mean loss and accuracy over the global batch, its samples, and its targets that count as tokens."""
+    loss, right, count = sums.tolist()
+    tokens = max(int(count), 1)
+    return {"loss": loss / tokens, "accuracy": right / tokens, "samples": part.samples, "tokens": tokens}
 
 
 def total(logits: Tensor, targets: Tensor) -> Tensor:

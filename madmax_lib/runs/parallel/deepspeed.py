@@ -17,10 +17,12 @@ from torch import Tensor
 
 from madmax_lib.plan import Plan
 from madmax_lib.runs import checks
+from madmax_lib.runs.data.text import MASKED
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES
 from madmax_lib.runs.measure.phases import Phases
 from madmax_lib.runs.model import losses, models
 from madmax_lib.runs.model.network import Network
+from madmax_lib.runs.parallel import mesh
 from madmax_lib.runs.settings import Settings
 
 __all__ = ["config", "parallelize"]
@@ -70,21 +72,22 @@ def parallelize(
     checks.check(plan, models.spec(model, **sizes), settings, "deepspeed")
     checks.check_deepspeed()
     start = {"seed": settings.seed, "weights": settings.weights}
+    ranks = mesh.build(plan, device)
     network = models.build(model, device=device, attention=plan.attention, **start, **sizes)
-    return _DeepSpeedTrainer(network, plan, settings)
+    return _DeepSpeedTrainer(network, plan, settings, (ranks.coordinate("dp"), plan.dp))
 
 
 class _DeepSpeedTrainer:
     """A model under DeepSpeed on one of its ranks."""
 
-    def __init__(self, network: Network, plan: Plan, settings: Settings):
+    def __init__(self, network: Network, plan: Plan, settings: Settings, share: tuple[int, int]):
         import deepspeed
 
         self.spec = network.spec
         self.plan = plan
         self.settings = settings
         self.steps_done = 0
-        self.rank, self.device = dist.get_rank(), next(network.parameters()).device
+        self.share, self.device = share, next(network.parameters()).device
         self.phases = Phases(self.device)
         for _, layer in network.units():
             layer.checkpoint(plan.recompute)
@@ -93,20 +96,22 @@ class _DeepSpeedTrainer:
         self.engine, *_ = deepspeed.initialize(model=network, model_parameters=parameters, **options)
 
     def step(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
-        """One training step on a global batch; the keys of `Trainer.step`.
+        """One training step on this rank's share of a global batch; the keys of `Trainer.step`.
 
         grad_norm is nan where DeepSpeed keeps none (zero=0).
         """
         with self.phases("data"):
-            part = losses.split(batch, self.spec, self.device, dp=(self.rank, self.plan.dp))
+            part = losses.split(batch, self.spec, self.device, self.plan.dp)
+            count = (part.targets != MASKED).sum()
+            dist.all_reduce(count)  # DeepSpeed clips within its step, so that it must be known before
         # DeepSpeed takes means over ranks and micro-batches; losses are sums over the global number of targets
-        factor = self.plan.dp * self.engine.gradient_accumulation_steps() / part.count
+        factor = self.plan.dp * self.engine.gradient_accumulation_steps() / max(int(count), 1)
         optimizer = self.engine.optimizer
         scale = float(getattr(optimizer, "cur_scale", 1.0))
         loss, right = self._run(part, factor)
         self.steps_done += 1
         norm = self.engine.get_global_grad_norm()
-        return losses.means(loss, right, part, dist.group.WORLD) | {
+        return losses.means(losses.sums(loss, right, part, dist.group.WORLD), part) | {
             "grad_norm": math.nan if norm is None else float(norm),
             "overflow": bool(getattr(optimizer, "overflow", False)),
             "loss_scale": scale,
@@ -114,10 +119,10 @@ class _DeepSpeedTrainer:
         }
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
-        """loss, accuracy, samples and tokens of a global batch, without a gradient."""
-        part = losses.split(batch, self.spec, self.device, dp=(self.rank, self.plan.dp))
+        """loss, accuracy, samples and tokens of a global batch by this rank's share, without a gradient."""
+        part = losses.split(batch, self.spec, self.device, self.plan.dp)
         loss, right = self._run(part, None)
-        return losses.means(loss, right, part, dist.group.WORLD)
+        return losses.means(losses.sums(loss, right, part, dist.group.WORLD), part)
 
     def save(self, directory: str | Path) -> None:
         """Write DeepSpeed's checkpoint."""
@@ -133,15 +138,9 @@ class _DeepSpeedTrainer:
     def describe(self) -> dict[str, object]:
         """What runs, in words and numbers."""
         return {
-            "model": self.spec.name,
-            "plan": f"{self.plan}@deepspeed",
-            "world_size": self.plan.world_size,
-            "dtype": self.settings.dtype,
             "parameters": self.spec.parameters,
             "data_parallel": "deepspeed",
             "optimizer": type(self.engine.optimizer).__name__,
-            "context": "none",
-            "schedule": "none",
         }
 
     def _run(self, part: losses.Part, factor: float | None) -> tuple[Tensor, Tensor]:

@@ -84,22 +84,23 @@ class Trainer:
         return Pipeline(wrapped, self.modules, plan, self.mesh, settings, exchanged, self.device, *passes)
 
     def step(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
-        """One training step on a global batch, the same on every rank: tokens and targets, or images and labels.
+        """One training step on this rank's `share` of a global batch: tokens and targets, or images and labels.
 
         Returns loss (mean over the global batch's targets), accuracy (0..1), grad_norm (before clipping), samples,
-        tokens, overflow (the gradient was not finite and the step was skipped), loss_scale and seconds by phase on this
-        rank. Raises ValueError if dp does not divide the batch.
+        tokens (targets that count), overflow (the gradient was not finite and the step was skipped), loss_scale and
+        seconds by phase on this rank.
         """
         with self.phases("data"):
             part = self._part(batch)
         scale = self.scale.value
-        loss, right = self._engine.run(part.inputs, part.targets, scale / part.count, train=True)
+        loss, right = self._engine.run(part.inputs, part.targets, scale / part.positions, train=True)
+        sums = self._sums(loss, right, part)
         with self.phases("optimizer"):
-            grad_norm = self._update(scale)
+            grad_norm = self._update(float(scale * sums[2] / part.positions))
         overflow = not math.isfinite(grad_norm)
         self.scale.update(overflow)
         self.steps_done += 1
-        return self._means(loss, right, part) | {
+        return losses.means(sums, part) | {
             "grad_norm": grad_norm,
             "overflow": overflow,
             "loss_scale": scale,
@@ -107,7 +108,7 @@ class Trainer:
         }
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
-        """loss, accuracy, samples and tokens of a global batch, without a gradient."""
+        """loss, accuracy, samples and tokens of a global batch by this rank's share, without a gradient."""
         part = self._part(batch)
         loss, right = self._engine.run(part.inputs, part.targets, 1.0, train=False)
         for network in self.modules:
@@ -115,7 +116,7 @@ class Trainer:
                 if isinstance(module, FSDPModule):
                     module.reshard()  # what was gathered here would be stale after the next update
         self.phases.seconds()
-        return self._means(loss, right, part)
+        return losses.means(self._sums(loss, right, part), part)
 
     def save(self, directory: str | Path) -> None:
         """Write a sharded checkpoint of parameters, optimizer and progress."""
@@ -132,10 +133,6 @@ class Trainer:
         """What runs, in words and numbers."""
         parameters = [p for network in self.modules for p in network.parameters()]
         return {
-            "model": self.spec.name,
-            "plan": str(self.plan),
-            "world_size": self.plan.world_size,
-            "dtype": self.settings.dtype,
             "parameters": self.spec.parameters,
             "local_parameters": sum(local(p).numel() for p in parameters),
             "trained_local_parameters": sum(local(p).numel() for p in parameters if p.requires_grad),
@@ -145,15 +142,23 @@ class Trainer:
             "schedule": type(self._engine.schedule).__name__ if self.plan.pp > 1 else "none",
         }
 
-    def _part(self, batch: Mapping[str, Tensor]) -> losses.Part:
-        shares = {name: (self.mesh.coordinate(name), self.mesh.size(name)) for name in ("dp", "cp")}
-        return losses.split(batch, self.spec, self.device, **shares)
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which part of a global batch this rank trains on, and of how many."""
+        return self.mesh.coordinate("dp"), self.plan.dp
 
-    def _means(self, loss: Tensor | None, right: Tensor | None, part: losses.Part) -> dict[str, object]:
-        return losses.means(loss, right, part, self.mesh.world, copies=self.plan.tp)
+    def _part(self, batch: Mapping[str, Tensor]) -> losses.Part:
+        cp = self.mesh.coordinate("cp"), self.plan.cp
+        return losses.split(batch, self.spec, self.device, self.plan.dp, cp)
+
+    def _sums(self, loss: Tensor | None, right: Tensor | None, part: losses.Part) -> Tensor:
+        return losses.sums(loss, right, part, self.mesh.world, copies=self.plan.tp)
 
     def _update(self, scale: float) -> float:
-        """Finish the gradients, clip and step; the norm of the gradient before clipping."""
+        """Finish the gradients, clip and step; the norm of the gradient before clipping.
+
+        scale: what the gradients at hand are larger by than those of the mean loss.
+        """
         optimizers, clip_norm = self.optimizers, self.settings.clip_norm
         gradients.finish(optimizers.names)
         self.data_parallel.reduce_experts(self.modules)
