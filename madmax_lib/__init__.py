@@ -4,8 +4,6 @@ The names below are all a notebook needs, the rooms included; each is loaded whe
 the package stays light (no torch, hta, matplotlib, dask or widgets).
 """
 
-from __future__ import annotations
-
 from madmax_lib.doors import open_room
 
 TYPE_CHECKING = False  # type checkers take it for true; `typing` itself would double the time of the import

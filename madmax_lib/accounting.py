@@ -4,8 +4,6 @@ A rank is busy while a span of kind compute, comm, memcpy or other runs on it. A
 kernels side by side count once. Definitions as in Holistic Trace Analysis' temporal breakdown and overlap.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How is a file written so that nobody ever sees half of it? To a temporary name beside it, then renamed."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The tables are those of `data/`, one per kind of thing, and `aliases.csv`. Table
 MADMAX_CATALOG come after ours and override them. Human units stand in the tables, SI units in the specs.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

@@ -6,8 +6,6 @@ and then one download (never with MADMAX_OFFLINE=1). Content is compared uncompr
 as the original; a file with another content is refused.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import os

@@ -5,8 +5,6 @@ all that a module makes public is a call of the room: editors and type checkers 
 reads them from the source, so that a name is loaded when it is first used.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from importlib import import_module

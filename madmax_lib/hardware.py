@@ -3,8 +3,6 @@
 Everything is SI: bytes, FLOP/s, bytes/s, W. A link's bandwidth is per device and one way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

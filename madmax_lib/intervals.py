@@ -4,8 +4,6 @@ A set of intervals is an array of shape (n, 2): columns start and end, half open
 Results are normal form: sorted, disjoint, not touching, none empty. Everything is O(n log n) NumPy, no loops.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 __all__ = ["EMPTY", "covered_before", "intersection", "pack", "subtraction", "total", "union"]

@@ -4,8 +4,6 @@
 with case from the start of the name. An empty pattern matches everything. A user's table is put in front of ours.
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from importlib.resources.abc import Traversable

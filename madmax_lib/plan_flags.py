@@ -4,8 +4,6 @@ Flags that say nothing about the plan (model shape, data, optimizer, logging) ar
 the plan and is not known, or that a plan cannot express, is refused in one line: ValueError with flag, value and rule.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -1,7 +1,5 @@
 """Which layers does a pipeline stage hold? One rule for runs and simulations."""
 
-from __future__ import annotations
-
 from madmax_lib.plan import Plan
 from madmax_lib.plan_rules import STAGES, enforce, layers_between
 

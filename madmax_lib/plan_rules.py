@@ -5,8 +5,6 @@ gives a flag or a mask. The rules say what can be laid out at all; what a search
 a formula does not cover is said where that is so. `plans.legal` applies them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The facts stand in `data/software.csv`, each with its source; `like` names the s
 none itself. What is not there is assumed to be at its default. `catalog.software` reads the table.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 __all__ = ["OVERLAPS", "Software"]

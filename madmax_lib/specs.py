@@ -4,8 +4,6 @@ FLOPs count matrix products only (2 per multiply-add, causal attention counted d
 with MATH attention. What a model trains on is in `hardware`, and named here too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from madmax_lib.hardware import Cluster, Device, Host, Link, check_positive

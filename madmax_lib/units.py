@@ -3,8 +3,6 @@
 Only `Timeline` stores integers (nanoseconds), because profiler traces are exact there.
 """
 
-from __future__ import annotations
-
 __all__ = ["NS_PER_S", "bytes_unit", "format_bytes", "format_s"]
 
 NS_PER_S = 1_000_000_000

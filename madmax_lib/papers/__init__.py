@@ -1,7 +1,5 @@
 """What do the papers' own models say, exactly as published, and do their figures come out? One room a paper."""
 
-from __future__ import annotations
-
 from madmax_lib.doors import open_room
 
 TYPE_CHECKING = False

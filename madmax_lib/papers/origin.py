@@ -4,8 +4,6 @@ A name with a slash is a paper's own: `studies/gelu` is papers/studies/data/gelu
 the library: `devices`, or `parameters.json`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Which plan is best? Searches over every degree on equal and on mixed GPUs, with one stated cost."""
 
-from __future__ import annotations
-
 from madmax_lib.doors import open_room
 
 TYPE_CHECKING = False

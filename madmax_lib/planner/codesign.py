@@ -3,8 +3,6 @@
 Each row is a search of its own: a resource is worth what it saves when the plan may change with it [arXiv 2310.02784].
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product

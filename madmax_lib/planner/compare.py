@@ -4,8 +4,6 @@ A predicted step is as sure as its 90 % interval, but plans of one model on one 
 compared with the spread of runs of the same source and model (`calibration.intervals.comparison_widths`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ total order, so a serial search, one on many workers and a resumed one end the s
 that dies again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ The formulas are those of `mm.estimate` and `mm.memory`. The plans of some degre
 the smaller degrees in the order tp, cp, pp, ep and the earlier choice of the `Space`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 

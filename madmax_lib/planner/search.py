@@ -3,8 +3,6 @@
 A search deals the degrees of a `space` out in parts (`distribute`), each of which is worked out by `evaluate`.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field, replace
 

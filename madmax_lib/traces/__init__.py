@@ -1,7 +1,5 @@
 """What did the ranks do, where did the time go, what would help? Traces read, analysed, compared and written."""
 
-from __future__ import annotations
-
 from madmax_lib.doors import open_room
 
 TYPE_CHECKING = False

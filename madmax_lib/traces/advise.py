@@ -4,8 +4,6 @@ Each gain is the time per rank and step that would go if this one cause went and
 Causes overlap (a late rank also exposes its collective), so gains do not add up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pandas as pd

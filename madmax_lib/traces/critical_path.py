@@ -7,8 +7,6 @@ parts follow each other without a gap, so that they sum to the time of the step.
 engine's longest path. `what_if` replays the same graph with other durations.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

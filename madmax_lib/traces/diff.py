@@ -4,8 +4,6 @@ Steps and ranks are paired first; then both sides are means over what is paired,
 steps compare with a simulated rank and its one step. Differences are always b - a.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Rows are chosen in `export_rows`, names in `kernel_names`; here they become text. Format: Kineto, 2024.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack

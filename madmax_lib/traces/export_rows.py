@@ -4,8 +4,6 @@ The reader knows a row's kind by category and name, its thread by order of appea
 launches; here spans are ordered, categorised and completed so that it finds what the Timeline says, or refused.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -4,8 +4,6 @@ Skew is the last arrival minus the first at the same call. Arrivals are compared
 (after `alignment.align`, and simulated), else by duration: the rank that spends least time in a call came last.
 """
 
-from __future__ import annotations
-
 import pandas as pd
 
 from madmax_lib.timeline import Timeline, with_origin

@@ -1,7 +1,5 @@
 """How does it look? Pictures, widgets, notebooks run headless, pages and reports: everything that draws."""
 
-from __future__ import annotations
-
 from madmax_lib.doors import open_room
 
 TYPE_CHECKING = False

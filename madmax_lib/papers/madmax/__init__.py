@@ -1,7 +1,5 @@
 """MAD-Max [Hsia et al., ISCA 2024, arXiv 2310.02784]: its model, released and corrected, and its figures."""
 
-from __future__ import annotations
-
 from madmax_lib.doors import open_room
 
 TYPE_CHECKING = False

@@ -6,8 +6,6 @@ is in `papers.madmax.layers`; here it is issued in the release's order and laid 
 A collective is blocking when the next layer's compute waits for it. Backward starts when all of forward has ended.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Which strategy, system or scaling is best in MAD-Max? Figures 1 and 10 to 20; published values are hollow."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

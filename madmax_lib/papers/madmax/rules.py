@@ -4,8 +4,6 @@ As its public release applies them [Hsia et al., ISCA 2024, arXiv 2310.02784] (b
 differs from what one would expect, `MadmaxRules` has a switch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What does a step look like in MAD-Max, and how far is the model from measurements? Figures 7 to 9."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pandas as pd

@@ -4,8 +4,6 @@ One function per figure or study of [Hsia et al., ISCA 2024, arXiv 2310.02784]; 
 of `papers.madmax.plots` shows. Figures 11 to 13 and 17 to 20 have no published number: there the trend is all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Typed with their sources in `data/models.csv`, `systems.csv` and `published.csv`
 [Hsia et al., ISCA 2024, arXiv 2310.02784], its artifact and its public release. Human units there, SI units here.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from itertools import product

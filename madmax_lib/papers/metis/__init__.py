@@ -1,7 +1,5 @@
 """Metis [Um et al., USENIX ATC 2024] and its fork: the search as released (behaviour recorded), and its tables."""
 
-from __future__ import annotations
-
 from madmax_lib.doors import open_room
 
 TYPE_CHECKING = False

@@ -6,8 +6,6 @@ than half of its pieces. A layer without such a stage vanishes, and a stage may 
 Subtractions run piece by piece as there: results depend on the last bit where stages tie.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import reduce

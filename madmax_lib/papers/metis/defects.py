@@ -5,8 +5,6 @@ The correct cost is that of `planner.hetero`. Each class below overrides one ter
 and empty stages stand only under the defect that allows them, and are repaired for all others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise

@@ -4,8 +4,6 @@ Nine measured files of an A100 (`data/profiles.csv`) scaled as the script of Met
 (github.com/livingshade/Metis, behaviour recorded): in its order of operations, so that the numbers are its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

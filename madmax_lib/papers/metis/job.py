@@ -3,8 +3,6 @@
 The inputs of Metis [Um et al., USENIX ATC 2024], checked, with sums over layers from left to right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

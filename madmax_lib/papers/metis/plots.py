@@ -1,7 +1,5 @@
 """How do the results of Metis' report look: costs by enumeration order, and data beside tensor parallelism?"""
 
-from __future__ import annotations
-
 import pandas as pd
 from matplotlib.axes import Axes
 

@@ -5,8 +5,6 @@ orders of the GPU types > numbers of stages > sizes of the stages > micro-batche
 distinct permutation of their multiset is taken in cool-lex order [Williams, SODA 2009]. The order decides ties.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain, permutations
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Table 1 and figure 1 of the report in github.com/livingshade/Metis (Shong, Liu, 
 own runs of the search. Base is Metis, strategy is the fork's order of moves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise

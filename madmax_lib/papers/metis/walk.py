@@ -7,8 +7,6 @@ Which inter-stage plans there are is in `papers.metis.space`, the layers of a st
 `papers.metis.stages`; here each inter-stage plan is walked from data towards tensor parallelism.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Three public student projects: what they measured, what follows from it, and what the workbench says."""
 
-from __future__ import annotations
-
 from madmax_lib.doors import open_room
 
 TYPE_CHECKING = False

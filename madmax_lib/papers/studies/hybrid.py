@@ -5,8 +5,6 @@ The public project makramab/hybrid-parallelism reports tokens per second, MFU, m
 samples the GPUs saw. Reported numbers: `data/gpt2_large.csv`, `gelu.csv`, `mlp.csv`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 The ZeRO paper's table is in the library's `data/published_memory.csv`, sizes that were tried in `data/sizes_tried.csv`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pandas as pd

@@ -5,8 +5,6 @@ with 192 GB and a DGX H100 with 2 TB; it stores no times. All rows here are pred
 largest models that it and others report (`data/scale_limits.csv`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What do two public studies look like beside our numbers? Pictures of `hybrid` and `vit_study`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

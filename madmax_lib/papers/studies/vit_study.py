@@ -5,8 +5,6 @@ memory, ZeRO-2 logged 2,368 steps, ZeRO-3 and ZeRO++ left one traced step each. 
 `data/vit_huge_steps.csv` and `vit_overlap.csv`; what the runs were is in `plan_of`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

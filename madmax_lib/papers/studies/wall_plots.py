@@ -3,8 +3,6 @@
 All of it is simulated but for `plot_adam`, which shows what was measured beside what the simulator takes.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

@@ -1,7 +1,5 @@
 """vTrain [Bang et al., MICRO 2024]: its model, released (behaviour recorded) and corrected, and its case studies."""
 
-from __future__ import annotations
-
 from madmax_lib.doors import open_room
 
 TYPE_CHECKING = False

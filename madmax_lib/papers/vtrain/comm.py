@@ -5,8 +5,6 @@ gradient of a pipeline stage once. As vTrain [Bang et al., MICRO 2024] does it (
 from what one would expect, `VTrainRules` has a switch. All functions broadcast over the arrays of a `Sizes`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ seconds; they depend on hidden size, heads, sequence, tensor parallelism and mic
 a group's rows determine is a matter of rank: a row outside their span is not predicted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

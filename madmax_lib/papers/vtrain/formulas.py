@@ -5,8 +5,6 @@ GPT on a device; the order of the operators and their collectives stay vTrain's.
 of whole steps, so shapes that were left out can be predicted, and models that nobody has profiled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 

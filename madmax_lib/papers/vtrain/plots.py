@@ -1,7 +1,5 @@
 """What do vTrain's tables and case studies show? Pictures of `51_vtrain`; published numbers are hollow diamonds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

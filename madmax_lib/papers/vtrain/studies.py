@@ -9,8 +9,6 @@ No trace of these models is public, so the operators come from `vtrain.formulas`
 part of this project. Published numbers: `data/published.csv`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product

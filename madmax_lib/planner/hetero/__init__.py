@@ -1,7 +1,5 @@
 """Which plan trains a model fastest on GPUs of several types? Stages, groups, degrees and layer cuts, exactly."""
 
-from __future__ import annotations
-
 from madmax_lib.doors import open_room
 
 TYPE_CHECKING = False

@@ -10,8 +10,6 @@ of powers of two, which are what profiles hold. In seconds:
 The plan is infeasible, its cost infinite, where a GPU lacks memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

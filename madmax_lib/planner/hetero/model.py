@@ -6,8 +6,6 @@ Megatron's habits (18 bytes per parameter, nothing sharded) in a pipeline: what 
 of one is a layer's. A single stage is so charged for a table that embedding and head share twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

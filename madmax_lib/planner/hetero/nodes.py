@@ -4,8 +4,6 @@ Host file ("ADDRESS slots=N" a line) and cluster file (JSON by address) of Metis
 holds what the files say, in their units; `prices.fleets` converts them to bytes and bytes/s.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

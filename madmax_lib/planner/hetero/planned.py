@@ -5,8 +5,6 @@ by `simulator.schedule.engine`. A third of a stage's time is its forward pass. E
 back, beside computing; the cost counts the send at each boundary once, so the two differ a little.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ ranks run through all GPUs of the first type, node by node, then the second. Tim
 here: all that follows computes in seconds and bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import permutations

@@ -1,7 +1,5 @@
 """What is planned: which layers at which prices, on which GPUs, by which rules? Inputs read and checked once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ in that of the folder. Lengths and plausibility are checked, since published sam
 times in another unit.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@ The correct counterpart of Metis [Um et al., USENIX ATC 2024]: `plan` finds the 
 from profiles in Metis' format or from the simulator.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import warnings

@@ -6,8 +6,6 @@ class with (dp, tp, recompute); its replicas come in runs of equal ones (all of 
 type 2, ...), so samples are shared in closed form. The numbers are those of `hetero.cost`, which counts rank by rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property

@@ -6,8 +6,6 @@ k is what the stage before must know of this one (`StageTable.kind`). With a max
 gives the least bottleneck. Where activations in flight count, the state also has the number of stages left.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

@@ -7,8 +7,6 @@ else joins. One offset per rank: a drift within the trace is not seen. Ends agre
 an offset below its spread is noise.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -6,8 +6,6 @@ with the same operator id (record_param_comms), else the c10d operator and annot
 themselves; the members of a group follow from the plan, peers from the dependencies.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

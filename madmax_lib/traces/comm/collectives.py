@@ -12,8 +12,6 @@ timelines with one clock (`alignment.align`, simulations) the latest start count
 groups are taken as one group, which is wrong where several groups run the same collective.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

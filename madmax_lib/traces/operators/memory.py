@@ -9,8 +9,6 @@ What was allocated before the recording began is known only as a sum, "before th
 The raw export of torch's memory timeline tells categories instead of operators; `read_memory_timeline` sums it up.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import re

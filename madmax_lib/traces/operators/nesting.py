@@ -3,8 +3,6 @@
 Host spans of one thread nest like calls; a few from different clocks may not, then the one that began last counts.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

@@ -6,8 +6,6 @@ a kernel moves that reads and writes every tensor once. Caches, repeated reads a
 not seen, and of reductions only the inputs count. Traces have shapes when they were made with `record_shapes=True`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from math import nan, prod

@@ -5,8 +5,6 @@ kernel share a correlation. FLOPs and bytes come from recorded shapes (`op_flops
 innermost operator that has them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

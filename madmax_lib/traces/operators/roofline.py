@@ -3,8 +3,6 @@
 The roofline is Williams et al. 2009: min(peak FLOP/s, FLOPs per byte * bandwidth), with the rates of the catalog.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

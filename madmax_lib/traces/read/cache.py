@@ -5,8 +5,6 @@ stale. Entries appear whole or not at all, carry checksums, and are made anew wh
 be deleted at any time. MADMAX_NO_CACHE=1 turns the cache off.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

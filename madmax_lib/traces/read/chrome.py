@@ -5,8 +5,6 @@ that keeps only the fields we use, so memory stays bounded and no dict is built 
 truncated file still holds is read in `salvage`. Format facts: Chrome trace event format; Kineto output 2020 to 2026.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

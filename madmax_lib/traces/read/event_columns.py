@@ -1,7 +1,5 @@
 """How do typed events become arrays? One array per column, exact nanoseconds, names and threads as codes."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What does a trace file hold? Its events as typed structs, and what it says beside them."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import warnings

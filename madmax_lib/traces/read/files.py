@@ -1,7 +1,5 @@
 """Which files hold the traces of a run? Single files, lists, directories and torchtitan's `iteration_N` folders."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

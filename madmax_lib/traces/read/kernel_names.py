@@ -5,8 +5,6 @@ classify as the span's kind is written as it is; any other is wrapped so that th
 `ncclDevKernel_AllReduce madmax(all_reduce layers.3)`. `original_name` takes the wrapping off.
 """
 
-from __future__ import annotations
-
 import re
 from urllib.parse import unquote
 

@@ -5,8 +5,6 @@ event without the bad ones. The position in msgspec's errors tells where the lis
 The work grows with the length of the text alone, whatever is wrong with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

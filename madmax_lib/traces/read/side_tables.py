@@ -3,8 +3,6 @@
 A second pass over the file with every field, made when an analysis first asks (`Timeline.side_tables`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -6,8 +6,6 @@ they often run after the host has gone on; without a launch, to the step in whic
 launched in the trace on their stream, or all launches by their correlation, are left over from before it: step -1.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -5,8 +5,6 @@ gloo) communication is the c10d annotations and compute the top-level operators,
 "hta" follow HTA 0.5.0 instead: rows by stream, its kernel kinds and rounding.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import replace

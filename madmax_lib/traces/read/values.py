@@ -3,8 +3,6 @@
 Collectives say bfloat16, operators c10::BFloat16 and long int: here they are one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation

@@ -19,8 +19,6 @@ late, but right after one of another stream. What the measured times contradict 
 never took place, because what they were for had ended. Clocks of the ranks must agree, or collectives do not match.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

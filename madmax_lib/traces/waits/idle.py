@@ -5,8 +5,6 @@ after the work before it had ended, kernel_wait when it is shorter than a usual 
 other (an event, another stream, a collective) else.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

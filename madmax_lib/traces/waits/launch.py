@@ -6,8 +6,6 @@ delay is that of the first kernel. Delays and queue length are those of Holistic
 call on every stream, where HTA knows only some names. The host of a simulated timeline is not simulated: no launches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

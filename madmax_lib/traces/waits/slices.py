@@ -3,8 +3,6 @@
 Host spans nest; here they are cut where the innermost one changes. A device span is one slice.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

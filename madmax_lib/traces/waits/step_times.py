@@ -6,8 +6,6 @@ not ends the warm-up. The wall time of a step is its median over the ranks, so t
 have to follow, and the rule holds while fewer than half of the steps are warm-up.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

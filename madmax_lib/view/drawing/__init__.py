@@ -4,8 +4,6 @@ A picture is a function from a table to Axes: it draws shapes (`bars`, `lines`, 
 `finish(ax, table, title, ...)`, which keeps the table, so that a figure is saved with its data.
 """
 
-from __future__ import annotations
-
 from madmax_lib.view.drawing.axes import *
 from madmax_lib.view.drawing.shapes import *
 from madmax_lib.view.drawing.style import *

@@ -1,7 +1,5 @@
 """How does a picture begin and end? New axes and panels, small texts, legends, and `finish`, which keeps the table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd

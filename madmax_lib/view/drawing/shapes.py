@@ -3,8 +3,6 @@
 Each draws on given Axes; rows count from the top.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np

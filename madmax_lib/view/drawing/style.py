@@ -5,8 +5,6 @@ other work violet, idle grey. What was measured is filled, what was simulated is
 hollow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from matplotlib.colors import to_rgb

@@ -4,8 +4,6 @@ An explorer takes a notebook's papermill parameters by their names; its controls
 gives them back as they stand, for `python -m madmax_lib run NAME -p name=value`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from functools import cached_property

@@ -3,8 +3,6 @@
 The numbers are those of `estimate` and `memory`: a few milliseconds, so that a slider can be followed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

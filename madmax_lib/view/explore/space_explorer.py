@@ -4,8 +4,6 @@ Every filter is a search of the smaller space, so the front is exact under it; a
 timeline as the explorer of one step does.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 

@@ -3,8 +3,6 @@
 Numbers follow a control at once; the timeline comes a moment after the last change.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import cached_property, lru_cache

@@ -1,7 +1,5 @@
 """What is in this trace? The explorer of trace sets: ranks and steps chosen, their timeline and breakdown."""
 
-from __future__ import annotations
-
 from functools import cached_property, lru_cache
 
 from matplotlib import pyplot as plt

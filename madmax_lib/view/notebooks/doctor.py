@@ -1,7 +1,5 @@
 """What can this machine do? Packages, devices, inputs, and which notebooks run at full size here."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Where does a notebook run, where does its output go, which inputs and packages are here?"""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What do all pages of the workbench look like? One frame and one style: no network, no scripts."""
 
-from __future__ import annotations
-
 import html
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What does a performance engineer want to know first? One self-contained HTML page from a directory of traces."""
 
-from __future__ import annotations
-
 import io
 import re
 from html import escape

@@ -1,7 +1,5 @@
 """How does a notebook run headless? papermill, with parameters that are checked before anything starts."""
 
-from __future__ import annotations
-
 import ast
 import os
 import tempfile

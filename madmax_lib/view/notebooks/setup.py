@@ -1,7 +1,5 @@
 """What is the same in every notebook? Theme, seeds, where output goes, and saving a figure with its data and origin."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

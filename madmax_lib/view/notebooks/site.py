@@ -1,7 +1,5 @@
 """What do the notebooks show, to somebody with only a browser? A page for each and an index: no network, no scripts."""
 
-from __future__ import annotations
-
 import base64
 import html
 import os

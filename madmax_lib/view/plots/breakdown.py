@@ -1,7 +1,5 @@
 """Where does the time of each rank go? Pictures of a timeline, its breakdown, exposed communication and waiting."""
 
-from __future__ import annotations
-
 import pandas as pd
 from matplotlib.axes import Axes
 

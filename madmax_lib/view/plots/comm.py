@@ -1,7 +1,5 @@
 """How do collectives, stragglers and clocks look? Pictures of `traces.comm` and `traces.stragglers`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

@@ -3,8 +3,6 @@
 `a` is drawn above `b`, measured filled, simulated hatched, so that each bar tells where it comes from.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

@@ -1,7 +1,5 @@
 """What has a fit found, and how far are predictions from measurements? Pictures of `calibration`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

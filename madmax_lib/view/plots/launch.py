@@ -1,7 +1,5 @@
 """How do launches, idle time and steps look? Pictures of the tables of `traces.waits`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

@@ -3,8 +3,6 @@
 Memory in use is violet, what is there from before the trace grey; a dark line is what the allocator has reserved.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

@@ -1,7 +1,5 @@
 """How do kernels, operators and modules look, and how far are they from their roofs? Pictures of `traces.operators`."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What decides how long a step takes? Pictures of its critical path, of what the path consists of, and of what-ifs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

@@ -1,7 +1,5 @@
 """What has a planner found? The front of time and memory, the best plans, the worth of each resource, a mixed fleet."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

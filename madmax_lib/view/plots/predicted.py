@@ -1,7 +1,5 @@
 """What does a predicted step consist of? Its seconds by cause, and bytes by component, place and moment."""
 
-from __future__ import annotations
-
 import pandas as pd
 from matplotlib.axes import Axes
 

@@ -4,8 +4,6 @@ Tables are those of `runs.read` and `calibration.run_tables`. What is measured i
 `simulator.memory` predicts. A run is named by its strategy.
 """
 
-from __future__ import annotations
-
 import pandas as pd
 from matplotlib.axes import Axes
 
