@@ -19,6 +19,7 @@ __all__ = ["Case"]
 _NUMBERS = {  # field: (least, what it is)
     "global_batch": (-np.inf, "a number of samples"),
     "sequence": (0, "a number of tokens, or 0 for the model's own"),
+    "jitter": (0, "at least 0, the mean delay of a rank over the time it computes, or 'measured'"),
     "imbalance": (1, "at least 1, the busiest device over the mean, or 'measured'"),
 }
 
@@ -36,6 +37,8 @@ class Case:
     software: that trains, a `Software` or the name of one in the catalog (default None: `none`, which is false).
     imbalance: tokens of the busiest expert device over the mean, `measured` for that in `data/spreads.csv` (default 1:
         routing was even, mostly by force, in the runs that constants are fitted to).
+    jitter: mean delay of a rank behind the fastest one over the time that it computes, `measured` as for imbalance;
+        delays are exponential and last for the step (default 0: the fitted rates are those of ranks that wait).
     """
 
     model: Model | str
@@ -46,11 +49,12 @@ class Case:
     dtype: str = "bf16"
     software: Software | str | None = None
     imbalance: float | str = 1.0
+    jitter: float | str = 0.0
 
     def __post_init__(self):
-        if isinstance(self.imbalance, str) and self.imbalance == "measured":
-            known = catalog.table("spreads", numbers=True).set_index("quantity")["value"]
-            object.__setattr__(self, "imbalance", float(known["imbalance"]))
+        for name in ("imbalance", "jitter"):
+            if isinstance(value := getattr(self, name), str) and value == "measured":
+                object.__setattr__(self, name, float(catalog.table("spreads").set_index("quantity")["value"][name]))
         for name, (least, what) in _NUMBERS.items():
             value = getattr(self, name)
             if not np.all(np.isreal(value)) or (value is not None and not np.all(value >= least)):

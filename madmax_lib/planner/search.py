@@ -66,6 +66,7 @@ def search(
     dtype: str = "bf16",
     parameters: Parameters | None = None,
     imbalance: float | str = 1.0,
+    jitter: float | str = 0.0,
     usd_per_hour: float | None = None,
     directory=None,
     shard: int = 0,
@@ -87,7 +88,7 @@ def search(
     >>> found.best.world_size, len(found.table), found.table["step_s"].is_monotonic_increasing
     (2, 3, True)
     """
-    case = Case(model, cluster, Plan(), global_batch, sequence or 0, dtype, software, imbalance)
+    case = Case(model, cluster, Plan(), global_batch, sequence or 0, dtype, software, imbalance, jitter)
     model, cluster = case.model, case.cluster
     if isinstance(model, DLRM):
         raise ValueError(f"{model.name}: recommendation models are split by dp only, no search is needed")

@@ -41,6 +41,7 @@ def estimate(
     software: str | Software | None = None,
     parameters: Parameters | None = None,
     imbalance: float | str = 1.0,
+    jitter: float | str = 0.0,
     policy: Policy | None = None,
 ) -> pd.DataFrame:
     """Seconds of a training step and its parts, one row per plan.
@@ -48,7 +49,7 @@ def estimate(
     model, cluster: or their names. plan_or_table: a Plan or its text, or a table whose columns are fields of Plan
     (missing ones at their default); its index is kept. software: that trains, a name of `data/software.csv` or one of
     your own; any if None. parameters: the shipped fit if None; `Parameters()` is the ideal machine.
-    imbalance: of experts, as in `Case`.
+    imbalance, jitter: how uneven experts and ranks are, as in `Case`.
     Columns: step_s, low_s and high_s (90 % interval, NaN for parameters that know none), the parts named in
     `step_time.PARTS` (exposed seconds, their sum is step_s), mfu (dense model FLOPs over the peak of dtype),
     tokens_per_s. A table's row that the cluster or batch cannot hold is NaN.
@@ -64,7 +65,7 @@ def estimate(
     many = isinstance(plan_or_table, pd.DataFrame)
     plan = Plans.from_table(plan_or_table) if many else Plan.parse(plan_or_table)
     index = plan_or_table.index if many else pd.RangeIndex(1)
-    case = Case(model, cluster, plan, global_batch, sequence or 0, dtype, software, imbalance)
+    case = Case(model, cluster, plan, global_batch, sequence or 0, dtype, software, imbalance, jitter)
     if isinstance(case.model, DLRM):
         raise ValueError(f"{case.model.name}: recommendation models have no closed form; use simulate")
     parameters, policy = parameters or shipped(), policy or Policy()

@@ -17,17 +17,19 @@ from madmax_lib.simulator.offload.placement import Policy, normalised
 from madmax_lib.simulator.rates.collectives import MeasuredCollectives
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.rates.topology import Groups, member_name
-from madmax_lib.simulator.schedule.engine import Program, to_timeline
+from madmax_lib.simulator.schedule.engine import Program, run_apart, to_timeline
 from madmax_lib.simulator.schedule.layout import MicroBatch, StepBuilder
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.prices import Prices
 from madmax_lib.software import Software
-from madmax_lib.specs import DLRM, Cluster, Model
+from madmax_lib.specs import DLRM, Cluster, Model, Transformer
 from madmax_lib.timeline import Meta, Timeline
+from madmax_lib.units import NS_PER_S
 
 __all__ = ["simulate"]
 
 _ALL_RANKS_UP_TO = 64
+_NOTHING = Transformer("nothing", layers=1, hidden=1, heads=1, ffn=0)  # recommendation models give their work as blocks
 
 
 def simulate(
@@ -41,6 +43,8 @@ def simulate(
     software: str | Software | None = None,
     parameters: Parameters | None = None,
     imbalance: float | str = 1.0,
+    jitter: float | str = 0.0,
+    seed: int = 0,
     collectives: pd.DataFrame | None = None,
     policy: Policy | None = None,
 ) -> Timeline:
@@ -49,9 +53,9 @@ def simulate(
     global_batch: samples over all devices. sequence: tokens per sample, the model's own if None. software: that trains,
     a name of `data/software.csv` or one of your own; any if None. parameters: constants of the step-time model, the
     shipped fit if None; `Parameters()` is the ideal machine (recommendation models: the data sheet, or the shares of it
-    that parameters name). imbalance: tokens of the busiest expert device over the mean, as in `Case`.
-    collectives: measured seconds that replace the formulas, as in `MeasuredCollectives`.
-    policy: how states leave the device under offload; the share that makes the step shortest is found if it names none.
+    that parameters name). imbalance, jitter: how uneven experts and ranks are, as in `Case`; seed: of the delays drawn.
+    collectives: measured seconds that replace the formulas, as in `MeasuredCollectives`. policy: how
+    states leave the device under offload; the share that makes the step shortest is found if it names none.
     Ranks: one per pipeline stage, standing for all devices of the stage (meta.represents); all ranks of up to 64
     devices. Streams, and with offload threads of the host, are numbered by `schedule.streams.Stream`.
     Raises ValueError, in the field's words, for a plan that cannot be laid over model and cluster.
@@ -61,7 +65,7 @@ def simulate(
     >>> {rank: len(devices) for rank, devices in step.meta.represents.items()}
     {0: 64, 64: 64}
     """
-    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence or 0, dtype, software, imbalance)
+    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence or 0, dtype, software, imbalance, jitter)
     plan = case.plan
     step, program = _lay_out(case, parameters, collectives=collectives, policy=policy)
     offloaded = step.offloaded
@@ -77,11 +81,13 @@ def simulate(
             "nodes": case.cluster.nodes,
             "plan": str(plan),
             "global_batch": global_batch,
+            **({"jitter": case.jitter, "seed": seed} if case.jitter else {}),
             **({"software": case.software.name} if case.software else {}),
             **({"offloaded": vars(offloaded.split)} if offloaded else {}),
         },
     )
-    return _with_device_ranks(to_timeline(program, meta), plan, step.groups)
+    timeline = _with_device_ranks(to_timeline(program, meta), plan, step.groups)
+    return _delayed(timeline, program, case, step.groups, seed) if case.jitter else timeline
 
 
 def _lay_out(
@@ -113,7 +119,7 @@ def _micro_batch(case: Case, samples: int, parameters: Parameters | None) -> Mic
     case = replace(case, plan=replace(case.plan, micro_batch=samples))
     chunks = chunk_blocks(case)
     if isinstance(case.model, DLRM):
-        return MicroBatch(chunks, Prices(Steps.of_machine(case), parameters or Parameters()), 0.0)
+        return MicroBatch(chunks, Prices(Steps.of(replace(case, model=_NOTHING)), parameters or Parameters()), 0.0)
     steps = Steps.of(case)
     sent_bytes = steps.work.moved_bytes / case.plan.tp  # each tp rank sends its part [arXiv 2104.04473]
     return MicroBatch(chunks, Prices(steps, parameters or shipped()), float(sent_bytes))
@@ -134,6 +140,15 @@ def _with_device_ranks(timeline: Timeline, plan: Plan, groups: Groups) -> Timeli
     represents = {rank: [rank] if every else ranks for ranks in of_stage.values() for rank in ranks[: len(copies)]}
     spans = spans.reset_index(drop=True).assign(group=_with_members(spans["group"], spans["rank"], plan, groups))
     return Timeline(spans, replace(timeline.meta, represents=represents), edges.reset_index(drop=True))
+
+
+def _delayed(timeline: Timeline, program: Program, case: Case, groups: Groups, seed: int) -> Timeline:
+    """The same with ranks that compute behind the fastest one, each by a delay drawn for the step."""
+    delays = np.random.default_rng(seed).exponential(case.jitter, (case.plan.pp, case.plan.world_size // case.plan.pp))
+    members = {name: (int(groups[name].ranks), int(groups[name].stride)) for name in {*program.group} - {"", "pp"}}
+    times_s = run_apart(program, 1 + delays - delays.min(), members, len(timeline) // len(program))
+    start_ns, end_ns = (np.rint(seconds.T.reshape(-1) * NS_PER_S).astype(np.int64) for seconds in times_s)
+    return replace(timeline, spans=timeline.spans.assign(start_ns=start_ns, dur_ns=end_ns - start_ns))
 
 
 def _with_members(group: pd.Series, rank: pd.Series, plan: Plan, groups: Groups) -> pd.Categorical:

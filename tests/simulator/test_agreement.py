@@ -37,3 +37,15 @@ def test_laid_out_steps_take_as_long_as_the_closed_form_says(kind, count, within
     apart = table["difference"].abs()
     assert (apart <= 0.03).mean() >= within, table.head(20).to_string()
     assert apart.median() <= median
+
+
+@pytest.mark.parametrize("fields", ["intra bandwidth_bytes_per_s", "inter bandwidth_bytes_per_s",
+                                    "device memory_bandwidth_bytes_per_s", "device peak_flops"])  # fmt: skip
+def test_faster_parts_never_lay_out_a_slower_step(fields):
+    part, rate = fields.split()
+    for case in drawn_cases("random", 60, seed=4, most_passes=300):
+        slow = getattr(item := getattr(case.cluster, part), rate)
+        fast = {name: 3 * peak for name, peak in slow.items()} if rate == "peak_flops" else 3 * slow
+        faster = replace(case, cluster=replace(case.cluster, **{part: replace(item, **{rate: fast})}))
+        slow_s, fast_s = (max(run(_lay_out(one, shipped())[1])[1]) for one in (case, faster))
+        assert fast_s <= slow_s * (1 + 1e-9), case

@@ -32,6 +32,8 @@ def seconds(steps, **changes):
             plan = replace(plan, **{name: value})
         elif hasattr(work, name):
             work = replace(work, **{name: value})
+        else:
+            steps = replace(steps, **{name: value})
     batch = changes.get("global_batch", steps.global_batch)
     return step_s(replace(steps, machine=machine, work=replace(work, plan=plan), global_batch=batch), shipped())
 
@@ -90,6 +92,18 @@ def test_more_work_never_takes_less_time(drawn, factor):
     for more in ({"micro_batch": larger, "global_batch": batch}, {"imbalance": np.full(len(cases), factor)}):
         ratio = seconds(steps, **more) / times["step_s"]
         assert_never(ratio < 1 - 1e-9, cases, ratio)
+
+
+def test_who_waits_longer_takes_longer(drawn):
+    """Where ranks differ more; parts add up and none is negative."""
+    cases, steps, times = drawn
+    before = times["step_s"]
+    for jitter in (1e-6, 0.003, 0.01, 0.03, 0.1):
+        delayed = step_time(replace(steps, jitter=np.full(len(cases), jitter)), shipped())
+        assert_never(delayed["step_s"] < before * (1 - 1e-9), cases, delayed["step_s"] / before)
+        assert all((delayed[part] >= -1e-9 * before).all() for part in PARTS)
+        np.testing.assert_allclose(sum(delayed[part] for part in PARTS), delayed["step_s"], rtol=1e-9)
+        before = delayed["step_s"]
 
 
 def test_who_recomputes_more_takes_longer(drawn):

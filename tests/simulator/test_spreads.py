@@ -1,11 +1,20 @@
-"""Experts with more tokens than others: what the busiest device means for memory and search."""
+"""Experts with more tokens than others, and ranks behind others: memory, search, waits, laid out and in closed form."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
+from oracles.random_cases import drawn_cases
 
 import madmax_lib as mm
 from madmax_lib import catalog
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator.memory.memory import memory, peak_bytes
+from madmax_lib.simulator.rates.parameters import shipped
+from madmax_lib.simulator.schedule.engine import run, run_apart
+from madmax_lib.simulator.simulate import _lay_out
+from madmax_lib.simulator.step.inputs import Steps
+from madmax_lib.simulator.step.step_time import step_s as closed_s
 
 MODEL, CLUSTER, PLAN = "mixtral-8x7b", mm.cluster("dgx-h100", nodes=4), "dp32.ep8.z1.full"
 
@@ -21,15 +30,51 @@ def test_experts_out_of_balance_hold_more():
     assert room[1] < room[0]
 
 
-def test_a_capacity_limits_the_busiest_device_and_the_measured_imbalance_has_a_name():
-    assert step_s("dp32.ep8.cap150", imbalance=4.0) == pytest.approx(
-        step_s("dp32.ep8.cap150", imbalance=1.5), rel=1e-12
-    )
-    value = catalog.table("spreads", numbers=True).set_index("quantity")["value"]["imbalance"]
-    assert step_s(imbalance="measured") == step_s(imbalance=value) > step_s()
+def test_a_capacity_limits_the_busiest_device_and_measured_spreads_have_names():
+    limited = [step_s("dp32.ep8.cap150", imbalance=imbalance) for imbalance in (1.5, 4.0)]
+    assert limited[0] == pytest.approx(limited[1], rel=1e-12)
+    for name, value in catalog.table("spreads", numbers=True).set_index("quantity")["value"].items():
+        assert step_s(**{name: "measured"}) == step_s(**{name: value}) > step_s()
 
 
-def test_a_search_knows_the_imbalance():
-    some = {"space": Space.quick(), "shard": 1, "shards": 8, "progress": False}
-    found = mm.search(MODEL, CLUSTER, 64, imbalance=3.0, **some).table.iloc[0]
-    assert found["step_s"] == pytest.approx(step_s(found["plan"], imbalance=3.0), rel=1e-9)
+def test_a_search_knows_the_spreads():
+    some, spreads = {"space": Space.quick(), "shard": 1, "shards": 8}, {"imbalance": 3.0, "jitter": 0.02}
+    found = mm.search(MODEL, CLUSTER, 64, progress=False, **some, **spreads).table.iloc[0]
+    assert found["step_s"] == pytest.approx(step_s(found["plan"], **spreads), rel=1e-9)
+
+
+def test_ranks_wait_in_collectives_for_those_that_are_behind():
+    """Each rank computes by its delay longer; all leave a collective together; the draw is that of the seed."""
+    run = {"model": "gpt2", "cluster": mm.cluster("dgx-a100", devices=4), "plan": "dp4", "global_batch": 4}
+    draws = (0.0, 0), (0.1, 3), (0.1, 3), (0.1, 4)
+    alike, delayed, again, other = (mm.simulate(**run, jitter=jitter, seed=seed) for jitter, seed in draws)
+    assert alike.spans.equals(mm.simulate(**run).spans)
+    assert delayed.spans.equals(again.spans) and not delayed.spans.equals(other.spans)
+    before, after = (mm.breakdown(timeline) for timeline in (alike, delayed))
+    delays = np.random.default_rng(3).exponential(0.1, 4)
+    np.testing.assert_allclose(after["compute_s"] / before["compute_s"], 1 + delays - delays.min(), rtol=1e-4)
+    assert (after["exposed_comm_s"].rank() + after["compute_s"].rank() == 5).all()  # who is behind waits least
+    reduced = delayed.spans[delayed.spans["kind"] == "comm"]
+    assert ((reduced["start_ns"] + reduced["dur_ns"]).groupby(reduced["name"], observed=True).nunique() == 1).all()
+
+
+def laid_out_s(case, jitter, seeds):
+    """Seconds of a step by each draw of delays."""
+    step, program = _lay_out(case, shipped())
+    named = ((name, step.groups[name]) for name in {*program.group} - {"", "pp"})
+    groups = {name: (int(group.ranks), int(group.stride)) for name, group in named}
+    devices = case.plan.world_size // case.plan.pp
+    draws = (np.random.default_rng(seed).exponential(jitter, (case.plan.pp, devices)) for seed in range(seeds))
+    return [run_apart(program, 1 + delays - delays.min(), groups, devices)[1].max() for delays in draws]
+
+
+def test_laid_out_and_expected_waits_agree_in_the_mean():
+    """Random plans; laid out none gets faster by more jitter, whatever the draw."""
+    ratios = []
+    for case in drawn_cases("random", 16, seed=11, most_passes=200):
+        alike, some, more = (laid_out_s(case, jitter, 5) for jitter in (0.0, 0.01, 0.03))
+        assert max(run(_lay_out(case, shipped())[1])[1]) == alike[0]
+        assert (np.diff([alike, some, more], axis=0) >= 0).all(), case
+        expected_s, alike_s = (closed_s(Steps.of(one), shipped()).item() for one in (replace(case, jitter=0.03), case))
+        ratios.append(np.mean(more) / alike[0] / (expected_s / alike_s))
+    assert np.abs(np.log(ratios)).max() < 0.05 and abs(np.log(np.median(ratios))) < 0.01

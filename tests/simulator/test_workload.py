@@ -91,7 +91,7 @@ MODELS = [TINY, GATED, MLA, "gpt2-large", "qwen2.5-3b", "vit-huge", "mixtral-8x7
 def test_blocks_add_up_to_the_model(model):
     model = mm.model(model) if isinstance(model, str) else model
     flat = [block for stage in blocks(model, UNFUSED) for block in stage]
-    assert sum(block.flops for block in flat) == pytest.approx(model.forward_flops(1), rel=1e-12)
+    assert sum(op.flops for block in flat for op in block.ops) == pytest.approx(model.forward_flops(1), rel=1e-12)
     assert sum(block.parameters for block in flat) == pytest.approx(model.parameters, rel=1e-12)
 
 
@@ -102,7 +102,7 @@ def test_devices_share_the_work_of_a_model(plan):
     model = MLA if plan.ep > 1 else TINY
     flat = [block for stage in blocks(model, plan) for block in stage]
     replica = plan.tp * plan.cp
-    assert sum(b.flops for b in flat) * replica == pytest.approx(model.forward_flops(1), rel=1e-12)
+    assert sum(op.flops for b in flat for op in b.ops) * replica == pytest.approx(model.forward_flops(1), rel=1e-12)
 
 
 def test_flash_attention_computes_the_causal_half():

@@ -16,25 +16,18 @@ from madmax_lib.case import Case
 from madmax_lib.plan_rules import RECOMMENDATION, enforce
 from madmax_lib.simulator.layers.ops import Block, Comm, Op, gemm, pointwise, precision
 from madmax_lib.simulator.layers.work import Work
-from madmax_lib.simulator.rates.compute import Number
 
 __all__ = ["dlrm_blocks", "mixture_blocks"]
-
-
-def _load_factor(capacity: Number, imbalance: Number) -> Number:
-    """Tokens of the busiest device over the even share; experts of a capacity drop what is beyond it.
-
-    >>> float(_load_factor(1.25, 1.5)), float(_load_factor(0.0, 1.5))
-    (1.25, 1.5)
-    """
-    return np.where(np.asarray(capacity) > 0, np.minimum(imbalance, capacity), imbalance)
 
 
 def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Block]:
     """Feed-forward part of a mixture layer: one block, or where tokens are exchanged (ep > 1) one between exchanges."""
     m, p, width, tokens = work.shape, work.plan, work.width, work.tokens
     etp = p.tp // p.expert_spread
-    used = tokens * m.active_experts * _load_factor(p.capacity, work.imbalance)
+    busiest = np.minimum(
+        work.imbalance, np.where(np.asarray(p.capacity) > 0, p.capacity, np.inf)
+    )  # the rest is dropped
+    used = tokens * m.active_experts * busiest
     local = m.experts / p.ep
     router = gemm("router", tokens / work.spread, m.experts, m.hidden, width.wide, weights=True, wide=True)
     sent = used / work.spread * m.hidden

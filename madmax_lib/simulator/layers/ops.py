@@ -26,7 +26,6 @@ __all__ = [
     "phases",
     "pointwise",
     "precision",
-    "storage_bytes",
     "wide",
 ]
 
@@ -62,8 +61,12 @@ class Precision:
 
 @lru_cache(maxsize=32)
 def precision(dtype: str) -> Precision:
-    """Precision of a dtype. Raises ValueError for an unknown one."""
-    return Precision(dtype, BYTES.get(dtype, 0), storage_bytes(dtype))
+    """Precision of a dtype. Raises ValueError for an unknown one.
+
+    >>> precision("fp8").storage_bytes, precision("tf32").storage_bytes
+    (2, 4)
+    """
+    return Precision(dtype, BYTES.get(dtype, 0), BYTES[wide(dtype)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,31 +136,12 @@ class Block:
     def __post_init__(self):
         object.__setattr__(self, "unit", self.unit or self.name)
 
-    @property
-    def flops(self) -> float:
-        """Of the forward pass."""
-        return sum(op.flops for op in self.ops)
-
-    @property
-    def traffic_bytes(self) -> float:
-        """Memory traffic of the forward pass."""
-        return sum(op.traffic_bytes for op in self.ops)
-
 
 def wide(dtype: str) -> str:
     """What attention, heads and memory keep when matrix products run in 8 or 4 bit. Raises ValueError for others."""
     if dtype not in BYTES:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(BYTES)}")
     return dtype if BYTES[dtype] >= 2 else "bf16"
-
-
-def storage_bytes(dtype: str) -> int:
-    """Of an activation, weight or gradient in memory and on the network.
-
-    >>> storage_bytes("fp8"), storage_bytes("tf32")
-    (2, 4)
-    """
-    return BYTES[wide(dtype)]
 
 
 def gemm(name: str, m, n, k, width: Precision, *, count=1.0, kind: str = "gemm", **flags) -> Op:

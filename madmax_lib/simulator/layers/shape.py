@@ -77,7 +77,6 @@ class Shape:
             "patch_inputs": 3 * model.patch**2,
             "outputs": model.classes if model.image else model.vocab,
             "table_parameters": model.vocab * model.hidden,
-            "routed_nodes": getattr(model, "routed_nodes", 0),
         }
         names = [field.name for field in fields(cls)]
         return cls(**{name: derived[name] if name in derived else getattr(model, name) for name in names})

@@ -9,7 +9,7 @@ shapes, wider and deeper, until a step does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -272,8 +272,9 @@ def largest_model(cluster: Cluster, method: str) -> LargestModel:
     best: tuple[int, int] | None = None
     for width in _WIDTHS:
         least = _FLATTEST if best is None else max(_FLATTEST, _layers_beyond(gpt_shape(*best), width))
-        if layers := _deepest(holds, width, least):
-            best = width, layers
+        depths = range(least, max(int(width * _DEEPEST), _FLATTEST) + 1)
+        if count := bisect_left(depths, True, key=lambda layers: not holds(width, layers)):
+            best = width, depths[count - 1]
     if best is None:
         raise ValueError(f"{method} on {cluster.name}: not even {_WIDTHS[0]} channels and {_FLATTEST} layers fit")
     model = gpt_shape(*best)
@@ -284,17 +285,6 @@ def gpt_shape(hidden: int, layers: int, sequence: int = _SEQUENCE, heads: int = 
     """A GPT-2-like model of any size."""
     name = f"gpt-{hidden}x{layers}"
     return Transformer(name, layers, hidden, heads or hidden // _HEAD_DIM, 4 * hidden, sequence, _VOCAB)
-
-
-def _deepest(holds: Callable[[int, int], bool], width: int, least: int) -> int:
-    """Largest number of layers that fits, 0 if not even `least` do."""
-    low, high = least, max(int(width * _DEEPEST), _FLATTEST)
-    if low > high or not holds(width, low):
-        return 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(width, middle) else (low, middle - 1)
-    return low
 
 
 def _layers_beyond(model: Transformer, width: int) -> int:

@@ -88,8 +88,3 @@ class Offloaded:
     def drives(self) -> bool:
         """Whether states lie on drives."""
         return self.method.to == "nvme"
-
-    @property
-    def gradient_passes(self) -> int:
-        """How often a gradient crosses the drive's link per micro-batch: sums are read before they are written."""
-        return 2 if self.micro_batches > 1 else 1

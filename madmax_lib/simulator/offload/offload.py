@@ -163,9 +163,10 @@ class _Stage:
     @property
     def wait_s(self) -> np.ndarray:
         """Waits of a micro-batch's passes: each layer for its slowest link, as a link is a unit ahead of the next."""
-        forward_s = _over(np.maximum(self.layer.load_s, self.layer.read_s), self.forward_s)
-        layers_s = (self.layers - 1) * (forward_s + _over(self.backward_link_s, self.backward_s))
-        return layers_s + _over(self.head.load_s, self.forward_s) + _over(self.embedding.load_s, self.backward_s)
+        forward_s = np.maximum(np.maximum(self.layer.load_s, self.layer.read_s) - self.forward_s, 0.0)
+        layers_s = (self.layers - 1) * (forward_s + np.maximum(self.backward_link_s - self.backward_s, 0.0))
+        head_s = np.maximum(self.head.load_s - self.forward_s, 0.0)
+        return layers_s + head_s + np.maximum(self.embedding.load_s - self.backward_s, 0.0)
 
     def tail_s(self, batches: int) -> np.ndarray:
         """Gradients after the last pass: the last ones, or the queue since some micro-batch of `batches` began."""
@@ -219,7 +220,3 @@ def _update(stage: _Stage, offloaded: Offloaded) -> tuple[np.ndarray, np.ndarray
     write_s = (method.optimizer + _WIDTH * offloaded.split.weights) * count / rate.nvme_write
     drive_s = read_s + write_s
     return np.maximum(drive_s / stage.tiles + adam_s, drive_s + adam_s / stage.tiles), copy_s
-
-
-def _over(needed_s, had_s):
-    return np.maximum(needed_s - had_s, 0.0)

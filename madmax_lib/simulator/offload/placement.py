@@ -167,8 +167,10 @@ def bytes_by_place(case: Case, share, policy: Policy) -> dict[tuple[str, str], n
         waste = chunk_waste(model)
         for place in ("device", "host"):  # chunks of all states are a little larger than what they hold
             sizes["chunk tails", place] = (sizes["weights", place] + sizes["optimizer", place]) * waste / (1 - waste)
-    if method.checkpoints:
-        _move_checkpoints(sizes, layers)
+    if method.checkpoints:  # but for those of two layers
+        sizes["activations", "host"] = held = sizes["activations", "device"]
+        sizes["checkpoints on their way", "device"] = np.minimum(_WINDOW / np.maximum(layers, 1), 1.0) * held
+        sizes["activations", "device"] = 0 * held
     if method.to == "nvme":  # pinned host memory: weights of a few layers, two tiles of the optimizer's states
         window = (plan.prefetch + 2) * method.weights + _WINDOW * (method.optimizer + method.gradients)
         sizes["staging", "host"] = window * (count.block / plan.sharing)
@@ -211,10 +213,3 @@ def _states(case: Case, count, method: Method, split: Split) -> dict[tuple[str, 
         sizes["gradients", "device"] = np.maximum(sizes["gradients", "device"], states["weights"])
     sizes["optimizer temporaries", "device"] = states["optimizer temporaries"] * (1 - split.states)
     return sizes | {(name, method.to): method.buffer * states[name] * away[name] for name in names}
-
-
-def _move_checkpoints(sizes: dict, layers: np.ndarray) -> None:
-    """Activations to the host but for those of two layers."""
-    sizes["activations", "host"] = held = sizes["activations", "device"]
-    sizes["checkpoints on their way", "device"] = np.minimum(_WINDOW / np.maximum(layers, 1), 1.0) * held
-    sizes["activations", "device"] = 0 * held

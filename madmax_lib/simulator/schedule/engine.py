@@ -7,7 +7,7 @@ makes another one start earlier, and more bandwidth never makes a step slower. O
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pandas as pd
@@ -15,7 +15,7 @@ import pandas as pd
 from madmax_lib.timeline import KINDS, Meta, Timeline
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["Program", "run", "to_timeline"]
+__all__ = ["Program", "run", "run_apart", "to_timeline"]
 
 
 class Program:
@@ -96,6 +96,34 @@ def run(program: Program) -> tuple[list[float], list[float]]:
         end_s.append(begin + duration_s)
         tail[rank, stream] = end_s[op]
     return start_s, end_s
+
+
+def run_apart(program: Program, slower: np.ndarray, groups: Mapping[str, tuple[int, int]], shown: int) -> np.ndarray:
+    """Start and end in seconds, (2, n, shown), on the first of the devices that ranks stand for where some are slower.
+
+    slower: (ranks, devices), of compute. groups: (size, distance of neighbours) by name, of those among the devices of
+    a rank: a collective begins on a device when it has come and ends a duration after the last one of its group has.
+    What a rank sends to another goes from each device to its like.
+    """
+    times_s = np.empty((2, len(program), shown))
+    needed = {other: op for op, after in enumerate(program.after) for other in after}  # by which op at last
+    ends, tail = dict[int, np.ndarray](), dict[tuple[int, int], np.ndarray]()
+    ops = zip(program.rank, program.stream, program.kind, program.duration_s, program.after, program.group, strict=True)
+    for op, (rank, stream, kind, duration_s, after, group) in enumerate(ops):
+        begin = tail.get((rank, stream), np.zeros(slower.shape[1]))
+        for other in after:
+            begin = np.maximum(begin, ends[other])
+        end = begin
+        if kind == "comm" and group in groups:
+            members = begin.reshape(-1, *groups[group])
+            end = np.broadcast_to(members.max(axis=1, keepdims=True), members.shape).reshape(-1)
+        end = end + duration_s * (slower[rank] if kind == "compute" else 1.0)
+        times_s[:, op] = begin[:shown], end[:shown]
+        tail[rank, stream] = ends[op] = end
+        for done in (op, *after):
+            if needed.get(done, op) <= op:
+                ends.pop(done, None)
+    return times_s
 
 
 def to_timeline(program: Program, meta: Meta) -> Timeline:

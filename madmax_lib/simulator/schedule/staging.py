@@ -90,7 +90,8 @@ class Staging(Sharding):
         if o.micro_batches > 1 and self.every_batch:
             ends.append(pass_.op(Stream.HOST, "cpu", f"add {what}", count * ACCUMULATE_BYTES / o.rates.adam, ends[:1]))
         if o.drives:
-            ends.append(self._drive(pass_, f"write {what}", copied_bytes * o.gradient_passes, ends[-1:]))
+            passes = 2 if o.micro_batches > 1 else 1  # sums are read before they are written
+            ends.append(self._drive(pass_, f"write {what}", copied_bytes * passes, ends[-1:]))
         return [*done, *ends]
 
     def _copy(self, ops: Pass | Program, way: Stream, what: str, size_bytes: float, after: list[int], **more) -> int:

@@ -18,7 +18,7 @@ from madmax_lib.simulator.layers.shape import Shape
 from madmax_lib.simulator.layers.work import Work
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.specs import Device, Link, Transformer
+from madmax_lib.specs import Device, Link
 
 __all__ = ["Coded", "Habits", "Machine", "Steps"]
 
@@ -119,27 +119,22 @@ class Steps:
 
     work: what is computed. machine: where. habits: by which software.
     global_batch: samples per step over all devices.
+    jitter: mean delay of a rank over the time it computes, as in `Case`.
+    slower: seconds of compute over those at the prices (default 1).
     """
 
     work: Work
     machine: Machine
     habits: Habits
     global_batch: Number
+    jitter: Number = 0.0
+    slower: Number = 1.0
 
     @classmethod
     def of(cls, case: Case) -> Steps:
         """Of one case, with one plan or the columns of many."""
         machine, habits = (_coded(row) for row in (_machine(case), _habits(case)))
-        return cls(Work.of(case), Machine(**machine), Habits(**habits), case.global_batch)
-
-    @classmethod
-    def of_machine(cls, case: Case) -> Steps:
-        """Of a case whose work is given as blocks elsewhere, that of a recommendation model."""
-        machine, habits = (_coded(row) for row in (_machine(case), _habits(case)))
-        nothing = Shape.of(_NOTHING)
-        return cls(
-            Work(nothing, case.plan, 0, precision(case.dtype)), Machine(**machine), Habits(**habits), case.global_batch
-        )
+        return cls(Work.of(case), Machine(**machine), Habits(**habits), case.global_batch, case.jitter)
 
     @classmethod
     def stack(cls, cases: Sequence[Case]) -> Steps:
@@ -147,10 +142,10 @@ class Steps:
         plans = Plans(**{f.name: np.array([getattr(case.plan, f.name) for case in cases]) for f in fields(Plans)})
         widths = [precision(case.dtype) for case in cases]
         width = Precision("", *(np.array([getattr(w, name) for w in widths]) for name in _WIDTHS))
-        sequence, batch, imbalance = (np.array([getattr(case, name) for case in cases]) for name in _NUMBERS)
+        sequence, batch, imbalance, jitter = (np.array([getattr(case, name) for case in cases]) for name in _NUMBERS)
         work = Work(Shape.stack([case.model for case in cases]), plans, sequence, width, imbalance)
         machine, habits = (_stacked([read(case) for case in cases]) for read in (_machine, _habits))
-        return cls(work, Machine(**machine), Habits(**habits), batch)
+        return cls(work, Machine(**machine), Habits(**habits), batch, jitter)
 
     def __getitem__(self, rows: np.ndarray) -> Steps:
         """Some of stacked steps."""
@@ -162,8 +157,7 @@ class Steps:
         return np.ceil(self.global_batch / (self.work.plan.dp * self.work.plan.micro_batch))
 
 
-_NOTHING = Transformer("nothing", layers=1, hidden=1, heads=1, ffn=0)
-_NUMBERS = ("sequence", "global_batch", "imbalance")
+_NUMBERS = ("sequence", "global_batch", "imbalance", "jitter")
 _WIDTHS = ("operand_bytes", "storage_bytes")
 
 

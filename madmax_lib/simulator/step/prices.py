@@ -98,14 +98,16 @@ class Prices:
         trained = self.trained
         result = {phase: dict.fromkeys(CAUSES, 0.0) for phase in ("forward", "recompute", "backward", "weight")}
         for phase, op in phases(block):
-            cause, seconds = _cause(op), self.op_s(op)
+            cause, seconds = _cause(op), self.steps.slower * self.op_s(op)
             if phase == "forward" and block.recomputed:
                 kept = self.habits.repeated if cause == "gemm_s" else op.core * (self.habits.repeated == 0)
                 again = (self.repeats + selective * kept) * seconds
                 result["recompute"][cause] = result["recompute"][cause] + again
             result[phase][cause] = result[phase][cause] + (seconds * trained if phase == "weight" else seconds)
         extra = self.habits.kernels.constant(self.parameters, "weight_bytes") * block.parameters / self.memory
-        result["weight"]["gemm_s"] = result["weight"]["gemm_s"] + trained * extra * (not block.table)
+        result["weight"]["gemm_s"] = result["weight"]["gemm_s"] + self.steps.slower * trained * extra * (
+            not block.table
+        )
         return result
 
     def latency_s(self, kind: str, group: Group) -> Number:
@@ -211,7 +213,7 @@ class Prices:
 
     def update_s(self, parameters: Number) -> Number:
         """Seconds of the optimizer for the parameters that a device owns."""
-        return optimizer_bytes(parameters) * self.constants["optimizer_factor"] / self.memory
+        return self.steps.slower * optimizer_bytes(parameters) * self.constants["optimizer_factor"] / self.memory
 
     @cached_property
     def launch_s(self) -> Number:

@@ -7,7 +7,11 @@ issues kernels ahead of the device: where it takes longer for those of a step, i
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
+from scipy.special import digamma
 
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.rates.compute import Number
@@ -28,6 +32,8 @@ COMMUNICATION = ("tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "pp_s")  # as far as 
 
 def step_s(steps: Steps, parameters: Parameters) -> np.ndarray:
     """Seconds of a step. Constants of shape (p, 1) are p machines for the same steps, (n,): the result is (p, n)."""
+    if np.any(steps.jitter):
+        return step_time(steps, parameters)["step_s"]
     pieces = pieces_of(steps, parameters)
     stages = stages_of(steps, pieces)
     return np.atleast_1d(sum(_outside(steps, pieces, stages).values()) + _passes_s(steps, pieces, stages))
@@ -37,8 +43,10 @@ def step_time(steps: Steps, parameters: Parameters) -> dict[str, np.ndarray]:
     """Seconds of a step and of its parts (`PARTS`); step_s is their sum. Shapes as in `step_s`.
 
     Parts up to fsdp_s are those of the slowest pipeline stage over all micro-batches; fsdp_s, tp_s, cp_s and dp_s count
-    only what is exposed.
+    only what is exposed, and with jitter the waits of their ranks for each other.
     """
+    if np.any(steps.jitter):
+        return _with_waits(steps, parameters)
     pieces = pieces_of(steps, parameters)
     stages = stages_of(steps, pieces)
     parts = _inside(steps, pieces, stages)
@@ -46,6 +54,40 @@ def step_time(steps: Steps, parameters: Parameters) -> dict[str, np.ndarray]:
     parts |= outside
     times = {name: parts[name] for name in PARTS} | {"step_s": sum(parts[name] for name in PARTS)}
     return dict(zip(times, np.broadcast_arrays(*map(np.atleast_1d, times.values())), strict=True))
+
+
+def _with_waits(steps: Steps, parameters: Parameters) -> dict[str, np.ndarray]:
+    """`step_time` where ranks differ: parts of the mean rank, and its expected waits for the slowest of each group.
+
+    With exponential delays the slowest of n ranks is behind the fastest of N by jitter x (1 + 1/2 + ... + 1/n - 1/N).
+    Groups nest: tp ranks wait in each layer, those of cp, ep and ZeRO-3 too, replicas at the end of the step, and a
+    pipeline waits for its slowest stage, of those that are alike for the slowest of all. Stages that only fill and
+    drain it are as slow as they are themselves. Parts grow on a line up to the delay of the slowest rank.
+    """
+    p, pp, world = steps.work.plan, np.asarray(steps.work.plan.pp), steps.work.plan.world_size
+    largest, alike = steps.jitter * _harmonic(world), replace(steps, jitter=0.0)
+    largest = largest if np.ndim(steps.work.shape.layers) else np.max(largest)  # plans of one case are equally large
+    times, slow = (step_time(part, parameters) for part in (alike, replace(alike, slower=1 + largest)))
+    growth = {part: steps.jitter * (slow[part] - times[part]) / np.maximum(largest, 1e-300) for part in times}
+    stage_s = sum(times[part] for part in PARTS[:4] + PARTS[5:9]) / steps.micro_batches
+    other_s = np.where(np.equal(p.schedule, "zero-bubble"), stage_s, times["bubble_s"] * p.interleave / (pp - (pp > 1)))
+    near = np.exp(np.minimum(other_s / stage_s - 1, 0.0) / np.maximum(steps.jitter, 1e-9))
+    inside, of_stage = np.maximum(p.tp * p.cp, p.ep * p.tp // p.expert_spread), world / pp
+    lockstep = np.maximum(inside, (np.asarray(p.zero) >= 3) * p.tp * p.sharing)
+    ranks = (1, p.tp, p.tp * p.cp, inside, lockstep, of_stage, of_stage * (1 + (pp - 1) * near))
+    behind = [_harmonic(count) - 1 / world for count in ranks]
+    bubble_s = np.clip(growth["bubble_s"] + growth["launch_s"], 0.0, growth["step_s"]) * (behind[-1] - behind[4])
+    waits_s = growth["step_s"] * (behind[-1] - behind[0]) - bubble_s
+    parts = {part: times[part] + growth[part] * behind[0] for part in PARTS}
+    waiting = ("tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "bubble_s")
+    for part, (before, after) in zip(waiting, pairwise(behind), strict=True):
+        parts[part] = parts[part] + waits_s * (after - before) / np.maximum(behind[-1] - behind[0], 1e-9)
+    return parts | {"step_s": sum(parts.values())}
+
+
+def _harmonic(count: Number) -> Number:
+    """1 + 1/2 + ... + 1/count."""
+    return digamma(np.asarray(count) + 1.0) + np.euler_gamma
 
 
 def _short(steps: Steps) -> Number:
