@@ -16,7 +16,6 @@ from madmax_lib.runs.data.text import _PAD, BYTES, MASKED, cached_tokens, chat, 
 
 @pytest.mark.parametrize("name", ["synthetic-images", "arithmetic"])
 def test_a_batch_depends_on_seed_and_step_alone(name):
-    """Whatever number of ranks draws its shares."""
     one, other = get_data(name, seed=3), get_data(name, seed=3)
     for step, ranks in ((0, 1), (7, 3), (7, 2)):
         shares = [other.batch(step, 6, seed=3, share=(rank, ranks)) for rank in range(ranks)]
@@ -199,7 +198,6 @@ def test_real_images_are_scaled_and_labelled(hugging_face):
 
 
 def test_an_image_is_decoded_once(hugging_face, monkeypatch):
-    """By whichever process comes first; those not seen before, and other sizes, are decoded still."""
     first = get_data("cifar-100", image=8).read["train"](np.array([2, 1]))
     monkeypatch.setattr(Image.Image, "convert", lambda *_: 1 / 0)
     again = get_data("cifar-100", image=8).read["train"]
@@ -237,7 +235,6 @@ def test_a_dataset_that_is_not_in_the_cache_is_replaced(hugging_face):
 
 
 def test_a_dataset_that_is_here_and_broken_is_said_to_be(hugging_face, monkeypatch):
-    """Not that it is missing: a download would not help."""
     monkeypatch.setattr(sys.modules["datasets"], "load_dataset", lambda *_, **__: 1 / 0)
     with pytest.warns(DataWarning, match=r"food-101 could not be read \(ZeroDivisionError: division by zero\)$"):
         assert get_data("food-101").name == "synthetic-images"

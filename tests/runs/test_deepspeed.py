@@ -44,6 +44,5 @@ def losses(tmp_path_factory):
 
 @pytest.mark.parametrize("strategy", ["dp1", "dp1.z2.offload-optimizer", "dp2.mb2", "dp2.z3"])
 def test_losses_are_those_of_one_process(losses, strategy):
-    """On one process too, which needs a group of its own."""
     assert losses(f"{strategy}@deepspeed") == pytest.approx(losses("dp1"), abs=1e-4)
     assert max(losses("dp1")) - min(losses("dp1")) > 0.1

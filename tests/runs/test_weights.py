@@ -130,7 +130,6 @@ def test_published_weights_that_do_not_fit(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["vit.", ""])
 def test_a_vision_model_saved_without_a_classifier_gets_one(prefix, tmp_path):
-    """As ViTModel's files: vit-huge-patch14-224-in21k is one, and has no prefix."""
     sizes, shapes, _ = RELEASED["vit-tiny"]
     inner = {
         prefix + key.removeprefix("vit."): torch.ones(shape) for key, shape in shapes.items() if "class" not in key
