@@ -10,7 +10,7 @@ import numpy as np
 __all__ = ["SyntheticImages", "arithmetic_problem"]
 
 _WAVES = 3  # cosines per class and colour: low frequencies, which patches of any size can see
-_NOISE = 0.6  # standard deviation, beside patterns of about 1
+_NOISE = 0.6 / ((2**16 - 1) / 12) ** 0.5  # times a random byte: a standard deviation of 0.6, beside patterns of about 1
 _NAMES = ("Ada", "Ben", "Cem", "Dia", "Eva", "Fei", "Gus", "Ina")
 _THINGS = ("apples", "books", "coins", "eggs", "maps", "pens", "shells", "stamps")
 
@@ -36,8 +36,8 @@ class SyntheticImages:
         labels = np.asarray(indices) % len(self.patterns)
         images = self.patterns[labels]
         for image, index in zip(images, indices, strict=True):
-            random = np.random.default_rng([self.seed, 1, index])
-            image += np.float32(_NOISE) * random.standard_normal(image.shape, dtype=np.float32)
+            noise = np.random.default_rng([self.seed, 1, index]).bytes(image.size)
+            image += np.float32(_NOISE) * np.frombuffer(noise, dtype=np.int8).reshape(image.shape)
         return images, labels.astype(np.int64)
 
 
