@@ -1,7 +1,5 @@
 """What tests share: inputs by name that skip with the reason when absent, and small timelines."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import product

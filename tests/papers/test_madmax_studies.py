@@ -11,15 +11,7 @@ from madmax_lib.catalog import cluster
 from madmax_lib.papers.madmax import studies
 from madmax_lib.papers.madmax.model import evaluate
 from madmax_lib.papers.madmax.rules import STRATEGIES
-from madmax_lib.papers.madmax.suite import (
-    best,
-    cases,
-    catalog_systems,
-    published,
-    steps,
-    suite,
-    systems,
-)
+from madmax_lib.papers.madmax.suite import best, cases, catalog_systems, published, steps, suite, systems
 from madmax_lib.papers.origin import read_table
 
 MODELS = {  # ours -> name in the release's table

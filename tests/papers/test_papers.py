@@ -5,8 +5,6 @@ from the function that its notebook calls or, where that takes more than about 2
 notebook drew (`drawn`), which tests/view/test_notebooks.py compares with a fresh run.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

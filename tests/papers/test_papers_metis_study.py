@@ -2,9 +2,8 @@
 
 import pytest
 
-from madmax_lib.papers.metis import DEFECTS, defect_table, generate_profiles, plots, studies as study
+from madmax_lib.papers.metis import DEFECTS, defect_table, generate_profiles, studies as study
 from madmax_lib.planner import hetero
-from madmax_lib.view.drawing import figure_data
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +53,11 @@ def test_defects():
 def test_each_defect_changes_the_cost_it_is_about():
     profiles = generate_profiles(10)
     given = hetero.problem(profiles=profiles, cluster=study.nodes_of(32), global_batch=128)
-    one_stage = {
-        "node_sequence": ("A100", "V100"),
-        "device_groups": (32,),
-        "strategies": ((1, 32),),
-        "batches": 1,
-        "layer_partition": (0, 10),
-    }
+    whole = {"node_sequence": ("A100", "V100"), "device_groups": (32,), "strategies": ((1, 32),), "batches": 1}
     halves = {"device_groups": (16, 16), "strategies": ((16, 1), (16, 1)), "num_stage_used_for_cost": 1}
     one, two, lost, hollow = (
-        defect_table(one_stage | change, given, profiles).set_index("defect")
-        for change in (
-            {},
-            halves | {"layer_partition": (0, 7, 10)},
-            halves | {"layer_partition": (0, 7, 9)},
-            halves | {"layer_partition": (0, 10, 10)},
-        )
+        defect_table(whole | change | {"layer_partition": cuts}, given, profiles).set_index("defect")
+        for change, cuts in (({}, (0, 10)), (halves, (0, 7, 10)), (halves, (0, 7, 9)), (halves, (0, 10, 10)))
     )
     assert list(one.index) == ["none", *DEFECTS]
     assert one["cost_ms"]["E4"] < one["cost_ms"]["none"] / 2  # V100s at the speed of A100s
@@ -80,9 +68,3 @@ def test_each_defect_changes_the_cost_it_is_about():
     assert lost["cost_ms"]["E2"] < lost["cost_ms"]["none"] == pytest.approx(two["cost_ms"]["none"])
     assert hollow["cost_ms"]["E3"] != hollow["cost_ms"]["none"]
     assert not one["fits"]["none"] and one["fits"]["E6"]
-
-
-def test_pictures_keep_their_tables(runs):
-    drawn = [figure_data(ax) for ax in (plots.plot_orders(runs), plots.plot_training(study.published("dp_tp")))]
-    assert all(len(table) and table.attrs["provenance"]["files"] for table in drawn)
-    assert "our_search_ms" not in drawn[0]

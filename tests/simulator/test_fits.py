@@ -119,8 +119,7 @@ def test_experts_are_shared_over_what_expert_parallelism_leaves():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "chunk", "empty"),
-    [([4, 4], 8, 0), ([5, 4, 3], 8, 4), ([9], 8, 0), ([3, 9, 3], 8, 2), ([1] * 7, 8, 1)],
+    ("sizes", "chunk", "empty"), [([4, 4], 8, 0), ([5, 4, 3], 8, 4), ([9], 8, 0), ([3, 9, 3], 8, 2), ([1] * 7, 8, 1)]
 )
 def test_packing(sizes, chunk, empty):
     assert _packed(sizes, chunk) == pytest.approx(empty / (sum(sizes) + empty))

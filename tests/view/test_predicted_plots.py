@@ -1,23 +1,15 @@
-"""Pictures of a predicted step keep their table."""
+"""Pictures of a predicted step show its causes, streams and components."""
 
 import pandas as pd
 
 import madmax_lib as mm
 from madmax_lib.papers.studies import memory_wall as wall
 from madmax_lib.simulator.memory.memory import PHASES
-from madmax_lib.simulator.offload.fits import fits, moments
 from madmax_lib.view.drawing import COMPONENTS, OTHER, figure_data
-from madmax_lib.view.plots.predicted import plot_causes, plot_moments, plot_places, plot_streams
+from madmax_lib.view.plots.predicted import plot_causes, plot_streams
 
 CLUSTER, MODEL = mm.cluster("hetero-4xv100"), wall.shape("gpt2_3b")
 RUN = MODEL, CLUSTER, mm.Plan.parse("dp4.mb16.full.offload-chunks")
-
-
-def test_pictures_keep_their_table():
-    held, places = moments(*RUN, global_batch=64), fits(*RUN, global_batch=64).table
-    assert figure_data(plot_places(places)).equals(places)
-    for place in ("device", "host"):
-        assert figure_data(plot_moments(held, place)).equals(held)
 
 
 def test_causes_are_what_nothing_hides():

@@ -1,7 +1,5 @@
 """Pictures of training runs keep the numbers of the runs that this project recorded."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from dataclasses import replace

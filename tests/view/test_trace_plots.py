@@ -1,7 +1,5 @@
 """Pictures of traces: each keeps the table it shows, hatches what is simulated, and has something to say of nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pandas as pd

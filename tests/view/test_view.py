@@ -112,8 +112,7 @@ def test_save_figure_writes_picture_data_and_origin(step, figures):
 
 
 @pytest.mark.parametrize(
-    ("factor", "variable", "redrawn"),
-    [(1.0, "", False), (1 + 4e-6, "", False), (1 + 1e-4, "", True), (1.0, "1", True)],
+    ("factor", "variable", "redrawn"), [(1.0, "", False), (1 + 4e-6, "", False), (1 + 1e-4, "", True), (1.0, "1", True)]
 )
 def test_a_figure_with_the_same_six_digits_is_left_alone(step, figures, monkeypatch, factor, variable, redrawn):
     table = breakdown(step)

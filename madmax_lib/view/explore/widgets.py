@@ -29,15 +29,7 @@ from madmax_lib.view.drawing import COLORS, LABELS, lanes
 from madmax_lib.view.notebooks.environment import shell
 from madmax_lib.view.plots.breakdown import plot_timeline
 
-__all__ = [
-    "TimelineView",
-    "breakdown_html",
-    "columns",
-    "interactive",
-    "view_bundle",
-    "view_timeline",
-    "widget_class",
-]
+__all__ = ["TimelineView", "breakdown_html", "columns", "interactive", "view_bundle", "view_timeline", "widget_class"]
 
 _LARGEST = 2**31 - 1
 _PICTURE_UP_TO = 200_000  # spans; beyond, a live canvas comes without its static picture, which would take seconds
