@@ -25,13 +25,11 @@ LAYERS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 CORE = set().union(*LAYERS[:3])  # modules of the core may import each other, if not in a circle
-PLOTS = [f"papers/{name}" for name in ("madmax/plots.py", "madmax/step_plots.py", "vtrain/plots.py",
-                                       "metis/plots.py", "studies/plots.py", "studies/wall_plots.py")]  # fmt: skip
 ONLY_IN = {
     "torch": ["runs/"],
     "hta": ["traces/hta.py"],
-    "matplotlib": ["view/", "__main__.py", *PLOTS],
-    "seaborn": ["view/", *PLOTS],
+    "matplotlib": ["view/", "__main__.py", "plots.py"],  # of papers, each its own
+    "seaborn": ["view/", "plots.py"],
     "ipywidgets": ["view/explore/"],
     "anywidget": ["view/explore/"],
     "papermill": ["view/"],
@@ -42,7 +40,7 @@ ONLY_IN = {
 HEAVY = ["torch", "hta", "matplotlib", "dask", "ipywidgets", "pandas", "pyarrow"]
 # lines of Python: lower one when you can. DESIGN.md wants 25,000 in all, and less of simulator, calibration, view and
 # planner: what software, hosts, networks, intervals and few shots brought in has not yet made room for itself
-TOTAL, TESTS, LONGEST_MODULE, UNFORMATTED = 27_100, 17_150, 330, 60
+TOTAL, TESTS, LONGEST_MODULE, UNFORMATTED = 27_100, 17_050, 330, 60
 CEILINGS = {"core": 3000, "simulator": 5380, "traces": 5600, "runs": 4850, "calibration": 1820, "planner": 2945,
             "view": 3630, "papers": 4950}  # fmt: skip
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
@@ -122,7 +120,8 @@ def test_no_circles():
 def test_heavy_libraries_stay_in_their_rooms(path):
     for name in imported(path):
         allowed = ONLY_IN.get(name.split(".")[0])
-        assert allowed is None or any(path.startswith(place) for place in allowed), f"{path} imports {name}"
+        inside = allowed is None or any(path.startswith(place) or path.endswith(place) for place in allowed)
+        assert inside, f"{path} imports {name}"
 
 
 def test_importing_the_package_is_light():
@@ -175,20 +174,16 @@ def lines_of(path):
     return path.read_text().count("\n")
 
 
-def test_rooms_stay_below_their_ceilings():
-    lines = dict.fromkeys(CEILINGS, 0)
-    for path in MODULES:
-        lines[path.split("/")[0] if "/" in path else "core"] += lines_of(PACKAGE / path)
-    over = {room: f"{count} of {CEILINGS[room]}" for room, count in lines.items() if count > CEILINGS[room]}
-    assert not over, f"lines of Python above the ceiling: {over}"
-
-
 def test_the_house_stays_thin():
-    """Totals that DESIGN.md allows, and no module too long to read at once."""
-    library = {path: lines_of(PACKAGE / path) for path in MODULES}
-    tests = sum(lines_of(path) for path in (PROJECT / "tests").rglob("*.py"))
-    assert sum(count for path, count in library.items() if not path.startswith("papers/")) <= TOTAL
-    assert tests <= TESTS
+    """Lines of rooms, of the library without papers and of tests, and no module too long to read at once."""
+    library, lines = {path: lines_of(PACKAGE / path) for path in MODULES}, dict.fromkeys(CEILINGS, 0)
+    for path, count in library.items():
+        lines[path.split("/")[0] if "/" in path else "core"] += count
+    lines |= {"all": sum(lines.values()) - lines["papers"]}
+    lines |= {"tests": sum(lines_of(path) for path in (PROJECT / "tests").rglob("*.py"))}
+    most = CEILINGS | {"all": TOTAL, "tests": TESTS}
+    over = {room: f"{count} of {most[room]}" for room, count in lines.items() if count > most[room]}
+    assert not over, f"lines of Python above the ceiling: {over}"
     assert not [f"{path}: {count}" for path, count in library.items() if count > LONGEST_MODULE]
     skips = sum((PACKAGE / path).read_text().count("fmt: skip") for path in MODULES)
     assert skips < UNFORMATTED
