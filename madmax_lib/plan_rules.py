@@ -48,12 +48,12 @@ def enforce(rules: Iterable[Rule], plan, case) -> None:
 
 def _is_not_count(value, least: int):
     if isinstance(value, np.ndarray):
-        return (value < least) | (value % 1 != 0)
+        return (value < least) | (value % 1 != 0 if value.dtype.kind == "f" else False)
     return not isinstance(value, int) or isinstance(value, bool) or value < least
 
 
 def _is_not_among(value, choices: tuple):
-    if isinstance(value, np.ndarray):  # NaN is the None of a column of numbers
+    if hasattr(value, "shape"):  # NaN is the None of a column of numbers
         known = [value == choice if choice is not None else (value == choice) | (value != value) for choice in choices]
         return ~np.logical_or.reduce(known)
     return value not in choices

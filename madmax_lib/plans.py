@@ -83,8 +83,10 @@ class Plans:
         columns = {"dp": np.broadcast_to(1, len(table))}
         defaults |= dict.fromkeys(OVERLAPS, np.nan)
         defaults["sequence_parallel"] = table["tp"].to_numpy() > 1 if "tp" in table else False
-        for name in table.columns:
-            column, missing = table[name].to_numpy(), table[name].isna().to_numpy()
+        for name, column in table.items():
+            if isinstance(defaults[name], str):
+                column = column.astype("category")  # numbers of a few words: text is slow to compare
+            missing, column = column.isna().to_numpy(), column.values
             column = np.where(missing, defaults[name], column) if missing.any() else column
             if isinstance(defaults[name], bool) or name == "sequence_parallel":
                 column = column.astype(bool)
@@ -96,7 +98,7 @@ class Plans:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape that all columns broadcast to, () for a single plan."""
-        return np.broadcast_shapes(*(np.shape(column) for column in vars(self).values()))
+        return np.broadcast_shapes(*{column.shape for column in vars(self).values() if hasattr(column, "shape")})
 
     @property
     def world_size(self) -> Ints:
@@ -125,7 +127,7 @@ class Plans:
         shape, parts = self.shape, dict(vars(self))
         for name, column in parts.items():
             if np.ndim(column):
-                part = np.broadcast_to(column, shape)[rows]
+                part = (column if np.shape(column) == shape else np.broadcast_to(column, shape))[rows]
                 value = part.item() if isinstance(part, np.generic) else part
                 parts[name] = None if isinstance(value, float) and value != value else value
         return Plans(**parts)
@@ -133,6 +135,8 @@ class Plans:
 
 def _as_numbers(name: str, column: np.ndarray, *, whole: bool) -> np.ndarray:
     """A column as floats, or as integers of 64 bits where all are whole: gaps make floats of them."""
+    if whole and column.dtype == np.int64:
+        return column
     odd = [] if column.dtype.kind in "biuf" else [value for value in column if not isinstance(value, Number)]
     if odd:
         raise ValueError(f"column {name!r} must hold numbers, but holds {odd[0]!r}")

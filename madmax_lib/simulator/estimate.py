@@ -17,17 +17,20 @@ from madmax_lib.plans import Plans, legal, rules_of
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy, normalised
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.simulator.step.alike import kinds_of
 from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.pieces import distinct
-from madmax_lib.simulator.step.step_time import PARTS, step_time
+from madmax_lib.simulator.step.step_time import PARTS, bodies_of, step_time
 from madmax_lib.simulator.step.uncertainty import log_width
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Model
 
 __all__ = ["estimate"]
 
-_CHUNK = 16384  # plans at a time: their arrays stay in the cache
+_CHUNK = 1 << 15  # plans at a time: their arrays stay in the cache
+_BLOCK = 1 << 20  # between them nothing is shared, so that memory has a bound
+_SAMPLE = 1024
 _STEP = ("step_s", "low_s", "high_s")
+_COLUMNS = (*_STEP, *PARTS)
 
 
 def estimate(
@@ -71,53 +74,56 @@ def estimate(
     parameters, policy = parameters or shipped(), policy or Policy()
     if not many:
         enforce(rules_of(case), case.plan, case)
-        times = _times(case, parameters)
-    else:
-        rows, alike = distinct(plan, vars(plan))
-        chunks = [plan[rows[start : start + _CHUNK]] for start in range(0, max(len(rows), 1), _CHUNK)]
-        parts = [_times_of_legal(replace(case, plan=chunk), parameters) for chunk in chunks]
-        times = {name: np.concatenate([part[name] for part in parts])[alike] for name in (*_STEP, *PARTS)}
-    table = {name: times[name] for name in (*_STEP, *PARTS)}
-    if case.plan.offload is not None:
-        table |= _with_offload(table, case, parameters, policy)
-    tokens = global_batch * case.sequence
+    values = _rows_of_table(case, parameters) if many else _rows(case, parameters, np.empty((len(_COLUMNS) + 2, 1)))
+    further = {} if case.plan.offload is None else _with_offload(values, case, parameters, policy)
     flops = 3 * case.model.forward_flops(global_batch, sequence)
-    table["mfu"] = flops / (table["step_s"] * case.cluster.world_size * case.cluster.device.peak(dtype))
-    table["tokens_per_s"] = tokens / table["step_s"]
-    return pd.DataFrame(table, index=index)
-
-
-def _times(case: Case, parameters: Parameters) -> dict[str, np.ndarray]:
-    """Seconds of the steps and their parts, with intervals."""
-    steps = Steps.of(case)
-    times = step_time(steps, parameters)
-    width = log_width(steps, times, parameters)
-    return times | {"low_s": times["step_s"] * np.exp(-width), "high_s": times["step_s"] * np.exp(width)}
-
-
-def _times_of_legal(case: Case, parameters: Parameters) -> dict[str, np.ndarray]:
-    """`_times` of a table, NaN where a plan is not legal; those with cp apart, whose attention has more blocks."""
-    mask = legal(case).mask
-    cut = mask & (case.plan.cp > 1)
-    if mask.all() and (cut.all() or not cut.any()):
-        return _times(case, parameters)
-    table = {name: np.full(len(mask), np.nan) for name in (*_STEP, *PARTS)}
-    for rows in filter(np.any, (cut, mask & ~cut)):
-        times = _times(replace(case, plan=case.plan[rows]), parameters)
-        for name, column in table.items():
-            column[rows] = times[name]
+    values[-2] = flops / (values[0] * case.cluster.world_size * case.cluster.device.peak(dtype))
+    values[-1] = global_batch * case.sequence / values[0]
+    table = pd.DataFrame(values.T, columns=[*_COLUMNS, "mfu", "tokens_per_s"], index=index, copy=False)
+    for name, column in further.items():
+        table.insert(len(table.columns) - 2, name, column)
     return table
 
 
-def _with_offload(table: dict, case: Case, parameters: Parameters, policy: Policy) -> dict[str, np.ndarray]:
-    """Columns of a table with the rows that offload timed one by one; none if there are none."""
-    size = len(table["step_s"])
+def _rows_of_table(case: Case, parameters: Parameters) -> np.ndarray:
+    """`_rows` of a table, NaN where a plan is not legal; equal rows are worked out once."""
+    plan, (size,) = case.plan, case.plan.shape
+    if size > _BLOCK:
+        blocks = (plan[start : start + _BLOCK] for start in range(0, size, _BLOCK))
+        return np.hstack([_rows_of_table(replace(case, plan=block), parameters) for block in blocks])
+    if size > _SAMPLE and kinds_of(plan[:: size // _SAMPLE], vars(plan)) and (kinds := kinds_of(plan, vars(plan))):
+        rows, index = kinds
+        return _rows_of_table(replace(case, plan=plan[rows]), parameters).take(index, axis=1)
+    mask, values = legal(case).mask, np.full((len(_COLUMNS) + 2, size), np.nan)
+    if mask.all():
+        return _rows(case, parameters, values)
+    return _rows(replace(case, plan=plan[mask]), parameters, values, np.flatnonzero(mask))
+
+
+def _rows(case: Case, parameters: Parameters, values: np.ndarray, places: np.ndarray | None = None) -> np.ndarray:
+    """`_COLUMNS` of legal plans, put in their places among values (all places if None)."""
+    steps, size = Steps.of(case), values.shape[1] if places is None else len(places)
+    bodies = bodies_of(steps, parameters) if size > _CHUNK else None
+    for start in range(0, size, _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        part = steps[rows] if size > _CHUNK else steps
+        times = step_time(part, parameters, bodies and bodies(rows))
+        factor = np.exp(log_width(part, times, parameters))
+        times |= {"low_s": times["step_s"] / factor, "high_s": times["step_s"] * factor}
+        for row, name in zip(values, _COLUMNS, strict=False):
+            row[rows if places is None else places[rows]] = times[name]
+    return values
+
+
+def _with_offload(values: np.ndarray, case: Case, parameters: Parameters, policy: Policy) -> dict[str, np.ndarray]:
+    """Columns offload_s and offload_share, with values of the rows that offload timed one by one; none without them."""
+    size = values.shape[1]
     rows = np.flatnonzero([offload is not None for offload in np.broadcast_to(case.plan.offload, size)])
     if not rows.size:
         return {}
     single = isinstance(case.plan, Plan)
-    columns = {name: np.array(table[name]) for name in (*_STEP, *PARTS)}
-    columns |= {"offload_s": np.zeros(size), "offload_share": np.full(size, np.nan)}
+    further = {"offload_s": np.zeros(size), "offload_share": np.full(size, np.nan)}
+    columns = dict(zip(_COLUMNS, values, strict=False)) | further
     for row in rows:
         try:
             plan = case.plan if single else Plan(**vars(case.plan[row]))
@@ -128,20 +134,17 @@ def _with_offload(table: dict, case: Case, parameters: Parameters, policy: Polic
             seconds = dict.fromkeys(_STEP, np.nan)
         for name, value in seconds.items():
             columns[name][row] = value
-    return columns
+    return further
 
 
 def _offloaded(case: Case, parameters: Parameters, policy: Policy) -> dict[str, float]:
     """A row of one plan with offload."""
     enforce(rules_of(case), case.plan, case)
     case = normalised(case)
-    steps = Steps.of(case)
-    parts = step_time(steps, parameters)
-    row = {name: float(part[0]) for name, part in parts.items()}
-    _, times = best_offload(case, parameters, policy)
-    width = float(log_width(steps, parts, parameters)[0])
+    row = dict(zip(_COLUMNS, _rows(case, parameters, np.empty((len(_COLUMNS), 1)))[:, 0].tolist(), strict=True))
+    factor, (_, times) = row["high_s"] / row["step_s"], best_offload(case, parameters, policy)
     row["optimizer_s"] = float(times.update_s[0])
     row["offload_s"] = float(times.total_s[0]) - row["optimizer_s"]
     row["step_s"] = sum(row[name] for name in (*PARTS, "offload_s"))
-    row["low_s"], row["high_s"] = row["step_s"] * np.exp(-width), row["step_s"] * np.exp(width)
+    row["low_s"], row["high_s"] = row["step_s"] / factor, row["step_s"] * factor
     return row | {"offload_share": float(times.share[0])}

@@ -10,7 +10,7 @@ from madmax_lib.simulator.layers.ops import Block, Comm, Op, mirror, phases
 from madmax_lib.simulator.layers.workload import chunk_blocks
 from madmax_lib.specs import Model
 
-_COLUMNS = ["stage", "block", "op", "phase", "kind", "dtype", "stream", "flops", "read_bytes", "written_bytes",
+_COLUMNS = ["stage", "block", "op", "phase", "kind", "wide", "stream", "flops", "read_bytes", "written_bytes",
             "collective", "group", "size_bytes"]  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def ops(
     """Every op of one micro-batch on one device of each stage, and the optimizer's: a row each.
 
     Columns: stage, block, op, phase (forward recompute backward optimizer), kind (gemm attention pointwise lookup
-    comm), dtype, stream (compute, or the group's), flops, read_bytes, written_bytes, and collective, group, size_bytes.
+    comm), wide, stream (compute, or the group's), flops, read_bytes, written_bytes, and collective, group, size_bytes.
     Gradients and parameters of data parallelism move once per step or layer, not per micro-batch: not listed.
     """
     rows: list[tuple] = []
@@ -39,7 +39,7 @@ def ops(
             held += 0.0 if block.table else block.parameters
         owned = held / (plan.shard or plan.dp * plan.cp) if plan.zero else held
         # fp32 parameter, two moments and gradient read; the first three and a 16-bit copy written
-        rows.append((stage, "optimizer", "adam", "optimizer", "pointwise", "fp32", "compute", 0.0, 16 * owned,
+        rows.append((stage, "optimizer", "adam", "optimizer", "pointwise", True, "compute", 0.0, 16 * owned,
                      14 * owned, "", "", math.nan))  # fmt: skip
     return pd.DataFrame(rows, columns=_COLUMNS)
 
@@ -48,7 +48,7 @@ def _rows(stage: int, block: Block, plan: Plan) -> list[tuple]:
     ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "dp": plan.dp, "etp": plan.tp // plan.expert_spread}
 
     def comm(phase: str, comms: tuple[Comm, ...]) -> list[tuple]:
-        return [(stage, block.name, c.kind, phase, "comm", "", c.group, 0.0, 0.0, 0.0, c.kind, c.group,
+        return [(stage, block.name, c.kind, phase, "comm", True, c.group, 0.0, 0.0, 0.0, c.kind, c.group,
                  float(c.size_bytes)) for c in comms if c.kind != "copy" and ranks[c.group] > 1]  # fmt: skip
 
     def ring(phase: str, passes: int) -> list[tuple]:
@@ -63,7 +63,7 @@ def _rows(stage: int, block: Block, plan: Plan) -> list[tuple]:
         if phase == "backward":
             before, after = mirror(block.after), mirror(block.before)
         result += comm(named, before)
-        result += [(stage, block.name, op.name, named, op.kind, op.dtype, "compute", float(op.flops),
+        result += [(stage, block.name, op.name, named, op.kind, op.wide, "compute", float(op.flops),
                     float(op.read_bytes), float(op.written_bytes), "", "", math.nan) for op in work]  # fmt: skip
         if work and phase != "weight":
             result += ring(named, 2 * plan.cp - 1 if phase == "backward" else plan.cp - 1)

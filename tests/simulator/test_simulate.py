@@ -12,7 +12,6 @@ from madmax_lib.case import Case
 from madmax_lib.kinds import collective_names
 from madmax_lib.plans import owned
 from madmax_lib.simulator.layers.ops import Block, gemm, precision
-from madmax_lib.simulator.rates.collectives import all_gather_s, all_to_all_s
 from madmax_lib.simulator.rates.compute import optimizer_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.schedule.engine import run
@@ -262,10 +261,3 @@ def test_what_cannot_be_laid_out_is_refused(change, message):
     arguments = {"model": TINY, "cluster": NODE, "plan": mm.Plan(dp=8), "global_batch": 8} | change
     with pytest.raises(ValueError, match=message):
         mm.simulate(**arguments)
-
-
-def test_collectives_in_closed_form():
-    assert all_gather_s(1e9, 1, 1e9) == 0 and all_gather_s(8e9, 4, 1e9, 1e-3) == pytest.approx(6 + 3e-3)
-    assert all_to_all_s(8e9, 8, 8, 1e9, 1e9) == pytest.approx(7)
-    assert all_to_all_s(8e9, 16, 8, 1e9, 1e8) == pytest.approx(40)
-    np.testing.assert_allclose(all_gather_s(np.array([1e9, 2e9]), np.array([2, 4]), 1e9), [0.5, 1.5])

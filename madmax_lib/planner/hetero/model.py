@@ -64,7 +64,7 @@ def simulated_prices(
                 live_bytes=_per_layer(model, *live[:, i]),
                 base_bytes=float(base_bytes[i]),
             )
-        optimizer_s[name] = float(prices.update_s(pieces.owned)[0])
+        optimizer_s[name] = float(prices.update_s(pieces.stage.owned(prices))[0])
     layer = model.attention_parameters + 2 * model.norm_parameters + model.mlp_parameters(model.ffn)
     head = model.head_parameters or model.vocab * model.hidden
     counts = _per_layer(model, model.embedding_parameters, layer, head + model.norm_parameters)
@@ -77,7 +77,7 @@ def nodes_of(clusters: Sequence[Cluster], parameters: Parameters | None = None) 
     for cluster in clusters:
         case = Case(catalog.model("gpt2"), cluster, Plans(), 1, dtype=cluster.device.nearest("bf16"))
         prices = Prices(Steps.of(case), parameters or shipped())
-        intra, inter = float(prices.link) / GB_PER_S, float(prices.nic) / GB_PER_S
+        intra, inter = (1 / float(byte_s) / GB_PER_S for byte_s in (prices.near, prices.network[0]))
         memory_gb = usable_bytes(cluster.device) / GB_BYTES
         for number in range(cluster.nodes):
             address = f"{cluster.name}-{number}"

@@ -67,7 +67,7 @@ def dlrm_blocks(case: Case) -> list[Block]:
     model, plan, width = case.model, case.plan, precision(case.dtype)
     samples = plan.micro_batch
     rows = model.tables * samples * model.embedding_dim  # pooled, of the samples of one device
-    lookup = Op("lookup", "lookup", "fp16", read_bytes=2 * model.pooling * rows, written_bytes=2 * rows, wide=True)
+    lookup = Op("lookup", "lookup", read_bytes=2 * model.pooling * rows, written_bytes=2 * rows, wide=True)
     exchange = (Comm("all_to_all", "dp", 2 * rows),)
     held = model.embedding_parameters / plan.dp
     result = [Block("embedding", (lookup,), held, after=exchange, table=True)]

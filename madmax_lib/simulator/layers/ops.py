@@ -31,32 +31,20 @@ __all__ = [
 
 BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5, "int8": 1}
 _FLASH_BACKWARD = 2.5  # five products instead of two: the scores are computed again [arXiv 2205.14135, appendix B]
-_MIRROR = {
-    "all_gather": "reduce_scatter",
-    "reduce_scatter": "all_gather",
-    "all_reduce": "copy",
-    "copy": "all_reduce",
-    "all_to_all": "all_to_all",
-}
+_MIRROR = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "copy", "copy": "all_reduce"}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """In what a step computes and keeps.
+    """In what a step computes and keeps."""
 
-    name: dtype of the matrix products.
-    operand_bytes: of one of their operands.
-    storage_bytes: of an activation, weight or gradient in memory and on the network.
-    """
-
-    name: str
-    operand_bytes: float | np.ndarray
-    storage_bytes: float | np.ndarray
+    operand_bytes: float | np.ndarray  # of the matrix products
+    storage_bytes: float | np.ndarray  # of an activation, weight or gradient in memory and on the network
 
     @property
     def wide(self) -> Precision:
         """That of attention, heads and memory, which stay in 16 bits where the products have fewer."""
-        return Precision(self.name if np.ndim(self.operand_bytes) else wide(self.name), *[self.storage_bytes] * 2)
+        return Precision(self.storage_bytes, self.storage_bytes)
 
 
 @lru_cache(maxsize=32)
@@ -66,34 +54,24 @@ def precision(dtype: str) -> Precision:
     >>> precision("fp8").storage_bytes, precision("tf32").storage_bytes
     (2, 4)
     """
-    return Precision(dtype, BYTES.get(dtype, 0), BYTES[wide(dtype)])
+    return Precision(storage_bytes=BYTES[wide(dtype)], operand_bytes=BYTES[dtype])
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """Forward work of one device on one micro-batch.
-
-    kind: gemm, attention, pointwise or lookup.
-    dtype: of the operands; wide: it is that of heads and attention, not that of the matrix products.
-    shape: (count, m, n, k) of products of (m, k) by (k, n), else empty.
-    weights: the second operand is a parameter, so its gradient can be computed later.
-    input_grad: False where nothing before needs one.
-    core: attention scores, which selective recompute repeats.
-    experts: of the experts of a mixture: one kernel for all of them.
-    """
+    """Forward work of one device on one micro-batch."""
 
     name: str
-    kind: str
-    dtype: str
+    kind: str  # gemm, attention, pointwise or lookup
     flops: float = 0.0
     read_bytes: float = 0.0
     written_bytes: float = 0.0
-    shape: tuple = ()
-    weights: bool = False
-    input_grad: bool = True
-    core: bool = False
-    experts: bool = False
-    wide: bool = False
+    shape: tuple = ()  # (count, m, n, k) of products of (m, k) by (k, n)
+    weights: bool = False  # the second operand is a parameter: its gradient can be computed later
+    input_grad: bool = True  # False where nothing before needs one
+    core: bool = False  # attention scores, which selective recompute repeats
+    experts: bool = False  # of a mixture: one kernel for all of them
+    wide: bool = False  # operands are those of heads and attention, not those of the other products
 
     @property
     def traffic_bytes(self) -> float:
@@ -112,26 +90,19 @@ class Comm:
 
 @dataclass(frozen=True)
 class Block:
-    """What is computed between two collectives: an embedding, a part of a layer, a head.
-
-    unit: blocks of one unit are sharded and recomputed together. parameters: held by the device before data-parallel
-    sharding; expert: they are laid over the experts' data-parallel group. before, after: collectives of the forward
-    pass, in order; the backward pass runs their mirror images. ring_bytes: keys and values that context-parallel
-    devices pass on while the block is computed in cp steps. recomputed: by full recompute. table: looked-up rows whose
-    exchange only later blocks wait for, unless they are `beside` it.
-    """
+    """What is computed between two collectives: an embedding, a part of a layer, a head."""
 
     name: str
     ops: tuple[Op, ...]
-    parameters: float = 0.0
-    unit: str = ""
-    before: tuple[Comm, ...] = ()
+    parameters: float = 0.0  # held by the device before data-parallel sharding
+    unit: str = ""  # blocks of one unit are sharded and recomputed together; the block's own if empty
+    before: tuple[Comm, ...] = ()  # collectives of the forward pass, whose mirror images the backward pass runs
     after: tuple[Comm, ...] = ()
-    ring_bytes: float = 0.0
-    expert: bool = False
-    recomputed: bool = False
-    table: bool = False
-    beside: bool = False
+    ring_bytes: float = 0.0  # keys and values that cp devices pass on while the block is computed in cp steps
+    expert: bool = False  # its parameters are laid over the experts' data-parallel group
+    recomputed: bool = False  # by full recompute
+    table: bool = False  # looked-up rows whose exchange only later blocks wait for
+    beside: bool = False  # unless they are beside it
 
     def __post_init__(self):
         object.__setattr__(self, "unit", self.unit or self.name)
@@ -148,37 +119,35 @@ def gemm(name: str, m, n, k, width: Precision, *, count=1.0, kind: str = "gemm",
     """`count` products of (m, k) by (k, n)."""
     flops, read = 2 * count * m * n * k, count * (m * k + k * n) * width.operand_bytes
     written = count * m * n * width.storage_bytes
-    return Op(name, kind, width.name, flops, read, written, (count, m, n, k), **flags)
+    return Op(name, kind, flops, read, written, (count, m, n, k), **flags)
 
 
 def pointwise(name: str, read, written, width: Precision, *, kind: str = "pointwise", **flags) -> Op:
     """Work that is all memory traffic; read and written in elements."""
     size = width.storage_bytes
-    return Op(name, kind, width.wide.name, 0.0, read * size, written * size, wide=True, **flags)
+    return Op(name, kind, 0.0, read * size, written * size, wide=True, **flags)
 
 
 def attention(name: str, flops, read, written, width: Precision) -> Op:
     """Scores, softmax and weighted values in one kernel; read and written in elements."""
     size = width.storage_bytes
-    return Op(name, "attention", width.wide.name, flops, read * size, written * size, core=True, wide=True)
+    return Op(name, "attention", flops, read * size, written * size, core=True, wide=True)
 
 
 def backward(op: Op) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """What the backward pass of an op computes: (gradients of inputs, gradients of weights).
 
-    A product becomes the products for its two operands, so it takes twice the FLOPs; fused attention two and a half
-    times; all else reads what it read and the gradient of what it wrote, and writes the gradient of what it read.
-    Every operand of a product is read or written once by each of its three products, so all move the same bytes.
+    A product becomes the products for its two operands: each computes and moves as much as it does itself, as every
+    operand is read or written once by each of the three. Fused attention takes two and a half times its FLOPs; all else
+    reads what it read and the gradient of what it wrote, and writes the gradient of what it read.
     """
     if op.shape:
-        count, m, n, k = op.shape
-        first = replace(op, name=f"{op.name} dgrad", shape=(count, m, k, n), weights=False)
-        second = replace(op, name=f"{op.name} wgrad", shape=(count, k, n, m), weights=False)
-        inputs = (first,) if op.input_grad else ()
-        return (inputs, (second,)) if op.weights else ((first, second), ())
-    flops = _FLASH_BACKWARD * op.flops if op.kind == "attention" else op.flops
-    read = op.read_bytes + (2 if op.kind == "attention" else 1) * op.written_bytes  # output and its gradient
-    return (replace(op, name=f"{op.name} grad", flops=flops, read_bytes=read, written_bytes=op.read_bytes),), ()
+        inputs = (op,) if op.input_grad else ()
+        return (inputs, (op,)) if op.weights else ((op, op), ())
+    core = op.kind == "attention"
+    read = op.read_bytes + (1 + core) * op.written_bytes  # output and its gradient
+    flops = _FLASH_BACKWARD * op.flops if core else op.flops
+    return (replace(op, flops=flops, read_bytes=read, written_bytes=op.read_bytes),), ()
 
 
 def mirror(comms: tuple[Comm, ...]) -> tuple[Comm, ...]:
@@ -187,7 +156,7 @@ def mirror(comms: tuple[Comm, ...]) -> tuple[Comm, ...]:
     >>> mirror((Comm("copy", "tp", 8.0), Comm("all_gather", "cp", 8.0)))[0].kind
     'reduce_scatter'
     """
-    return tuple(Comm(_MIRROR[comm.kind], comm.group, comm.size_bytes) for comm in reversed(comms))
+    return tuple(Comm(_MIRROR.get(comm.kind, comm.kind), comm.group, comm.size_bytes) for comm in reversed(comms))
 
 
 def phases(block: Block) -> Iterator[tuple[str, Op]]:

@@ -15,22 +15,7 @@ __all__ = ["Shape"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a transformer as in `Transformer`, each a number, or an array with one entry per model.
-
-    layers, hidden, heads, kv_heads, head_dim, rope_head_dim, v_head_dim, ffn: of a layer.
-    matrices: (name, inputs, outputs) of attention's weights but the last; all are split by columns under tp.
-    projection: inputs of attention's last product.
-    core_width: channels of all heads, mean of scores and values.
-    gated, mlp_bias, attention_bias, rope: 1 or 0.
-    experts, active_experts, shared_experts, expert_ffn, router_bias: of a mixture layer; 0 for dense models.
-    dense_layers: first layers that are no mixtures.
-    window, full_every: tokens a layer attends to; every full_every-th layer attends to all.
-    image: 1 for a vision transformer. patch_inputs: of its first product.
-    outputs: of the head: vocabulary or classes.
-    norm_parameters, attention_parameters, embedding_parameters, head_parameters, table_parameters: of one norm, of one
-        layer's attention, of the embedding, of the head (0 where it is the token table) and of the token table.
-    routed_nodes: nodes at most that a token is sent to, 0 for any.
-    """
+    """Dimensions of a transformer as in `Transformer`, each a number, or an array with one entry per model."""
 
     layers: Number
     hidden: Number
@@ -40,30 +25,30 @@ class Shape:
     rope_head_dim: Number
     v_head_dim: Number
     ffn: Number
-    matrices: tuple[tuple[str, Number, Number], ...]
-    projection: Number
-    core_width: Number
+    matrices: tuple[tuple[str, Number, Number], ...]  # (name, inputs, outputs) of attention's weights but the last
+    projection: Number  # inputs of attention's last product
+    core_width: Number  # channels of all heads, mean of scores and values
     gated: Number
     mlp_bias: Number
     attention_bias: Number
     rope: Number
-    experts: Number
+    experts: Number  # 0 for dense models
     active_experts: Number
     shared_experts: Number
     expert_ffn: Number
     router_bias: Number
-    dense_layers: Number
-    window: Number
-    full_every: Number
-    image: Number
-    patch_inputs: Number
-    outputs: Number
+    dense_layers: Number  # first ones that are no mixtures
+    window: Number  # tokens a layer attends to
+    full_every: Number  # every such layer attends to all
+    image: Number  # 1 for a vision transformer
+    patch_inputs: Number  # of its first product
+    outputs: Number  # of the head: vocabulary or classes
     norm_parameters: Number
     attention_parameters: Number
     embedding_parameters: Number
-    head_parameters: Number
+    head_parameters: Number  # 0 where it is the token table
     table_parameters: Number
-    routed_nodes: Number
+    routed_nodes: Number  # that a token is sent to at most, 0 for any
 
     @classmethod
     def of(cls, model: Transformer) -> Shape:

@@ -47,7 +47,7 @@ def head_block(work: Work) -> Block:
     out = m.outputs / p.tp
     logits = gemm("logits", rows, out, m.hidden, wide, weights=True, wide=True)
     read, written = (size * rows * out for size in _LOGIT_BYTES)
-    loss = Op("loss", "pointwise", wide.name, 0.0, read, written, wide=True)
+    loss = Op("loss", "pointwise", 0.0, read, written, wide=True)
     tied_copy = m.table_parameters * (np.asarray(p.pp) > 1)  # a tied table is held twice
     held = np.where(np.asarray(m.head_parameters) > 0, m.head_parameters, tied_copy) / p.tp + m.norm_parameters
     return Block("head", (work.norm(), logits, loss), held, before=work.enter)

@@ -21,20 +21,13 @@ __all__ = ["Work", "existing", "has"]
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed in a step, or with arrays in many.
+    """What is computed in a step, or with arrays in many."""
 
-    shape: of the model.
-    plan: how it is split.
-    sequence: tokens per sample.
-    width: precision of the products.
-    imbalance: tokens of the busiest expert device over the mean (default 1).
-    """
-
-    shape: Shape
-    plan: Plans
-    sequence: Number
-    width: Precision
-    imbalance: Number = 1.0
+    shape: Shape  # of the model
+    plan: Plans  # how it is split
+    sequence: Number  # tokens per sample
+    width: Precision  # of the products
+    imbalance: Number = 1.0  # tokens of the busiest expert device over the mean
 
     @classmethod
     def of(cls, case: Case) -> Work:
@@ -86,7 +79,7 @@ class Work:
 
 def has(amount: Number) -> bool:
     """Whether there is any of it, in any of the steps."""
-    return bool(np.any(amount))
+    return bool(amount.any() if isinstance(amount, np.ndarray) else amount)
 
 
 def existing(*comms: tuple[str, str, Number]) -> tuple[Comm, ...]:

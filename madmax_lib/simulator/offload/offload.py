@@ -76,7 +76,7 @@ def offload_times(case: Case, parameters: Parameters, shares: np.ndarray, policy
     stage = _first_stage(case, pieces, offloaded)
     passes_s = (batches + plan.pp - 1) * (stage.start_s + stage.wait_s)
     drain_s = stage.tail_s(batches if streams_gradients(plan) else 1)
-    update_s = float(pieces.prices.update_s(pieces.owned)) * (1 - offloaded.split.states)
+    update_s = float(pieces.prices.update_s(pieces.stage.owned(pieces.prices))) * (1 - offloaded.split.states)
     host_s, copy_s = _update(stage, offloaded)
     if offloaded.delayed:
         step_s = batches * stage.computed_s + passes_s + drain_s

@@ -10,33 +10,32 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-__all__ = ["MeasuredCollectives", "all_gather_s", "all_to_all_s", "ring_steps"]
+__all__ = ["MeasuredCollectives", "exchange", "ring", "ring_steps"]
 
 _TREE_STEPS = 32  # per doubling of the nodes: what a ring of 256 nodes takes
 _KEYS, _VALUES = ["collective", "ranks", "nodes"], ["size_bytes", "seconds"]
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 
 
-def all_gather_s(size_bytes, ranks, bandwidth_bytes_per_s, latency_s=0.0):
-    """Ring all-gather, or reduce-scatter, which is its reverse: (p-1) latency + (p-1)/p size / bandwidth.
+def ring(ranks, in_node, near, far):
+    """Seconds per byte of a ring's all-gather, or reduce-scatter, its reverse: (p-1)/p of the bytes at the slower pace.
 
-    >>> all_gather_s(1e9, [1, 2, 8], 100e9).tolist()
-    [0.0, 0.005, 0.00875]
+    in_node: ranks on each node, of p. near: seconds per byte between them; far: of one of their ports to other nodes,
+    of which a ring uses all.
+
+    >>> [round(float(1e9 * ring(p, n, 1e-11, 9.6e-11)), 5) for p, n in ((1, 1), (2, 2), (8, 8), (16, 8), (2, 1))]
+    [0.0, 0.005, 0.00875, 0.01125, 0.048]
     """
-    ranks = np.asarray(ranks)
-    return (ranks - 1) * latency_s + (ranks - 1) / ranks * size_bytes / bandwidth_bytes_per_s
+    return (ranks - 1) / ranks * np.maximum((ranks > in_node) * far / in_node, (in_node > 1) * near)
 
 
-def all_to_all_s(size_bytes, ranks, ranks_in_node, intra_bytes_per_s, inter_bytes_per_s, latency_s=0.0):
-    """Direct all-to-all: each rank sends size/p to every other one, over both levels at once; the slower one counts.
+def exchange(ranks, in_node, near, far):
+    """Seconds per byte of an all-to-all: each rank sends 1/p to every other one, over both levels at once.
 
-    >>> all_to_all_s(1e9, [8, 16], 8, 350e9, 25e9).tolist()  # a second node: half of the bytes take the slow level
+    >>> [round(float(1e9 * exchange(p, 8, 1 / 350e9, 1 / 25e9)), 4) for p in (8, 16)]  # half take the slow level
     [0.0025, 0.02]
     """
-    ranks, inside = np.asarray(ranks), np.minimum(ranks_in_node, ranks)
-    near_s = size_bytes * (inside - 1) / ranks / intra_bytes_per_s
-    far_s = size_bytes * (ranks - inside) / ranks / inter_bytes_per_s
-    return np.maximum(near_s, far_s) + np.where(ranks > 1, latency_s, 0.0)
+    return np.maximum((in_node - 1) * near, (ranks - in_node) * far) / ranks
 
 
 def ring_steps(nodes):
@@ -47,7 +46,7 @@ def ring_steps(nodes):
     >>> ring_steps([1, 2, 4096]).tolist()
     [0.0, 1.0, 384.0]
     """
-    nodes = np.maximum(np.asarray(nodes, float), 1.0)
+    nodes = np.maximum(nodes, 1.0)
     return np.minimum(nodes - 1, _TREE_STEPS * np.log2(nodes))
 
 

@@ -9,13 +9,7 @@ import numpy as np
 
 Number = float | np.ndarray
 
-__all__ = [
-    "SCORE_BYTES",
-    "Number",
-    "attention_flops",
-    "misfit",
-    "optimizer_bytes",
-]
+__all__ = ["SCORE_BYTES", "Number", "attention_flops", "misfit", "optimizer_bytes"]
 
 _ADAM_BYTES = 30  # fp32 parameter, two moments and gradient read; the first three and a 16-bit copy written
 _TILE = 128  # rows of a block in FlashAttention-2 and cuDNN: the diagonal blocks are computed whole [arXiv 2307.08691]

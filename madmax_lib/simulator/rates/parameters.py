@@ -28,31 +28,22 @@ _SHARES = ("compute_efficiency", "memory_efficiency", "network_efficiency")
 
 @dataclass(frozen=True)
 class Parameters:
-    """Constants of the step-time model. Raises ValueError for a share outside (0, 1] or an unknown constant.
+    """Constants of the step-time model. Raises ValueError for a share outside (0, 1] or an unknown constant."""
 
-    compute_efficiency, memory_efficiency, network_efficiency: shares (0..1] of the data sheet that all rates of that
-        kind reach; default 1.
-    constants: values by `name:group`; those not given are the ideal machine's.
-    intervals: 90 % (low, high) of the fitted constants; empty without a fit.
-    fitted: names of the fitted constants.
-    covariance: (n, n) of the fitted constants, each in its fitting scale (log or linear), in order of `fitted`.
-    residuals: how log(measured / predicted) of sources that the fit has not seen spreads: the components of
-        `step.uncertainty`, and the 90 % half-widths "layouts dense" and "layouts mixture" of one plan over another.
-    sensitivities: by name of a constant without its group and by part of the step: how much of a relative change of
-        the constant (log scale; its value where the scale is linear) a step feels that consists of this part.
-    provenance: rows, sha256 of the data and figures of the fit; scale: by device family, the devices and tokens per
-        sample between which 90 % of its rows lie.
-    """
-
-    compute_efficiency: float = 1.0
+    compute_efficiency: float = 1.0  # share (0..1] of the data sheet that all rates of the kind reach
     memory_efficiency: float = 1.0
     network_efficiency: float = 1.0
-    constants: Mapping[str, float] = field(default_factory=dict, hash=False)
-    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
-    fitted: tuple[str, ...] = ()
-    covariance: tuple[tuple[float, ...], ...] = ()
+    constants: Mapping[str, float] = field(default_factory=dict, hash=False)  # by `name:group`; others are ideal
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)  # 90 %, of those fitted
+    fitted: tuple[str, ...] = ()  # names of the fitted constants
+    covariance: tuple[tuple[float, ...], ...] = ()  # (n, n) in order of `fitted`, each in its scale (log or linear)
+    # how log(measured / predicted) of sources that the fit has not seen spreads: the components of `step.uncertainty`,
+    # and the 90 % half-widths "layouts dense" and "layouts mixture" of one plan over another
     residuals: Mapping[str, float] = field(default_factory=dict, hash=False)
+    # by name of a constant without its group and by part of the step: how much of a relative change of the constant
+    # (log scale; its value where the scale is linear) a step feels that consists of this part
     sensitivities: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
+    # rows, sha256 of the data and figures of the fit; scale: devices and tokens of most rows, by device family
     provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self):
@@ -80,6 +71,12 @@ class Parameters:
             fitted = [places[name] for name in self.fitted]
             covariance[np.ix_(fitted, fitted)] = self.covariance
         return places, covariance
+
+    @cached_property
+    def slopes(self) -> tuple[list[str], np.ndarray]:
+        """Parts of a step that sensitivities name, and these as (constants, parts)."""
+        parts = sorted(set().union(*self.sensitivities.values()))
+        return parts, np.array([[slopes.get(part, 0.0) for part in parts] for slopes in self.sensitivities.values()])
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ order, under etp = 1 in dp x cp x tp. A group is every `stride`-th device. All n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -19,20 +19,14 @@ __all__ = ["Group", "Groups", "member_name"]
 
 @dataclass(frozen=True)
 class Group:
-    """Equal groups of devices.
+    """Equal groups of devices."""
 
-    name: tp, cp, ep, dp ..., see `Groups`.
-    ranks: devices of a group.
-    stride: distance of neighbours in the numbering of devices.
-    in_node: devices that every group has on each of its nodes, at least.
-    """
+    name: str  # tp, cp, ep, dp ..., see `Groups`
+    ranks: Number  # devices of a group
+    stride: Number  # distance of neighbours in the numbering of devices
+    in_node: Number  # devices that every group has on each of its nodes, at least
 
-    name: str
-    ranks: Number
-    stride: Number
-    in_node: Number
-
-    @property
+    @cached_property
     def nodes(self) -> Number:
         """Nodes over which a group is spread."""
         return self.ranks / self.in_node
@@ -65,14 +59,11 @@ class Groups:
     def _shape(self, name: str) -> tuple[Number, Number]:
         p = self.plan
         replicas, shard = p.dp * p.cp, p.sharing
-        if name in ("tp", "cp", "dp", "shard", "replicate"):
-            return {
-                "tp": (p.tp, 1),
-                "cp": (p.cp, p.tp),
-                "dp": (replicas, p.tp),
-                "shard": (shard, p.tp),
-                "replicate": (replicas // shard, p.tp * shard),
-            }[name]
+        simple = {"tp": (p.tp, 1), "cp": (p.cp, p.tp), "dp": (replicas, p.tp), "shard": (shard, p.tp)}
+        if name in simple:
+            return simple[name]
+        if name == "replicate":
+            return replicas // shard, p.tp * shard
         if name in ("node", "across"):
             in_node = np.gcd(replicas, np.maximum(self.node // p.tp, 1))
             return (in_node, p.tp) if name == "node" else (replicas // in_node, p.tp * in_node)

@@ -18,6 +18,7 @@ from madmax_lib.simulator.layers.shape import Shape
 from madmax_lib.simulator.layers.work import Work
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator.step.alike import mapped
 from madmax_lib.specs import Device, Link
 
 __all__ = ["Coded", "Habits", "Machine", "Steps"]
@@ -48,87 +49,59 @@ class Coded:
 
 @dataclass(frozen=True)
 class Machine:
-    """Data-sheet rates of the devices and links of a step, and the classes of constants that say what is reached.
+    """Data-sheet rates of the devices and links of a step, and the classes of constants that say what is reached."""
 
-    peak_gemm, peak_wide: FLOP/s of the products, and of heads and attention.
-    memory, link, nic: bytes/s of the device's memory, inside a node and of a device's share of the network.
-    node: devices on one fast link. leaf: devices under one switch, beyond which oversubscription divides the network's
-        rate. in_network: 1 where switches reduce. mx: 1 for block scaling (MXFP8).
-    family, rate, gemm, head, attention, near, network: classes of constants; near: of the link inside a node.
-    """
-
-    peak_gemm: Number
-    peak_wide: Number
-    memory: Number
-    link: Number
-    nic: Number
-    node: Number
-    leaf: Number
-    oversubscription: Number
-    in_network: Number
-    mx: Number
+    peak_gemm: Number  # FLOP/s of the products
+    peak_wide: Number  # of heads and attention
+    memory: Number  # bytes/s
+    link: Number  # bytes/s inside a node
+    nic: Number  # bytes/s of a device's share of the network
+    node: Number  # devices on one fast link
+    leaf: Number  # devices under one switch
+    oversubscription: Number  # beyond which this divides the network's rate
+    in_network: Number  # 1 where switches reduce
+    mx: Number  # 1 for block scaling (MXFP8)
     family: Coded
     rate: Coded
     gemm: Coded
     head: Coded
     attention: Coded
-    near: Coded
+    near: Coded  # link inside a node
     network: Coded
 
 
 @dataclass(frozen=True)
 class Habits:
-    """What the software of a step does where the plan does not say, as in `Software`; 1 or 0 where it is a question.
+    """What the software of a step does where the plan does not say, as in `Software`; 1 or 0 where it is a question."""
 
-    kernels, stack: classes of constants: how kernels are made, and the software itself.
-    forward_kernels: that a layer launches in a forward pass.
-    hides_tp: class of constants: the way in which tensor-parallel collectives run beside products.
-    overlap_tp, hides_ep, hides_dp: whether they do, exchanges of experts do, and gradients do.
-    tensorwise: FSDP gathers tensor by tensor.
-    reduces_each: a pipeline without ZeRO reduces gradients with every micro-batch.
-    legacy: products of 2021.
-    repeated: share of the products that selective recompute repeats instead of attention's scores.
-    send_once: a token goes once to a rank with several of its experts.
-    blocking_sends: messages between stages stop the host.
-    by_flops: stages are cut at equal FLOPs, the head's among them.
-    wire_bytes: of a gradient in reductions, where the plan does not say fp32.
-    mixture: class of constants of mixture layers.
-    """
-
-    kernels: Coded
-    stack: Coded
-    forward_kernels: Number
-    hides_tp: Coded
-    overlap_tp: Number
-    hides_ep: Number
-    hides_dp: Number
-    tensorwise: Number
-    reduces_each: Number
-    legacy: Number
-    repeated: Number
-    send_once: Number
-    blocking_sends: Number
-    by_flops: Number
-    wire_bytes: Number
+    kernels: Coded  # how they are made
+    stack: Coded  # the software itself
+    forward_kernels: Number  # that a layer launches in a forward pass
+    hides_tp: Coded  # the way in which tensor-parallel collectives run beside products
+    overlap_tp: Number  # whether they do
+    hides_ep: Number  # whether exchanges of experts do
+    hides_dp: Number  # whether gradients do
+    tensorwise: Number  # FSDP gathers tensor by tensor
+    reduces_each: Number  # a pipeline without ZeRO reduces gradients with every micro-batch
+    legacy: Number  # products of 2021
+    repeated: Number  # share of the products that selective recompute repeats instead of attention's scores
+    send_once: Number  # a token goes once to a rank with several of its experts
+    blocking_sends: Number  # messages between stages stop the host
+    by_flops: Number  # stages are cut at equal FLOPs, the head's among them
+    wire_bytes: Number  # of a gradient in reductions, where the plan does not say fp32
     mixture: Coded
 
 
 @dataclass(frozen=True)
 class Steps:
-    """One training step or many.
+    """One training step or many."""
 
-    work: what is computed. machine: where. habits: by which software.
-    global_batch: samples per step over all devices.
-    jitter: mean delay of a rank over the time it computes, as in `Case`.
-    slower: seconds of compute over those at the prices (default 1).
-    """
-
-    work: Work
-    machine: Machine
-    habits: Habits
-    global_batch: Number
-    jitter: Number = 0.0
-    slower: Number = 1.0
+    work: Work  # what is computed
+    machine: Machine  # where
+    habits: Habits  # by which software
+    global_batch: Number  # samples per step over all devices
+    jitter: Number = 0.0  # mean delay of a rank over the time it computes, as in `Case`
+    slower: Number = 1.0  # seconds of compute over those at the prices
 
     @classmethod
     def of(cls, case: Case) -> Steps:
@@ -141,7 +114,7 @@ class Steps:
         """Of many cases of transformers; arrays of shape (n,)."""
         plans = Plans(**{f.name: np.array([getattr(case.plan, f.name) for case in cases]) for f in fields(Plans)})
         widths = [precision(case.dtype) for case in cases]
-        width = Precision("", *(np.array([getattr(w, name) for w in widths]) for name in _WIDTHS))
+        width = Precision(*(np.array([getattr(w, name) for w in widths]) for name in _WIDTHS))
         sequence, batch, imbalance, jitter = (np.array([getattr(case, name) for case in cases]) for name in _NUMBERS)
         work = Work(Shape.stack([case.model for case in cases]), plans, sequence, width, imbalance)
         machine, habits = (_stacked([read(case) for case in cases]) for read in (_machine, _habits))
@@ -149,7 +122,12 @@ class Steps:
 
     def __getitem__(self, rows: np.ndarray) -> Steps:
         """Some of stacked steps."""
-        return _rows(self, rows)
+        return mapped(lambda part: part[rows] if np.ndim(part) else part, self)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether these are plans of one case in rows."""
+        return len(self.work.plan.shape) == 1 and not np.ndim(self.work.shape.layers)
 
     @property
     def micro_batches(self) -> Number:
@@ -245,14 +223,3 @@ def _coded(row: dict) -> dict:
 def _stacked(rows: list[dict]) -> dict:
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     return {name: (Coded.of if isinstance(values[0], str) else np.array)(values) for name, values in columns.items()}
-
-
-def _rows(item, rows: np.ndarray):
-    """The same with some rows of all arrays in it."""
-    if isinstance(item, np.ndarray):
-        return item[rows] if item.ndim else item
-    if isinstance(item, tuple):
-        return tuple(_rows(part, rows) for part in item)
-    if not hasattr(item, "__dataclass_fields__"):
-        return item
-    return type(item)(**{f.name: _rows(getattr(item, f.name), rows) for f in fields(item)})

@@ -8,32 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from madmax_lib.simulator.layers.ops import Block
+from madmax_lib.simulator.layers.work import has
 from madmax_lib.simulator.rates.compute import Number
-from madmax_lib.simulator.step.prices import CAUSES, Prices
+from madmax_lib.simulator.step.alike import mapped
+from madmax_lib.simulator.step.prices import CAUSES, Prices, add
 
 __all__ = ["LAYER_PARTS", "LayerTime", "layer_time", "mean"]
 
 LAYER_PARTS = (*CAUSES, "tp_s", "cp_s", "ep_s")
-_GROUPS = (("tp_s", "tp"), ("tp_s", "etp"), ("ep_s", "ep"), ("cp_s", "cp"))
+_PARTS = {"tp": "tp_s", "etp": "tp_s", "ep": "ep_s", "cp": "cp_s"}  # by group
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of a layer and micro-batch.
+    """Seconds of a layer and micro-batch."""
 
-    forward, backward: by part (`LAYER_PARTS`); recompute counts with the backward pass.
-    weight_s: of gradients of weights, which zero-bubble schedules compute apart.
-    """
+    forward: dict[str, Number]  # by part (`LAYER_PARTS`)
+    backward: dict[str, Number]  # with recompute
+    weight_s: Number  # of gradients of weights, which zero-bubble schedules compute apart
 
-    forward: dict[str, Number]
-    backward: dict[str, Number]
-    weight_s: Number
-
-    @property
+    @cached_property
     def passes_s(self) -> tuple[Number, Number]:
         """Forward and backward."""
         return sum(self.forward.values()), sum(self.backward.values())
@@ -44,47 +43,44 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
     forward, backward = (dict.fromkeys(LAYER_PARTS, 0.0) for _ in range(2))
     weight_s: Number = 0.0
     for block in blocks:
-        seconds = prices.block_s(block)
-        again = seconds["recompute"]
-        back = {cause: seconds["backward"][cause] + seconds["weight"][cause] for cause in CAUSES}
-        weight_s = weight_s + sum(seconds["weight"].values())
-        _add(forward, seconds["forward"])
-        _add(backward, back)
-        _add(backward, again)
-        again_s = sum(again.values())
-        _add(forward, _exposed(block, prices, sum(seconds["forward"].values())))
-        beside_s = sum(back.values()) - prices.split * sum(seconds["weight"].values())
-        _add(backward, _exposed(block, prices, beside_s))
-        if np.any(prices.repeats):
-            _add(backward, _exposed(block, prices, again_s), prices.repeats)
-        if np.any(block.ring_bytes):
-            forward["cp_s"] = forward["cp_s"] + _ring_wait_s(block, prices, sum(seconds["forward"].values()))
-            backward["cp_s"] = backward["cp_s"] + _ring_wait_s(block, prices, beside_s, returns=True)
-            repeated_s = _ring_wait_s(block, prices, again_s)
-            backward["cp_s"] = backward["cp_s"] + np.where(again_s > 0, repeated_s, 0.0)
+        seconds, waits_s = prices.block_s(block), _collectives_s(block, prices)
+        ahead_s, again_s, back_s, late_s = (sum(causes.values()) for causes in seconds.values())
+        weight_s = weight_s + late_s
+        add(forward, seconds["forward"])
+        for phase in ("backward", "weight", "recompute"):
+            add(backward, seconds[phase])
+        beside_s = back_s + (1 - prices.split) * late_s
+        add(forward, _exposed(waits_s, prices, ahead_s))
+        add(backward, _exposed(waits_s, prices, beside_s))
+        if has(prices.repeats):
+            add(backward, _exposed(waits_s, prices, again_s), prices.repeats)
+        if has(block.ring_bytes):
+            repeated_s = np.where(again_s > 0, _ring_wait_s(block, prices, again_s), 0.0)
+            add(forward, {"cp_s": _ring_wait_s(block, prices, ahead_s)})
+            add(backward, {"cp_s": _ring_wait_s(block, prices, beside_s, returns=True) + repeated_s})
     return LayerTime(forward, backward, weight_s)
 
 
 def mean(first: LayerTime, second: LayerTime, share: Number) -> LayerTime:
     """(1 - share) of one layer and a share of another."""
-
-    def blend(a: dict[str, Number], b: dict[str, Number]) -> dict[str, Number]:
-        return {name: (1 - share) * a[name] + share * b[name] for name in a}
-
-    weight_s = (1 - share) * first.weight_s + share * second.weight_s
-    return LayerTime(blend(first.forward, second.forward), blend(first.backward, second.backward), weight_s)
+    return mapped(lambda one, other: (1 - share) * one + share * other, first, second)
 
 
-def _exposed(block: Block, prices: Prices, computed_s: Number) -> dict[str, Number]:
+def _collectives_s(block: Block, prices: Prices) -> dict[str, Number]:
+    """Seconds of a block's collectives by group."""
+    result: dict[str, Number] = {}
+    for comm in (*block.before, *block.after):
+        if comm.kind != "copy":
+            add(result, {comm.group: prices.comm_s(comm.kind, comm.size_bytes, prices.groups[comm.group])})
+    return result
+
+
+def _exposed(waits_s: dict[str, Number], prices: Prices, computed_s: Number) -> dict[str, Number]:
     """Seconds of a block's collectives that no compute of it hides, by part."""
     result: dict[str, Number] = {}
-    for part, group in _GROUPS:
-        comms = [comm for comm in (*block.before, *block.after) if comm.group == group and comm.kind != "copy"]
-        if comms:
-            whole_s = sum(prices.comm_s(comm.kind, comm.size_bytes, prices.groups[group]) for comm in comms)
-            if group in prices.hidden_shares:
-                whole_s = whole_s - np.minimum(prices.hidden_shares[group] * whole_s, computed_s)
-            result[part] = result.get(part, 0.0) + whole_s
+    for group, whole_s in waits_s.items():
+        hidden = prices.hidden_shares.get(group)
+        add(result, {_PARTS[group]: whole_s if hidden is None else whole_s - np.minimum(hidden * whole_s, computed_s)})
     return result
 
 
@@ -96,8 +92,3 @@ def _ring_wait_s(block: Block, prices: Prices, computed_s: Number, *, returns: b
         return np.where(hop_s > 0, np.maximum((steps - 1) * (hop_s - step_s), 0.0), 0.0)
     ends_s, between_s = 2 * np.maximum(hop_s - step_s, 0.0), np.maximum(2 * hop_s - step_s, 0.0)
     return np.where(hop_s > 0, ends_s + np.maximum(steps - 2, 0) * between_s + hop_s, 0.0)
-
-
-def _add(times: dict[str, Number], parts: dict[str, Number], share: Number = 1.0) -> None:
-    for part, seconds in parts.items():
-        times[part] = times[part] + share * seconds

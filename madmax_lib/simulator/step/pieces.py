@@ -2,74 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
-from madmax_lib.plans import Plans, owned
 from madmax_lib.simulator.layers.transformer import embedding_block, head_block, layer_blocks
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator.step.alike import kinds_of, mapped, spread
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.layer_time import LayerTime, layer_time, mean
 from madmax_lib.simulator.step.prices import Prices
 from madmax_lib.simulator.step.traffic import Held, Sharded, held, sharded
 
-__all__ = ["Pieces", "distinct", "pieces_of"]
+__all__ = ["Pieces", "pieces_of"]
 
-# what a pass over a layer depends on; plans of many rows share these
+# what a pass over a layer depends on; rows of a table share these
 _PASS = ("tp", "pp", "cp", "ep", "etp", "micro_batch", "recompute", "sequence_parallel", "context", "attention",
          "capacity", "lora_rank", "overlap_tp", "overlap_ep", "schedule")  # fmt: skip
-_MANY = 256
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a step is made of, with its prices.
-
-    layer: a layer, of a mixture one behind its first dense ones; dense: one of these.
-    embedding, head: the ends.
-    layers: parameters of the mean layer; first, last: of embedding and head.
-    layer_traffic, first_traffic, last_traffic: of their weights under ZeRO-3.
-    """
+    """What a step is made of, with its prices."""
 
     prices: Prices
-    layer: LayerTime
+    layer: LayerTime  # of a mixture one behind its first dense ones
     dense: LayerTime
     embedding: LayerTime
     head: LayerTime
-    layers: Held
-    first: Number
-    last: Number
-    layer_traffic: Sharded
+    layers: Held  # parameters of the mean layer
+    first: Number  # of the embedding
+    last: Number  # of the head
+    layer_traffic: Sharded  # of their weights under ZeRO-3
     first_traffic: Sharded
     last_traffic: Sharded
 
     @property
-    def owned(self) -> Number:
-        """Parameters whose optimizer state a device of the mean stage owns."""
+    def stage(self) -> Held:
+        """Parameters of the mean stage."""
         p, layers = self.prices.plan, np.asarray(self.prices.steps.work.shape.layers)
-        sharing = np.where(np.asarray(p.zero) >= 1, p.sharing, 1)
         dense = (layers * self.layers.dense + self.first + self.last) / p.pp
-        return self.prices.trained * owned(dense, layers * self.layers.experts / p.pp, sharing, p.ep, p.expert_spread)
+        return Held(dense, layers * self.layers.experts / p.pp)
 
 
 def pieces_of(steps: Steps, parameters: Parameters) -> Pieces:
     """Times of the layers and ends of steps, and the traffic of their weights."""
-    prices, plan = Prices(steps, parameters), steps.work.plan
-    index = None
-    few = prices
-    if plan.shape and plan.shape[-1] > _MANY and len(plan.shape) == 1 and not np.ndim(steps.work.shape.layers):
-        rows, index = distinct(plan, _PASS)
-        few = Prices(steps[rows], parameters)
-    *times, layers, first, last = _passes(few)
-    if index is not None:
-        times = [_taken(time, index) for time in times]
-        layers, first, last = (_taken(part, index) for part in (layers, first, last))
+    prices = Prices(steps, parameters)
+    *times, layers, first, last = _passes_of_table(steps, parameters) if steps.is_table else _passes(prices)
     traffic = (sharded(count, prices) for count in (layers, Held(first, 0.0), Held(last, 0.0)))
     return Pieces(prices, *times, layers, first, last, *traffic)
+
+
+def _passes_of_table(steps: Steps, parameters: Parameters) -> tuple:
+    """Passes of rows, worked out once for those alike; those with cp apart, whose attention has more blocks."""
+    plan = steps.work.plan
+    rows, index = kinds_of(plan, _PASS) or [np.arange(*plan.shape)] * 2
+    cut = np.broadcast_to(plan.cp, plan.shape)[rows] > 1
+    groups = [group for group in (rows[~cut], rows[cut]) if len(group)]
+    passes = [_passes(Prices(steps[group], parameters)) for group in groups]
+    if len(groups) == 1:
+        return spread(passes[0], index)
+
+    def joined(*parts: Number) -> np.ndarray:
+        return np.concatenate([np.broadcast_to(part, group.shape) for part, group in zip(parts, groups, strict=True)])
+
+    place = np.empty(len(rows), np.int64)
+    place[np.argsort(cut, kind="stable")] = np.arange(len(rows))
+    return spread(mapped(joined, *passes), place[index])
 
 
 def _passes(prices: Prices) -> tuple:
@@ -107,27 +107,3 @@ def _mean_layer(prices: Prices, *, mixture: bool, exchanged: bool = True) -> tup
         near = layer_time(blocks_near, prices)
         layer = mean(layer, near, share)
     return layer, held(blocks)
-
-
-def distinct(plan: Plans, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of a table that differ in some of these fields, and for each row which of them it is like."""
-    code = np.zeros(plan.shape, np.int64)
-    for name in names:
-        column = getattr(plan, name)
-        if np.ndim(column):
-            codes, kinds = pd.factorize(column, use_na_sentinel=False)
-            code = code * len(kinds) + codes
-            code = pd.factorize(code)[0] if len(kinds) > 1 else code
-    codes, kinds = pd.factorize(code)
-    rows = np.empty(len(kinds), np.int64)
-    rows[codes[::-1]] = np.arange(len(codes))[::-1]
-    return rows, codes
-
-
-def _taken(item, index: np.ndarray):
-    """The same with entries of all arrays in it for each index."""
-    if isinstance(item, dict):
-        return {name: _taken(part, index) for name, part in item.items()}
-    if isinstance(item, (LayerTime, Held)):
-        return type(item)(*(_taken(getattr(item, field.name), index) for field in fields(item)))
-    return item[index] if np.ndim(item) and np.shape(item)[-1] > 1 else item

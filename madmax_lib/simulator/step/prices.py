@@ -12,13 +12,14 @@ from functools import cached_property
 import numpy as np
 
 from madmax_lib.simulator.layers.ops import Block, Op, phases
-from madmax_lib.simulator.rates.collectives import all_gather_s, all_to_all_s, ring_steps
+from madmax_lib.simulator.layers.work import has
+from madmax_lib.simulator.rates.collectives import exchange, ring, ring_steps
 from madmax_lib.simulator.rates.compute import SCORE_BYTES, Number, misfit, optimizer_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.rates.topology import Group, Groups
 from madmax_lib.simulator.step.inputs import Steps
 
-__all__ = ["CAUSES", "Prices"]
+__all__ = ["CAUSES", "Prices", "add"]
 
 CAUSES = ("gemm_s", "attention_s", "pointwise_s")  # of compute
 _COLLECTIVES = 4  # of tensor parallelism in the forward pass of a layer: two gathers, two scatters
@@ -33,6 +34,7 @@ class Prices:
         self.machine, self.habits, self.plan = steps.machine, steps.habits, steps.work.plan
         self.constants = parameters.constants
         self.groups = Groups(self.plan, self.machine.node)
+        self._rates: dict[tuple[str, str], tuple[Number, Number]] = {}
 
     @cached_property
     def memory(self) -> Number:
@@ -40,16 +42,19 @@ class Prices:
         return self.machine.memory * self.parameters.memory_efficiency
 
     @cached_property
-    def link(self) -> Number:
-        """Bytes/s of a ring inside a node, per device."""
+    def near(self) -> Number:
+        """Seconds per byte of a ring inside a node, per device."""
         share = self.machine.near.constant(self.parameters, "link_share")
-        return self.machine.link * self.parameters.network_efficiency * share
+        return 1 / (self.machine.link * self.parameters.network_efficiency * share)
 
     @cached_property
-    def nic(self) -> Number:
-        """Bytes/s of a device's share of the network."""
-        share = self.machine.network.constant(self.parameters, "network_share")
-        return self.machine.nic * self.parameters.network_efficiency * share
+    def network(self) -> tuple[Number, Number, Number]:
+        """Seconds per byte of a device's share of the network, of a call that crosses it, and of a step of a ring."""
+        share, call_s, hop_s = (
+            self.machine.network.constant(self.parameters, name)
+            for name in ("network_share", "network_s", "network_hop_s")
+        )
+        return 1 / (self.machine.nic * self.parameters.network_efficiency * share), call_s, hop_s
 
     @cached_property
     def flops(self) -> dict[str, Number]:
@@ -87,109 +92,97 @@ class Prices:
         if op.kind == "attention":
             if not op.shape:
                 return op.flops / self.flops["attention"]
-            return misfit(np.asarray(self.steps.work.shape.head_dim)) * op.flops / self.flops["scores"]
+            return misfit(self.steps.work.shape.head_dim) * op.flops / self.flops["scores"]
         if op.kind == "lookup":
             return op.traffic_bytes / self.memory
         return op.traffic_bytes * self._pointwise["experts" if op.experts else "core" if op.core else ""]
 
     def block_s(self, block: Block) -> dict[str, dict[str, Number]]:
-        """Seconds of a block by phase (forward, recompute, backward, weight) and cause (`CAUSES`)."""
-        selective = np.asarray(np.asarray(self.plan.recompute) == "selective", float)
-        trained = self.trained
-        result = {phase: dict.fromkeys(CAUSES, 0.0) for phase in ("forward", "recompute", "backward", "weight")}
+        """Seconds of a block by phase (forward, recompute, backward, weight) and cause (of `CAUSES`)."""
+        selective, repeated = self.plan.recompute == "selective", self.habits.repeated
+        result: dict[str, dict[str, Number]] = {"forward": {}, "recompute": {}, "backward": {}, "weight": {}}
         for phase, op in phases(block):
             cause, seconds = _cause(op), self.steps.slower * self.op_s(op)
             if phase == "forward" and block.recomputed:
-                kept = self.habits.repeated if cause == "gemm_s" else op.core * (self.habits.repeated == 0)
-                again = (self.repeats + selective * kept) * seconds
-                result["recompute"][cause] = result["recompute"][cause] + again
-            result[phase][cause] = result[phase][cause] + (seconds * trained if phase == "weight" else seconds)
-        extra = self.habits.kernels.constant(self.parameters, "weight_bytes") * block.parameters / self.memory
-        result["weight"]["gemm_s"] = result["weight"]["gemm_s"] + self.steps.slower * trained * extra * (
-            not block.table
-        )
+                kept = repeated if cause == "gemm_s" else op.core * (repeated == 0)
+                add(result["recompute"], {cause: (self.repeats + selective * kept) * seconds})
+            add(result[phase], {cause: seconds * self.trained if phase == "weight" else seconds})
+        if not block.table:
+            extra_s = self.habits.kernels.constant(self.parameters, "weight_bytes") * block.parameters / self.memory
+            add(result["weight"], {"gemm_s": self.steps.slower * self.trained * extra_s})
         return result
-
-    def latency_s(self, kind: str, group: Group) -> Number:
-        """Seconds of a collective of no size."""
-        c, nodes = self.constants, group.nodes
-        near = c["collective_s"] + c["hop_s"] * (group.in_node - 1)
-        far = self.machine.network.constant(self.parameters, "network_s")
-        hop = self.machine.network.constant(self.parameters, "network_hop_s")
-        if kind == "send_recv":
-            return c["collective_s"] + np.where(nodes > 1, far, 0.0)
-        if kind == "all_to_all":
-            return c["collective_s"] + c["hop_s"] * (group.ranks - 1) + np.where(nodes > 1, far, 0.0)
-        if kind == "all_reduce":
-            return 2 * near + np.where(nodes > 1, far + 2 * hop * np.log2(np.maximum(nodes, 1)), 0.0)
-        return near + np.where(nodes > 1, far + hop * ring_steps(nodes), 0.0)
-
-    def far(self, group: Group) -> Number:
-        """Bytes/s of a device's share of the network that a group has; above a leaf switch it may be oversubscribed."""
-        if not np.any(np.isfinite(self.machine.leaf)):
-            return self.nic
-        beyond = group.ranks * group.stride > np.asarray(self.machine.leaf)
-        return self.nic / np.where(beyond, self.machine.oversubscription, 1.0)
-
-    def bandwidth(self, group: Group) -> Number:
-        """Bytes/s per device of rings in a group: across nodes as many ports as it has devices on each of them."""
-        far = self.far(group)
-        ports = np.where(group.in_node > 1, np.minimum(group.in_node * far, self.link), far)
-        return np.where(group.nodes > 1, ports, self.link)
 
     def comm_s(self, kind: str, size_bytes: Number, group: Group, calls: Number = 1.0) -> Number:
         """Seconds of a collective of a group, split into so many calls; 0 where it moves nothing."""
         if kind == "copy":
             return 0.0
-        if kind == "send_recv":
-            seconds = size_bytes / np.where(group.nodes > 1, self.far(group), self.link)
-        elif kind == "all_to_all":
-            seconds = self._exchange_s(size_bytes, group)
-        else:
-            times = 1 if kind != "all_reduce" else np.where(group.nodes > 1, 2 - self.machine.in_network, 2)
-            seconds = times * all_gather_s(size_bytes, group.ranks, self.bandwidth(group))
-        moves = (np.asarray(group.ranks) > 1) & (np.asarray(size_bytes) > 0)
-        return np.where(moves, seconds + calls * self.latency_s(kind, group), 0.0)
+        kind = "all_gather" if kind == "reduce_scatter" else kind  # its reverse
+        if (kind, group.name) not in self._rates:
+            self._rates[kind, group.name] = self._rate(kind, group)
+        byte_s, call_s = self._rates[kind, group.name]
+        return size_bytes * byte_s + (size_bytes > 0) * (calls * call_s)
 
-    def _exchange_s(self, size_bytes: Number, group: Group) -> Number:
+    def _rate(self, kind: str, group: Group) -> tuple[Number, Number]:
+        """Seconds per byte of a collective, and of a call; 0 in a group of one."""
+        c, nodes, (_, far_s, hop_s) = self.constants, group.nodes, self.network
+        many, crosses, near, far = group.ranks > 1, nodes > 1, self.near, self._far(group)
+        if kind == "send_recv":
+            return many * np.where(crosses, far, near), many * (c["collective_s"] + crosses * far_s)
+        if kind == "all_to_all":
+            return self._exchange(group), many * (c["collective_s"] + c["hop_s"] * (group.ranks - 1) + crosses * far_s)
+        byte_s = ring(group.ranks, group.in_node, near, far)
+        near_s = c["collective_s"] + c["hop_s"] * (group.in_node - 1)
+        if kind == "all_reduce":
+            steps = 2 * np.log2(np.maximum(nodes, 1))
+            byte_s, near_s = (2 - crosses * self.machine.in_network) * byte_s, 2 * near_s
+        else:
+            steps = ring_steps(nodes)
+        return byte_s, many * (near_s + crosses * (far_s + hop_s * steps))
+
+    def _far(self, group: Group) -> Number:
+        """Seconds per byte of the network that a group has; above a leaf switch it may be oversubscribed."""
+        if not has(np.isfinite(self.machine.leaf)):
+            return self.network[0]
+        beyond = group.ranks * group.stride > self.machine.leaf
+        return self.network[0] * np.where(beyond, self.machine.oversubscription, 1.0)
+
+    def _exchange(self, group: Group) -> Number:
         """All-to-all; that of tokens goes once to a device, or node, of several experts where software does so."""
-        far = self.far(group)
-        levels = group.in_node, self.link, far
+        near, far = self.near, self._far(group)
         if group.name != "ep":
-            return all_to_all_s(size_bytes, group.ranks, *levels)
+            return exchange(group.ranks, group.in_node, near, far)
         shape, share = self.steps.work.shape, self.constants["all_to_all_share"]
-        active = np.maximum(shape.active_experts, 1)
+        active, nodes = np.maximum(shape.active_experts, 1), shape.routed_nodes
         copies = np.where(self.habits.send_once, _distinct(group.ranks, active), active) / active
-        nodes = np.asarray(shape.routed_nodes)
         by_node = np.minimum(np.where(nodes > 0, nodes, np.inf), _distinct(group.nodes, active)) / active
         fewer = np.where(nodes > 0, by_node / copies, 1.0)
-        return all_to_all_s(size_bytes * copies, group.ranks, group.in_node, share * self.link, share * far / fewer)
+        return copies * exchange(group.ranks, group.in_node, near / share, far * fewer / share)
 
     @cached_property
     def repeats(self) -> Number:
         """1 where the backward pass repeats the forward one, with its collectives."""
-        return np.asarray(np.asarray(self.plan.recompute) == "full", float)
+        return (self.plan.recompute == "full") + 0.0
 
     @cached_property
     def split(self) -> Number:
         """1 where the gradients of weights are computed later than those of inputs."""
-        return np.asarray(np.asarray(self.plan.schedule) == "zero-bubble", float)
+        return (self.plan.schedule == "zero-bubble") + 0.0
 
     @cached_property
     def trained(self) -> Number:
         """1, or 0 where the weights are frozen under adapters (LoRA)."""
-        return np.asarray(np.asarray(self.plan.lora_rank) == 0, float)
+        return (self.plan.lora_rank == 0) + 0.0
 
     @cached_property
-    def gathers_late(self) -> np.ndarray:
+    def gathers_late(self) -> bool | np.ndarray:
         """Where ZeRO-3 gathers nothing ahead."""
-        return (np.asarray(self.plan.prefetch) == 0) | (np.asarray(self.habits.tensorwise) > 0)
+        return (self.plan.prefetch == 0) | (self.habits.tensorwise > 0)
 
     @cached_property
-    def reduces_each(self) -> np.ndarray:
+    def reduces_each(self) -> bool | np.ndarray:
         """Where each micro-batch reduces its gradients: by ZeRO-2 without pipeline, by some pipelines without ZeRO."""
-        zero, pipeline = np.asarray(self.plan.zero), np.asarray(self.plan.pp) > 1
-        return ((zero == 2) & ~pipeline) | ((zero == 0) & pipeline & (np.asarray(self.habits.reduces_each) > 0))
+        zero, pp = self.plan.zero, self.plan.pp
+        return ((zero == 2) & (pp == 1)) | ((zero == 0) & (pp > 1) & (self.habits.reduces_each > 0))
 
     @cached_property
     def gradient_bytes(self) -> Number:
@@ -199,7 +192,7 @@ class Prices:
 
     def shard_name(self, expert: bool) -> str:
         """Group that shards the weights of experts or of all else: HSDP's shard, or all replicas."""
-        if np.any(self.plan.shard):
+        if has(self.plan.shard):
             return "expert-shard" if expert else "shard"
         return "edp" if expert else "dp"
 
@@ -221,12 +214,12 @@ class Prices:
 
         Where messages between stages stop the host, ranks of tp wait for each other's hosts in every collective.
         """
-        kernels, split, pipeline = self.habits.kernels, np.asarray(self.plan.tp) > 1, np.asarray(self.plan.pp) > 1
-        collectives_s = _COLLECTIVES * kernels.constant(self.parameters, "comm_launch_s")
-        if np.any(self.habits.blocking_sends):
-            stopped = (np.asarray(self.habits.blocking_sends) > 0) & pipeline
-            collectives_s = collectives_s * np.where(stopped, self.plan.tp, 1)
-        return self.habits.forward_kernels * kernels.constant(self.parameters, "launch_s") + split * collectives_s
+        kernels, tp = self.habits.kernels, self.plan.tp
+        collectives_s = (tp > 1) * _COLLECTIVES * kernels.constant(self.parameters, "comm_launch_s")
+        if has(self.habits.blocking_sends):
+            stopped = (self.habits.blocking_sends > 0) & (self.plan.pp > 1)
+            collectives_s = collectives_s * np.where(stopped, tp, 1)
+        return self.habits.forward_kernels * kernels.constant(self.parameters, "launch_s") + collectives_s
 
     @cached_property
     def routing_s(self) -> Number:
@@ -243,6 +236,12 @@ class Prices:
         """Share of a block's collectives that runs beside its products, by group."""
         tp = self.habits.overlap_tp * self.habits.hides_tp.constant(self.parameters, "tp_hidden")
         return {"tp": tp, "ep": self.habits.hides_ep * self.habits.stack.constant(self.parameters, "ep_hidden")}
+
+
+def add(seconds: dict[str, Number], more: dict[str, Number], share: Number = 1.0) -> None:
+    """More seconds by cause, or a share of them."""
+    for cause, part in more.items():
+        seconds[cause] = seconds.get(cause, 0.0) + share * part
 
 
 def _distinct(places: Number, tokens: Number) -> Number:

@@ -7,7 +7,8 @@ issues kernels ahead of the device: where it takes longer for those of a step, i
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,13 +17,15 @@ from scipy.special import digamma
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator.step.alike import kinds_of, spread
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.layer_time import LAYER_PARTS
 from madmax_lib.simulator.step.pieces import Pieces, pieces_of
+from madmax_lib.simulator.step.prices import Prices
 from madmax_lib.simulator.step.stages import Stages, bubble_s, sends_s, stages_of
-from madmax_lib.simulator.step.traffic import Gradients, gradients, slowed_s
+from madmax_lib.simulator.step.traffic import Gradients, Held, gradients, slowed_s
 
-__all__ = ["COMMUNICATION", "COMPUTE", "PARTS", "step_s", "step_time"]
+__all__ = ["COMMUNICATION", "COMPUTE", "PARTS", "Body", "bodies_of", "step_s", "step_time"]
 
 PARTS = ("gemm_s", "attention_s", "pointwise_s", "head_s", "launch_s", "tp_s", "cp_s", "ep_s", "fsdp_s", "bubble_s",
          "pp_s", "dp_s", "optimizer_s", "overhead_s")  # fmt: skip
@@ -30,28 +33,57 @@ COMPUTE = ("gemm_s", "attention_s", "pointwise_s", "head_s", "optimizer_s")  # o
 COMMUNICATION = ("tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "pp_s")  # as far as it shows
 
 
+_LATE = ("bucket_bytes", "overlap_gather", "overlap_dp", "offload")  # what the body of a step does not depend on
+_SHARDED = ("zero", "shard", "qwz", "hpz", "qgz", "prefetch", "reduce_fp32")  # on which it does under ZeRO-3 alone
+_BODY = tuple(field.name for field in fields(Plans) if field.name not in (*_LATE, *_SHARDED))
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a step does before its gradients are reduced, and what these are reduced beside."""
+
+    prices: Prices
+    passes_s: Number
+    parts: dict[str, Number]  # of `PARTS`, of which passes_s consists
+    layer: Held  # parameters of the mean layer
+    stage: Held  # of the mean stage
+    end: Number  # of the ends in the first stage
+    layers: Number  # of the first stage
+    first_s: tuple[Number, Number]  # its (forward, backward) pass
+    layer_s: Number  # backward pass of a layer
+    head_s: Number  # and of the head if it is there
+    launched_s: Number  # of the host for a backward pass
+    host_s: Number  # and for all
+
+
+def bodies_of(steps: Steps, parameters: Parameters) -> Callable[[slice], Body] | None:
+    """Gives the body of some rows of a table, where each is worked out once for rows alike; None if hardly any are."""
+    kinds = kinds_of(steps.work.plan, _BODY, _SHARDED, np.asarray(steps.work.plan.zero) >= 3)
+    if kinds is None or np.any(steps.jitter):
+        return None
+    body = _body(steps[kinds[0]], parameters)
+    return lambda rows: replace(spread(body, kinds[1][rows]), prices=Prices(steps[rows], parameters))
+
+
 def step_s(steps: Steps, parameters: Parameters) -> np.ndarray:
     """Seconds of a step. Constants of shape (p, 1) are p machines for the same steps, (n,): the result is (p, n)."""
     if np.any(steps.jitter):
         return step_time(steps, parameters)["step_s"]
-    pieces = pieces_of(steps, parameters)
-    stages = stages_of(steps, pieces)
-    return np.atleast_1d(sum(_outside(steps, pieces, stages).values()) + _passes_s(steps, pieces, stages))
+    body = _body(steps, parameters, inside=False)
+    return np.atleast_1d(sum(_outside(body).values()) + body.passes_s)
 
 
-def step_time(steps: Steps, parameters: Parameters) -> dict[str, np.ndarray]:
+def step_time(steps: Steps, parameters: Parameters, body: Body | None = None) -> dict[str, np.ndarray]:
     """Seconds of a step and of its parts (`PARTS`); step_s is their sum. Shapes as in `step_s`.
 
     Parts up to fsdp_s are those of the slowest pipeline stage over all micro-batches; fsdp_s, tp_s, cp_s and dp_s count
-    only what is exposed, and with jitter the waits of their ranks for each other.
+    only what is exposed, and with jitter the waits of their ranks for each other. body: of these steps, worked out if
+    None.
     """
     if np.any(steps.jitter):
         return _with_waits(steps, parameters)
-    pieces = pieces_of(steps, parameters)
-    stages = stages_of(steps, pieces)
-    parts = _inside(steps, pieces, stages)
-    outside = _outside(steps, pieces, stages)
-    parts |= outside
+    body = body or _body(steps, parameters)
+    parts = body.parts | _outside(body)
     times = {name: parts[name] for name in PARTS} | {"step_s": sum(parts[name] for name in PARTS)}
     return dict(zip(times, np.broadcast_arrays(*map(np.atleast_1d, times.values())), strict=True))
 
@@ -96,7 +128,7 @@ def _short(steps: Steps) -> Number:
     return np.asarray(steps.global_batch) / (plan.dp * plan.micro_batch) - (steps.micro_batches - 1)
 
 
-def _passes_s(steps: Steps, pieces: Pieces, stages: Stages) -> Number:
+def _steady_s(steps: Steps, pieces: Pieces, stages: Stages) -> Number:
     """Seconds of the slowest stage over all micro-batches; weights travel for a short one too."""
     traffic = pieces.layer_traffic
     moved_s = stages.layers * (traffic.forward_s + traffic.backward_s + traffic.reduce_s)
@@ -104,8 +136,8 @@ def _passes_s(steps: Steps, pieces: Pieces, stages: Stages) -> Number:
     return (steps.micro_batches - 1) * stages.slowest_s + last_s
 
 
-def _inside(steps: Steps, pieces: Pieces, stages: Stages) -> dict[str, Number]:
-    """Parts of the slowest stage over all micro-batches."""
+def _inside(steps: Steps, pieces: Pieces, stages: Stages, steady_s: Number) -> dict[str, Number]:
+    """Parts of the slowest stage over all micro-batches, steady_s."""
     count, layer, dense = steps.micro_batches - 1 + _short(steps), pieces.layer, pieces.dense
     mixed, dense_layers = count * (stages.layers - stages.dense), count * stages.dense
     parts = {
@@ -115,61 +147,74 @@ def _inside(steps: Steps, pieces: Pieces, stages: Stages) -> dict[str, Number]:
     }
     parts["pointwise_s"] = parts["pointwise_s"] + count * stages.in_first * sum(pieces.embedding.passes_s)
     parts["head_s"] = count * stages.in_last * sum(pieces.head.passes_s)
-    shown_s = np.maximum(_passes_s(steps, pieces, stages) - sum(parts.values()), 0.0)
+    shown_s = np.maximum(steady_s - sum(parts.values()), 0.0)
     return parts | {"fsdp_s": np.where(np.asarray(steps.work.plan.zero) >= 3, shown_s, 0.0)}
 
 
-def _outside(steps: Steps, pieces: Pieces, stages: Stages) -> dict[str, Number]:
-    """Parts beside those of the slowest stage; launch_s is what the host takes longer than the device."""
-    bubble, sends = bubble_s(steps, pieces, stages), sends_s(steps, pieces, stages)
-    prices = pieces.prices
+def _body(steps: Steps, parameters: Parameters, *, inside: bool = True) -> Body:
+    pieces = pieces_of(steps, parameters)
+    stages, prices, single = stages_of(steps, pieces), pieces.prices, np.asarray(steps.work.plan.pp) == 1
     launches_s = stages.fullest * prices.launch_s + stages.mixed * prices.routing_s
-    during_s, after_s, after_host_s = _data_s(steps, pieces, stages, (2 + prices.repeats) * launches_s)
-    busy_s = _passes_s(steps, pieces, stages) + bubble + sends + during_s + after_s
-    host_s = steps.micro_batches * (3 + prices.repeats) * launches_s + after_host_s
+    steady_s, waits = _steady_s(steps, pieces, stages), {"bubble_s": bubble_s, "pp_s": sends_s}
+    parts = {name: waiting_s(steps, pieces, stages) for name, waiting_s in waits.items()}
+    return Body(
+        prices=prices,
+        passes_s=steady_s + sum(parts.values()),
+        parts=parts | (_inside(steps, pieces, stages, steady_s) if inside else {}),
+        layer=pieces.layers,
+        stage=pieces.stage,
+        end=pieces.first + np.where(single, pieces.last, 0.0),
+        layers=stages.first_layers,
+        first_s=stages.first_s,
+        layer_s=pieces.layer.passes_s[1],
+        head_s=np.where(single, pieces.head.passes_s[1], 0.0),
+        launched_s=(2 + prices.repeats) * launches_s,
+        host_s=steps.micro_batches * (3 + prices.repeats) * launches_s,
+    )
+
+
+def _outside(body: Body) -> dict[str, Number]:
+    """Parts beside the body; launch_s is what the host takes longer than the device."""
+    during_s, after_s, after_host_s = _data_s(body)
+    busy_s = body.passes_s + during_s + after_s
     return {
-        "bubble_s": bubble,
-        "pp_s": sends,
-        "launch_s": np.maximum(host_s - busy_s, 0.0),
+        "launch_s": np.maximum(body.host_s + after_host_s - busy_s, 0.0),
         "dp_s": during_s + after_s,
-        "optimizer_s": prices.update_s(pieces.owned),
-        "overhead_s": prices.host_s,
+        "optimizer_s": body.prices.update_s(body.stage.owned(body.prices)),
+        "overhead_s": body.prices.host_s,
     }
 
 
-def _data_s(steps: Steps, pieces: Pieces, stages: Stages, launched_s: Number) -> tuple[Number, Number, Number]:
+def _data_s(body: Body) -> tuple[Number, Number, Number]:
     """Gradient traffic that no compute hides, and what it slows down: while passes follow, and after the last.
 
     Gradients are reduced in buckets beside the last backward pass of a stage, the first one's, which ends last; weights
     of ZeRO-1/2 are gathered beside its first forward pass, or after the update. The third time is what comes after the
-    last pass where the host sets the pace, which launches a backward pass in launched_s.
+    last pass where the host sets the pace.
     """
-    p, prices = steps.work.plan, pieces.prices
-    pp = np.asarray(p.pp)
-    end = pieces.first + np.where(pp == 1, pieces.last, 0.0)
-    moved = gradients(pieces.layers, stages.first_layers, end, prices)
+    prices, trained = body.prices, body.prices.trained
+    moved = gradients(body.layer, body.layers, body.end, prices)
     if not np.any(moved.reduce_s):
         return 0.0, 0.0, 0.0
-    slower_s, after_s, after_host_s = _reduced_s(steps, pieces, stages, moved, launched_s)
-    gather_s, late = moved.gather_s, np.logical_not(p.overlap_gather)
-    ahead_s = np.maximum(gather_s - stages.first_s[0], gather_s / np.maximum(stages.first_layers, 1))
+    slower_s, after_s, after_host_s = _reduced_s(body, moved)
+    gather_s, late = moved.gather_s, np.logical_not(prices.plan.overlap_gather)
+    ahead_s = np.maximum(gather_s - body.first_s[0], gather_s / np.maximum(body.layers, 1))
     during_s, gather_s = slower_s + np.where(late, 0.0, ahead_s), np.where(late, gather_s, 0.0)
-    return prices.trained * during_s, prices.trained * (after_s + gather_s), prices.trained * (after_host_s + gather_s)
+    return trained * during_s, trained * (after_s + gather_s), trained * (after_host_s + gather_s)
 
 
-def _reduced_s(
-    steps: Steps, pieces: Pieces, stages: Stages, moved: Gradients, launched_s: Number
-) -> tuple[Number, Number, Number]:
+def _reduced_s(body: Body, moved: Gradients) -> tuple[Number, Number, Number]:
     """Reductions that show: of all micro-batches but the last, after the last pass, and after that of the host."""
-    p, prices, (forward_s, backward_s) = steps.work.plan, pieces.prices, stages.first_s
-    pp, chunks, zero, layers = np.asarray(p.pp), np.asarray(p.interleave), np.asarray(p.zero), stages.first_layers
+    prices, steps, p = body.prices, body.prices.steps, body.prices.plan
+    (forward_s, backward_s), layers = body.first_s, body.layers
+    pp, chunks, zero = np.asarray(p.pp), np.asarray(p.interleave), np.asarray(p.zero)
     beside = (moved.ready < layers) | (layers <= 1)
     short = _short(steps)
     slower_s = np.where(beside, slowed_s(short * backward_s, moved.reduce_s, prices), 0.0)
-    begun_s = short * (moved.ready * pieces.layer.passes_s[1] + np.where(pp == 1, pieces.head.passes_s[1], 0.0))
+    begun_s = short * (moved.ready * body.layer_s + body.head_s)
     rest_s = _left_s(moved, short * backward_s, slower_s, begun_s, p)
     rest_s = rest_s + (1 + (pp - 1) / chunks) * slower_s  # last passes follow each other
-    host_s = _left_s(moved, launched_s, 0.0, moved.ready * launched_s / np.maximum(layers, 1), p)
+    host_s = _left_s(moved, body.launched_s, 0.0, moved.ready * body.launched_s / np.maximum(layers, 1), p)
     hides = (prices.habits.hides_dp > 0) | (zero >= 3)
     after_s, after_host_s = (np.where(hides, seconds, moved.reduce_s) for seconds in (rest_s, host_s))
     each = prices.reduces_each

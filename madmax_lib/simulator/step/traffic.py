@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from madmax_lib.plans import owned
 from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.step.prices import Prices
@@ -33,6 +34,12 @@ class Held:
         """(whether experts, parameters), where there are any."""
         return tuple((kind, count) for kind, count in ((False, self.dense), (True, self.experts)) if np.any(count))
 
+    def owned(self, prices: Prices) -> Number:
+        """Those of them whose optimizer states a device owns; none that are frozen."""
+        p = prices.plan
+        sharing = np.where(np.asarray(p.zero) >= 1, p.sharing, 1)
+        return prices.trained * owned(self.dense, self.experts, sharing, p.ep, p.expert_spread)
+
 
 @dataclass(frozen=True)
 class Sharded:
@@ -45,19 +52,13 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Seconds of the gradient traffic of a stage.
+    """Seconds of the gradient traffic of a stage."""
 
-    reduce_s: of all its gradients; each_s: without HSDP's copies, which are reduced once a step, on their own stream.
-    last_s: of the last bucket.
-    ready: layers whose gradients fill the first bucket.
-    gather_s: of its updated weights (ZeRO-1/2).
-    """
-
-    reduce_s: Number
-    each_s: Number
-    last_s: Number
-    ready: Number
-    gather_s: Number
+    reduce_s: Number  # of all its gradients
+    each_s: Number  # without HSDP's copies, which are reduced once a step, on their own stream
+    last_s: Number  # of the last bucket
+    ready: Number  # layers whose gradients fill the first bucket
+    gather_s: Number  # of its updated weights (ZeRO-1/2)
 
 
 def held(blocks: Sequence[Block]) -> Held:

@@ -20,7 +20,6 @@ import numpy as np
 
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.inputs import Coded, Steps
-from madmax_lib.simulator.step.step_time import PARTS
 
 __all__ = ["COMPONENTS", "comparison_width", "components", "log_width", "places_of", "width_of"]
 
@@ -85,30 +84,33 @@ def comparison_width(parameters: Parameters, mixture: bool) -> float:
     return parameters.residuals.get("layouts mixture" if mixture else "layouts dense", float("nan"))
 
 
-def places_of(steps: Steps, name: str, places: Mapping[str, int]) -> np.ndarray:
+def places_of(steps: Steps, name: str, places: Mapping[str, int]) -> int | np.ndarray:
     """Of the constant of that name which each step has, where places says where `name:group` is."""
     field = _CLASSES.get(name)
     if field is None:
-        return np.array(places[name])
+        return places[name]
     coded: Coded = getattr(steps.machine if hasattr(steps.machine, field) else steps.habits, field)
     other = places.get(f"{name}:other")
-    return np.array([places.get(f"{name}:{known}", other) for known in coded.names])[coded.code]
+    known = [places.get(f"{name}:{known}", other) for known in coded.names]
+    return known[0] if len(known) == 1 else np.array(known)[coded.code]
 
 
 def _open_variance(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters) -> np.ndarray:
     """Variance of log step_s that the constants leave open, s' C s."""
-    names = list(parameters.sensitivities)
-    if not names:
+    parts, slopes = parameters.slopes
+    if not parts:
         return np.zeros(np.shape(times["step_s"]))
     places, covariance = parameters.uncertainty
-    slopes = np.array([[parameters.sensitivities[name].get(part, 0.0) for part in PARTS] for name in names])
-    shares = np.stack([times[part] for part in PARTS]) / times["step_s"]
-    which = np.stack(np.broadcast_arrays(*(np.atleast_1d(places_of(steps, name, places)) for name in names)))
-    kinds, kind = np.unique(which, axis=1, return_inverse=True)
-    result = np.empty(shares.shape[1])
-    for number, at in enumerate(kinds.T):
+    shares = np.array([times[part] for part in parts]) / times["step_s"]
+    which = [places_of(steps, name, places) for name in parameters.sensitivities]
+    result, kind = np.empty(shares.shape[1]), np.zeros(1, np.int64)
+    for place in which:
+        if np.ndim(place):
+            kind = np.unique(kind * len(covariance) + place, return_inverse=True)[1]
+    for number in range(kind.max() + 1):
+        first, rows = np.argmax(kind == number), slice(None) if len(kind) == 1 else kind == number
+        at = [place[first] if np.ndim(place) else place for place in which]
         of_parts = slopes.T @ covariance[np.ix_(at, at)] @ slopes
-        rows = slice(None) if which.shape[1] == 1 else kind.reshape(-1) == number
         result[rows] = np.einsum("pn,pn->n", of_parts @ shares[:, rows], shares[:, rows])
     return np.maximum(result, 0.0)
 
@@ -120,7 +122,7 @@ def _doublings(steps: Steps, parameters: Parameters) -> np.ndarray:
     result = np.zeros(())
     for name, size in sizes.items():
         ends = [scale.get(known, {}).get(name, (1.0, np.inf)) for known in family.names]
-        low, high = np.log2(np.array(ends)[family.code].T)
+        low, high = np.log2(ends)[family.code].T
         size = np.log2(size)
         result = result + np.maximum(size - high, 0.0) + np.maximum(low - size, 0.0)
     return result
