@@ -99,10 +99,8 @@ def _outcome(case: Case) -> dict:
     run = {"global_batch": case.global_batch, "policy": Policy(share=1.0 if case.plan.offload else None)}
     placement = fits(case.model, case.cluster, case.plan, **run)
     used_gb = _used_gb(placement).reindex(list(PLACES), fill_value=0.0)
-    step_s = float("nan")
-    if placement.fits:
-        run["dtype"] = case.cluster.device.nearest("bf16")
-        step_s = estimate(case.model, case.cluster, case.plan, **run)["step_s"].item()
+    run["dtype"] = case.cluster.device.nearest("bf16")
+    step_s = estimate(case.model, case.cluster, case.plan, **run)["step_s"].item() if placement.fits else np.nan
     return {"plan": str(case.plan), **used_gb.add_suffix("_gb"), "fits": placement.fits, "step_s": step_s}
 
 

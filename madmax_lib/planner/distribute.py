@@ -74,12 +74,8 @@ def _folder(directory: str | Path | None, problem: SearchProblem, degrees: Seque
     note, case = folder / "search.json", problem.case
     if note.exists() and json.loads(note.read_text()).get("sha256") != digest:
         raise ValueError(f"{folder} holds parts of another search; give an empty directory")
-    facts = {
-        "sha256": digest,
-        "model": case.model.name,
-        "cluster": case.cluster.name,
-        "global_batch": case.global_batch,
-    }
+    names = {"model": case.model.name, "cluster": case.cluster.name}
+    facts = {"sha256": digest, **names, "global_batch": case.global_batch}
     with replacing(note) as temporary:
         temporary.write_text(json.dumps(facts) + "\n")
     return folder

@@ -1,7 +1,7 @@
 """Heterogeneous planning: never worse than trying everything, the cost by hand, Metis' own plans, bad input."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations, product
 
 import numpy as np
@@ -212,7 +212,7 @@ def test_files_and_values_give_the_same(tmp_path):
     best = hetero.plan(**files, progress=False)
     same = hetero.plan(**TINY | {"cluster": [A100, V100]}, progress=False)
     assert same.plan == best.plan and same.cost_ms == best.cost_ms
-    assert hetero.cost(best.plan, **files) == hetero.cost(best.plan.as_dict(), **files) == best.cost_ms
+    assert hetero.cost(best.plan, **files) == hetero.cost(asdict(best.plan), **files) == best.cost_ms
 
 
 def test_more_of_everything_never_costs_more():

@@ -1,7 +1,7 @@
 """Plans for a model: prices from the simulator, JSON for a launcher, the step as a timeline, tables."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -120,7 +120,7 @@ def test_json_names_every_rank_once(mixed, tmp_path):
         assert stage["dp"] * stage["tp"] == len(stage["ranks"]) == len(stage["types"])
         assert sum(stage["samples"]) * exported["micro_batches"] == exported["global_batch"] == 16
         assert mm.Plan.parse(stage["plan"]).world_size == len(stage["ranks"])
-    assert hetero.cost(mixed.plan.as_dict(), mixed.problem) == exported["cost_ms"]
+    assert hetero.cost(asdict(mixed.plan), mixed.problem) == exported["cost_ms"]
 
 
 def test_timeline_does_the_work_of_the_plan(mixed):

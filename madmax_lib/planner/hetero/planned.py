@@ -7,7 +7,7 @@ back, beside computing; the cost counts the send at each boundary once, so the t
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -105,7 +105,7 @@ class Planned:
     @property
     def provenance(self) -> dict:
         """What a picture or timeline of the plan was made from."""
-        return {"plan": json.dumps(self.plan.as_dict()), "global_batch": self.problem.rules.global_batch}
+        return {"plan": json.dumps(asdict(self.plan)), "global_batch": self.problem.rules.global_batch}
 
 
 def cost(plan: HeteroPlan | Mapping, given: HeteroProblem | None = None, **inputs) -> float:

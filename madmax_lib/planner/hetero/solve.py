@@ -19,7 +19,7 @@ from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.planner.hetero.prices import MB_BYTES, Fleet, fleets
 from madmax_lib.planner.hetero.problem import HeteroProblem, problem
-from madmax_lib.planner.hetero.stages import Grid, StageTable
+from madmax_lib.planner.hetero.stages import Grid
 from madmax_lib.planner.hetero.sweep import OPEN, Chain, Sweeper
 from madmax_lib.planner.hetero.thresholds import Search
 
@@ -108,7 +108,7 @@ def _search(given: HeteroProblem, grid: Grid, gap: float, progress: bool, *, dee
     spaces = []
     for batches, fleet in _spaces(given):
         levels = min(batches, most_stages) if deep else 1
-        spaces.append((partial(_sweeper, given, grid, batches, fleet, levels), np.array([batches - 1.0, 1.0, 1.0])))
+        spaces.append((partial(Sweeper, given, grid, batches, fleet, levels), np.array([batches - 1.0, 1.0, 1.0])))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tqdm's advice on widgets
         from tqdm.auto import tqdm
@@ -126,17 +126,11 @@ def _spaces(given: HeteroProblem) -> Iterator[tuple[int, Fleet]]:
     return ((batches, fleet) for batches in given.batch_counts() for fleet in given.fleets)
 
 
-def _sweeper(
-    given: HeteroProblem, grid: Grid, batches: int, fleet: Fleet, levels: int = 1, *, lacking: bool = False
-) -> Sweeper:
-    return Sweeper(StageTable(fleet, batches, given.prices, given.rules, grid), levels, lacking=lacking)
-
-
 def _reason(given: HeteroProblem, grid: Grid) -> str:
     """Why no plan is feasible: the plan that lacks the least memory and where, or that none is covered at all."""
     chains: list[Chain] = []
     for batches, fleet in _spaces(given):
-        chain = _sweeper(given, grid, batches, fleet, lacking=True).chain(OPEN, bottleneck=True)
+        chain = Sweeper(given, grid, batches, fleet, lacking=True).chain(OPEN, bottleneck=True)
         chains += [chain] if chain else []
     if not chains:
         names = sorted({key[0] for key in given.prices.table})

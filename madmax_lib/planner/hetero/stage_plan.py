@@ -7,7 +7,7 @@ whose balancer loses layers and leaves stages empty: `repaired` gives such a pla
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 __all__ = ["HeteroPlan"]
@@ -74,7 +74,3 @@ class HeteroPlan:
         inner = list(accumulate(inner, lambda before, cut: max(before + 1, cut)))
         inner = [min(cut, layers - stages + 1 + number) for number, cut in enumerate(inner)]
         return replace(self, layer_partition=(0, *inner, layers))
-
-    def as_dict(self) -> dict:
-        """Plain values, as `read` takes them."""
-        return asdict(self)

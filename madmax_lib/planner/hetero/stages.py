@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from madmax_lib.planner.hetero.prices import Fleet, PriceList, between, bits
-from madmax_lib.planner.hetero.problem import CostRules
+from madmax_lib.planner.hetero.problem import HeteroProblem
 
 __all__ = ["Grid", "SliceStages", "StageTable"]
 
@@ -95,9 +95,9 @@ class StageTable:
     before it, least bandwidth beyond a node).
     """
 
-    def __init__(self, fleet: Fleet, batches: int, prices: PriceList, rules: CostRules, grid: Grid):
-        self.fleet, self.batches, self.prices, self.rules, self.grid = fleet, batches, prices, rules, grid
-        self.samples = rules.global_batch // batches
+    def __init__(self, given: HeteroProblem, fleet: Fleet, batches: int, grid: Grid):
+        self.prices, self.rules, self.fleet, self.batches, self.grid = given.prices, given.rules, fleet, batches, grid
+        self.samples = given.rules.global_batch // batches
         self._classes()
         self._entries()
 

@@ -12,8 +12,10 @@ from functools import cached_property
 
 import numpy as np
 
+from madmax_lib.planner.hetero.prices import Fleet
+from madmax_lib.planner.hetero.problem import HeteroProblem
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
-from madmax_lib.planner.hetero.stages import StageTable
+from madmax_lib.planner.hetero.stages import Grid, StageTable
 
 __all__ = ["OPEN", "Chain", "Sweeper"]
 
@@ -59,22 +61,23 @@ class _State:
 
 
 class Sweeper:
-    """Sweeps over one stage table.
+    """Sweeps over the stages of a number of micro-batches and an order of the GPU types.
 
     levels: stages left that are told apart, 1 where activations in flight do not count. lacking: missing memory in
     place of times.
     """
 
-    def __init__(self, table: StageTable, levels: int = 1, *, lacking: bool = False):
-        self.table, self.levels = table, levels
+    def __init__(
+        self, given: HeteroProblem, grid: Grid, batches: int, fleet: Fleet, levels: int = 1, *, lacking: bool = False
+    ):
+        self.table, self.levels = StageTable(given, fleet, batches, grid), levels
         self.stages = {
-            (where, level): table.stages(where, level + 1, lacking=lacking)
+            (where, level): self.table.stages(where, level + 1, lacking=lacking)
             for level in range(levels)
             for where in ("first", "middle", "last", "whole")
             if level == 0 or where != "whole"
         }
-        self.send_s = {key: table.send_s(stages.entry) for key, stages in self.stages.items()}
-        grid = table.grid
+        self.send_s = {key: self.table.send_s(stages.entry) for key, stages in self.stages.items()}
         self.ahead = np.minimum(np.arange(grid.places + 1) + grid.steps[:, None], grid.places + 1)
         self.ending = grid.places - grid.steps
         together = grid.middle.shape[1] * self.ahead.size * 8 <= _BLOCK_BYTES
