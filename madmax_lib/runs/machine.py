@@ -1,7 +1,5 @@
 """Where does a run take place? Versions, device and memory, and the peak that MFU is measured against."""
 
-from __future__ import annotations
-
 import os
 import platform
 import resource
@@ -42,13 +40,10 @@ def environment(device: str, dtype: str) -> dict:
 
 def memory_bytes(device: str) -> dict[str, int | None]:
     """Bytes of this rank by column of steps.csv: of its device (None on a CPU) and of its process."""
-    counters = {
-        "memory_allocated_bytes": torch.cuda.memory_allocated,
-        "memory_reserved_bytes": torch.cuda.memory_reserved,
-        "memory_peak_bytes": torch.cuda.max_memory_allocated,
-    }
-    on_device = {name: counter() if device == "cuda" else None for name, counter in counters.items()}
-    return on_device | {"host_rss_bytes": _host_rss_bytes()}
+    names = {"allocated": "memory_allocated", "reserved": "memory_reserved", "peak": "max_memory_allocated"}
+    on_gpu = device == "cuda"
+    used = {f"memory_{name}_bytes": getattr(torch.cuda, call)() if on_gpu else None for name, call in names.items()}
+    return used | {"host_rss_bytes": _host_rss_bytes()}
 
 
 def _host_rss_bytes() -> int:

@@ -3,8 +3,6 @@
 steps.csv has one row per step, appended as the run goes on; an empty value is one that the run cannot tell.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping
@@ -43,6 +41,7 @@ COLUMNS = (
     "loss",  # mean over the global batch
     "accuracy",  # 0..1
     "validation_loss",
+    "validation_accuracy",
     "overflow",  # 1 where the gradient was not finite and the optimizer skipped
     "memory_allocated_bytes",  # of rank 0's device, empty on a CPU, and so are the next two
     "memory_reserved_bytes",
@@ -50,7 +49,9 @@ COLUMNS = (
     "host_rss_bytes",  # of rank 0's process
     "power_w",  # of all devices of the first machine
     "energy_j",
+    "utilization",  # of them, 0..1, by NVML
 )
+_NEW_COLUMNS = ("validation_accuracy", "utilization")  # that earlier runs do not have
 _QUANTITIES = ("samples_per_s", "tokens_per_s", "mfu", "hfu", "loss_last", "host_rss_bytes", "energy_per_sample_j")
 
 
@@ -168,21 +169,14 @@ def read_steps(directory: str | Path) -> pd.DataFrame:
     Raises ValueError, naming the file, for another table.
     """
     path = Path(directory) / "steps.csv"
-    if not path.exists():
-        return _typed(pd.DataFrame(columns=list(COLUMNS)), path)
-    text = path.read_text()
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    if not lines or tuple(lines[0].split(",")) != COLUMNS:
+    text = path.read_text() if path.exists() else ",".join(COLUMNS) + "\n"
+    names, *rows = [line.split(",") for line in text[: text.rfind("\n") + 1].splitlines()] or [[]]
+    if not set(COLUMNS).difference(_NEW_COLUMNS) <= set(names) <= set(COLUMNS):
         raise ValueError(f"{path}: not a table of steps, its columns must be {','.join(COLUMNS)}")
-    rows = [line.split(",") for line in lines[1:]]
-    if bad := [number for number, row in enumerate(rows, 2) if len(row) != len(COLUMNS)]:
-        raise ValueError(f"{path}: line {bad[0]} has not {len(COLUMNS)} values")
-    return _typed(pd.DataFrame(rows, columns=list(COLUMNS)), path)
-
-
-def _typed(table: pd.DataFrame, path: Path) -> pd.DataFrame:
+    if bad := [number for number, row in enumerate(rows, 2) if len(row) != len(names)]:
+        raise ValueError(f"{path}: line {bad[0]} has not {len(names)} values")
     try:
-        table = table.replace("", "nan").astype(float)
+        table = pd.DataFrame(rows, columns=names).reindex(columns=list(COLUMNS)).replace("", "nan").astype(float)
         return table.astype({"step": int, "samples": int, "tokens": int, "overflow": bool})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

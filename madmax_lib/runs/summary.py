@@ -6,14 +6,11 @@ MFU = model FLOPs / (wall time x peak) [PaLM, arXiv 2204.02311], HFU counts reco
 the wall time; `data_share` tells its part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import nan
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from madmax_lib.runs.read import PHASES, read_run, write_json
@@ -96,12 +93,15 @@ def _summarise(
         "flops_per_sample": dict(flops),
         "peak_flops_per_device": peak_flops,
         "devices": devices,
-        "loss_first": float(steps["loss"].iloc[0]) if len(steps) else nan,
-        "loss_last": float(steps["loss"].iloc[-1]) if len(steps) else nan,
+        "loss_first": _last(steps.head(1), "loss"),
+        "loss_last": _last(steps, "loss"),
+        "accuracy_last": _last(steps, "accuracy"),
         "validation_loss_last": _last(steps, "validation_loss"),
+        "validation_accuracy_last": _last(steps, "validation_accuracy"),
         "memory_peak_bytes": _aggregate(steps, "memory_peak_bytes", "max"),
         "host_rss_bytes": _aggregate(steps, "host_rss_bytes", "max"),
         **_energy(counted, samples, tokens, power_cap_w),
+        "utilization": _aggregate(counted, "utilization", "mean"),
     }
 
 
@@ -152,24 +152,20 @@ def _ends_flops(shapes: Transformer, sequence: int) -> float:
 
 def _energy(counted: pd.DataFrame, samples: float, tokens: float, cap_w: float) -> dict[str, float]:
     joule = counted["energy_j"].sum(min_count=max(len(counted), 1)) if "energy_j" in counted else nan
-    wall_s = counted["total_s"].sum()
-    watts = joule / wall_s if wall_s else nan
-    return {
-        "power_w": float(watts),
-        "power_cap_w": cap_w,
-        "power_share": float(watts / cap_w),
-        "energy_per_step_j": float(joule / len(counted)) if len(counted) else nan,
-        "energy_per_sample_j": float(joule / samples) if samples else nan,
-        "energy_per_token_j": float(joule / tokens) if tokens else nan,
-    }
+    parts = {"power_w": counted["total_s"].sum(), "energy_per_step_j": len(counted)}
+    parts |= {"energy_per_sample_j": samples, "energy_per_token_j": tokens}
+    energy = {name: float(joule / count) if count else nan for name, count in parts.items()}
+    return energy | {"power_cap_w": cap_w, "power_share": energy["power_w"] / cap_w}
 
 
 def _quartiles(values: pd.Series) -> dict[str, float]:
     """Median, quartiles and mean."""
-    if not len(values):
-        return dict.fromkeys(("median", "p25", "p75", "mean"), nan)
-    low, middle, high = np.percentile(values, [25, 50, 75])
-    return {"median": float(middle), "p25": float(low), "p75": float(high), "mean": float(values.mean())}
+    return {
+        "median": values.median(),
+        "p25": values.quantile(0.25),
+        "p75": values.quantile(0.75),
+        "mean": values.mean(),
+    }
 
 
 def _aggregate(table: pd.DataFrame, column: str, how: str) -> float:

@@ -6,8 +6,6 @@ backward and optimizer. Nothing that is written adds a collective to a step. A r
 logs/failure_rank{r}.json; one that loses torchrun or the launcher ends itself.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import shutil
@@ -125,9 +123,10 @@ def _loop(spec: RunSpec, trainer, data: Data, power: meter.Meter, directory: Pat
                     dist.barrier()  # else the next step waits for the rank that takes longest to write its trace
             if write:
                 result["seconds"]["data"] += waited_s
-                times = {"step": step, "total_s": end_s - start_s, "validation_loss": validation.get("loss")}
-                used = dict(zip(("power_w", "energy_j"), power.window(start_s, end_s), strict=True))
-                write(times | _result_columns(result, spec) | memory_bytes(device) | used)
+                times = {"step": step, "total_s": end_s - start_s}
+                times |= {f"validation_{name}": validation.get(name) for name in ("loss", "accuracy")}
+                used = memory_bytes(device) | power.window(start_s, end_s)
+                write(times | _result_columns(result, spec) | used)
             if _is_due(step, spec.checkpoint_every):
                 _save(trainer, directory / "checkpoints", replace_last=bool(write))
 

@@ -27,7 +27,8 @@ COUNTER_ONLY = [Reading(t, energy_j=7 + 30.0 * t) for t in np.linspace(0, 10, 10
         pytest.param(COUNTER, 2.0, 2.5, 0.5, id="the power over less than 1 s"),
         pytest.param(COUNTER_ONLY, 2.0, 2.5, 15.0, id="the counter where there is no power"),
         pytest.param(COUNTER, 9.0, 12.0, 3.0, id="the power where the counter ends early"),
-        pytest.param(CONSTANT[:1], 0.0, 1.0, nan, id="one reading tells nothing"),
+        pytest.param(CONSTANT[:1], 0.0, 1.0, 50.0, id="one reading holds for all of a window"),
+        pytest.param([Reading(0.0, energy_j=7.0)], 0.0, 1.0, nan, id="one reading of a counter tells nothing"),
         pytest.param([], 0.0, 1.0, nan, id="no reading"),
         pytest.param(CONSTANT, 3.0, 3.0, nan, id="an empty window"),
     ],
@@ -42,17 +43,24 @@ def test_windows_add_up():
     assert sum(parts) == pytest.approx(energy_j(readings, 0.0, 3.0)) == pytest.approx(300, rel=1e-4)
 
 
-def test_a_meter_reads_at_both_ends_of_a_window():
-    clock = iter(range(100))
-    with Meter(lambda: Reading(float(next(clock)), power_w=10.0), "test", period_s=60.0) as power:
-        assert power.window(0.0, 1.0) == (10.0, 10.0)
-        assert power.window(0.5, 1.5) == (10.0, 10.0)
+def test_a_window_asks_no_device():
+    """Its readings are those of the thread: a query in a step would delay it."""
+    asked = []
+
+    def read():
+        asked.append(Reading(float(len(asked)), power_w=10.0, utilization=0.5))
+        return asked[-1]
+
+    with Meter(read, "test", period_s=60.0) as power:
+        assert power.window(0.0, 1.0) == {"power_w": 10.0, "energy_j": 10.0, "utilization": 0.5}
+        assert power.window(0.5, 2.5) == {"power_w": 10.0, "energy_j": 20.0, "utilization": 0.5}
+        assert len(asked) == 1
     assert power.rows(origin_s=1.0)[0][:2] == (-1.0, 10.0)
 
 
 def test_without_anything_to_read_all_is_unknown():
     with meter("none", "cpu", 2) as power:
-        assert power.name == "none" and all(map(isnan, power.window(0.0, 1.0))) and power.rows(0.0) == []
+        assert power.name == "none" and all(map(isnan, power.window(0.0, 1.0).values())) and power.rows(0.0) == []
 
 
 def test_a_machine_without_nvml_or_rapl_has_no_meter(monkeypatch, tmp_path):
@@ -67,6 +75,7 @@ def nvml(monkeypatch):
     by_device = {"PowerUsage": [100_000, 50_000], "Temperature": [60, 70], "ClockInfo": [1980, 1500]}
     by_device |= {"CurrentClocksThrottleReasons": [1, 4], "PowerManagementLimit": [300_000] * 2}
     by_device["TotalEnergyConsumption"] = [2_000] * 2
+    by_device["UtilizationRates"] = [SimpleNamespace(gpu=80, memory=1), SimpleNamespace(gpu=40, memory=1)]
     calls = {f"nvmlDeviceGet{name}": lambda handle, *_, v=values: v[handle] for name, values in by_device.items()}
     handles = {"nvmlDeviceGetHandleByIndex": int, "nvmlDeviceGetHandleByUUID": ["GPU-0", "GPU-1"].index}
     library = SimpleNamespace(nvmlInit=lambda: None, NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0, **handles, **calls)
@@ -78,7 +87,7 @@ def nvml(monkeypatch):
 def test_nvml_sums_devices(nvml):
     power = meter("auto", "cuda", 2)
     assert (power.name, power.cap_w) == ("nvml", 600.0)
-    assert power.read()[1:] == (150.0, 4.0, 1.5e9, 70.0, 5)
+    assert power.read()[1:] == (150.0, 4.0, 1.5e9, 70.0, 5, 0.6)
 
 
 @pytest.mark.parametrize("visible", ["1", "GPU-1"])
@@ -94,6 +103,8 @@ def test_what_nvml_does_not_support_is_unknown(nvml):
     nvml.nvmlDeviceGetTotalEnergyConsumption = nvml.nvmlDeviceGetCurrentClocksThrottleReasons = refuse
     reading = meter("auto", "cuda", 1).read()
     assert isnan(reading.energy_j) and reading.throttle == 0 and reading.power_w == 100.0
+    del nvml.nvmlDeviceGetUtilizationRates  # by a version of the library that does not have it
+    assert isnan(meter("auto", "cuda", 1).read().utilization)
     nvml.nvmlInit = refuse
     assert meter("auto", "cuda", 1).name == "none"
 

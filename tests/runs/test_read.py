@@ -11,7 +11,7 @@ from madmax_lib.runs.spec import RunSpec
 from madmax_lib.runs.summary import write_summary
 
 HEADER = ",".join(COLUMNS) + "\n"
-ROW = "0,0.1,0.1,0.2,0.1,0.5,8,1024,5.5,0.1,,0,,,,1e8,,\n"
+ROW = "0,0.1,0.1,0.2,0.1,0.5,8,1024,5.5,0.1,,,0,,,,1e8,,,\n"
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_a_table_that_was_cut_short_is_readable(tmp_path, content, rows):
     [
         ("steps.csv", "step,loss\n0,1\n", "not a table of steps"),
         ("steps.csv", "", "not a table of steps"),
-        ("steps.csv", HEADER + "0,1\n", "line 2 has not 18 values"),
+        ("steps.csv", HEADER + "0,1\n", "line 2 has not 20 values"),
         ("steps.csv", HEADER + ROW.replace("5.5", "high"), "could not convert string to float: 'high'"),
         *(("spec.json", content, "") for content in ("[", "[1]", '{"modle": "gpt-tiny"}')),
     ],

@@ -1,8 +1,7 @@
 """How much power and energy does a run take? NVML on GPUs, RAPL on CPUs, a CSV to replay, or nothing.
 
-A sampler reads every 50 ms: time, power, energy counter, clock, temperature and throttle reasons, summed or extreme
-over the devices. NVML's counter is refreshed only every 20 to 100 ms [Zeus, NSDI 2023], so that the energy of a window
-is the difference of the counter where the window is longer than 1 s, else the integral of the power (trapezoid).
+A thread reads every 50 ms. NVML's energy counter is refreshed only every 20 to 100 ms [Zeus, NSDI 2023], so that the
+energy of a window is the difference of the counter where the window is longer than 1 s, else the integral of the power.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from csv import DictReader
-from functools import reduce
-from math import isnan, nan
-from operator import or_
+from math import nan
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +22,7 @@ __all__ = ["COLUMNS", "Meter", "Reading", "energy_j", "meter"]
 
 _PERIOD_S = 0.05
 _COUNTER_WINDOW_S = 1.0
-_RAPL = Path("/sys/class/powercap")
+_RAPL, _RAPL_LIMIT = Path("/sys/class/powercap"), "constraint_0_power_limit_uw"
 
 
 class Reading(NamedTuple):
@@ -37,6 +34,7 @@ class Reading(NamedTuple):
     clock_hz: the lowest.
     temperature_c: the highest.
     throttle: NVML's reasons of all devices, as bits (0).
+    utilization: mean share of the time that a kernel was running, by NVML over up to a second (0..1).
     """
 
     t_s: float
@@ -45,30 +43,27 @@ class Reading(NamedTuple):
     clock_hz: float = nan
     temperature_c: float = nan
     throttle: int = 0
+    utilization: float = nan
 
 
 COLUMNS = Reading._fields
 
 
 class Meter:
-    """Readings of a source, taken by a thread between `start` and `stop`.
+    """Readings of a source, taken by a thread while it is entered.
 
     read: gives a Reading, None for nothing to measure. cap_w: power limit of all devices. name: of the source.
     """
 
     def __init__(self, read: Callable[[], Reading] | None, name: str, cap_w: float = nan, period_s: float = _PERIOD_S):
-        self.name = name
-        self.cap_w = cap_w
-        self.period_s = period_s
+        self.read, self.name, self.cap_w, self.period_s = read, name, cap_w, period_s
         self.readings: list[Reading] = []
-        self.read = read
         self._over = threading.Event()
-        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> Meter:
         if self.read:
-            self._take()
+            self.readings.append(self.read())
             self._thread.start()
         return self
 
@@ -79,19 +74,15 @@ class Meter:
 
     def _sample(self) -> None:
         while not self._over.wait(self.period_s):
-            self._take()
-
-    def _take(self) -> None:
-        with self._lock:  # the sampler and the end of a window may ask at once
             self.readings.append(self.read())
 
-    def window(self, start_s: float, end_s: float) -> tuple[float, float]:
-        """Mean power (W) and energy (J) between two times of `time.perf_counter`, NaN without readings."""
-        if self.read and self.readings[-1].t_s < end_s:
-            self._take()
+    def window(self, start_s: float, end_s: float) -> dict[str, float]:
+        """Mean power, energy and utilization between two times of `time.perf_counter`, NaN without readings."""
         first = bisect_left(self.readings, start_s, key=lambda reading: reading.t_s)
-        joule = energy_j(self.readings[max(first - 1, 0) :], start_s, end_s)
-        return joule / (end_s - start_s) if end_s > start_s else nan, joule
+        inside = self.readings[max(first - 1, 0) :]
+        joule, busy = energy_j(inside, start_s, end_s), [reading.utilization for reading in inside]
+        watts = joule / (end_s - start_s) if end_s > start_s else nan
+        return {"power_w": watts, "energy_j": joule, "utilization": float(np.mean(busy)) if busy else nan}
 
     def rows(self, origin_s: float) -> list[tuple]:
         """All readings, their times counted from `origin_s`."""
@@ -101,24 +92,19 @@ class Meter:
 def energy_j(readings: list[Reading], start_s: float, end_s: float) -> float:
     """Energy of a window: the counter's difference if it is longer than 1 s, else the integral of the power.
 
-    Between readings both are taken as linear, before the first and after the last as constant power. Whichever of the
-    two a source does not tell is worked out from the other; NaN if it tells neither, or has no two readings.
+    Between readings both are taken as linear, before the first and after the last as constant power. A source without
+    power is told by its counter. NaN if it has neither, or for no reading.
 
     >>> energy_j([Reading(t, power_w=100.0) for t in (0.0, 0.5, 1.0)], 0.2, 0.4)
     20.0
     """
-    table = np.array([reading[:3] for reading in readings], dtype=float).reshape(-1, 3)
-    t_s, power_w, counter_j = table.T
-    if len(t_s) < 2 or not end_s > start_s:
+    if not readings or not end_s > start_s:
         return nan
-    has_counter, has_power = not np.isnan(counter_j).any(), not np.isnan(power_w).any()
-    inside = t_s[0] <= start_s and end_s <= t_s[-1]
-    if has_counter and inside and (end_s - start_s > _COUNTER_WINDOW_S or not has_power):
-        first_j, last_j = np.interp([start_s, end_s], t_s, counter_j)
-        return float(last_j - first_j)
-    if not has_power:
-        return nan
-    times_s = np.unique([start_s, *t_s[(t_s > start_s) & (t_s < end_s)], end_s])
+    t_s, power_w, counter_j = np.array([reading[:3] for reading in readings], dtype=float).T
+    counted = t_s[0] <= start_s and end_s <= t_s[-1] and not np.isnan(counter_j).any()
+    if counted and (end_s - start_s > _COUNTER_WINDOW_S or np.isnan(power_w).any()):
+        return float(np.diff(np.interp([start_s, end_s], t_s, counter_j))[0])
+    times_s = np.unique(np.clip([start_s, *t_s, end_s], start_s, end_s))
     watts = np.interp(times_s, t_s, power_w)
     return float(np.sum((watts[1:] + watts[:-1]) / 2 * np.diff(times_s)))
 
@@ -150,18 +136,26 @@ def _nvml_meter(devices: int) -> Meter | None:
     except Exception:  # no package, no driver, no permission: each has a kind of its own, and none stops a run
         return None
 
-    def query(name: str, *arguments) -> list[float]:
-        return [_query(getattr(nvml, f"nvmlDeviceGet{name}"), handle, *arguments) for handle in handles]
+    def query(name: str, *arguments: str) -> np.ndarray:
+        """What each device says, NaN where it or this version of the library does not support it."""
+        values = []
+        for handle in handles:
+            try:
+                value = getattr(nvml, f"nvmlDeviceGet{name}")(handle, *(getattr(nvml, text) for text in arguments))
+                values.append(float(getattr(value, "gpu", value)))
+            except Exception:  # AttributeError, and pynvml.NVMLError, which cannot be named without the package
+                values.append(nan)
+        return np.array(values)
 
     def read() -> Reading:
-        reasons = [0 if isnan(bits) else int(bits) for bits in query("CurrentClocksThrottleReasons")]
         return Reading(
             time.perf_counter(),
-            power_w=sum(query("PowerUsage")) / 1e3,
-            energy_j=sum(query("TotalEnergyConsumption")) / 1e3,
-            clock_hz=min(query("ClockInfo", nvml.NVML_CLOCK_SM)) * 1e6,
-            temperature_c=max(query("Temperature", nvml.NVML_TEMPERATURE_GPU)),
-            throttle=reduce(or_, reasons),
+            power_w=query("PowerUsage").sum() / 1e3,
+            energy_j=query("TotalEnergyConsumption").sum() / 1e3,
+            clock_hz=query("ClockInfo", "NVML_CLOCK_SM").min() * 1e6,
+            temperature_c=query("Temperature", "NVML_TEMPERATURE_GPU").max(),
+            throttle=int(np.bitwise_or.reduce(np.nan_to_num(query("CurrentClocksThrottleReasons")).astype(int))),
+            utilization=query("UtilizationRates").mean() / 100,
         )
 
     return Meter(read, "nvml", cap_w)
@@ -173,52 +167,31 @@ def _visible(devices: int) -> list[int | str]:
     return [int(text) if text.isdigit() else text for text in listed][:devices] or list(range(devices))
 
 
-def _query(ask: Callable, *arguments) -> float:
-    """What a query says, NaN where the device does not support it."""
-    try:
-        return float(ask(*arguments))
-    except Exception:  # pynvml.NVMLError, which cannot be named without the package
-        return nan
-
-
 def _rapl_meter(folder: Path) -> Meter | None:
     """Meter of the CPU packages of Linux's powercap; None where they cannot be read.
 
     The counters wrap at max_energy_range_uj; power is the difference of two readings over their time.
     """
     packages = [path for path in sorted(folder.glob("intel-rapl:*")) if path.name.count(":") == 1]
+
+    def sizes(name: str) -> np.ndarray:
+        return np.array([float((path / name).read_text()) for path in packages])
+
     try:
-        last = {path: _number(path / "energy_uj") for path in packages}
-        ranges = {path: _number(path / "max_energy_range_uj") for path in packages}
+        before_uj, wraps_uj, t_s, total_j = sizes("energy_uj"), sizes("max_energy_range_uj"), time.perf_counter(), 0.0
+        limits = all((path / _RAPL_LIMIT).exists() for path in packages)
+        cap_w = float(sizes(_RAPL_LIMIT).sum()) * 1e-6 if limits else nan
     except (OSError, ValueError):  # often readable by root alone
         return None
-    if not packages:
-        return None
-    caps_w = [_cap_w(path) for path in packages]
-    state = {"t_s": time.perf_counter(), "energy_j": 0.0}
 
     def read() -> Reading:
-        t_s, used_uj = time.perf_counter(), 0.0
-        for path in packages:
-            now = _number(path / "energy_uj")
-            used_uj += (now - last[path]) % ranges[path]
-            last[path] = now
-        elapsed_s, state["t_s"] = t_s - state["t_s"], t_s
-        state["energy_j"] += used_uj * 1e-6
-        return Reading(t_s, used_uj * 1e-6 / elapsed_s if elapsed_s > 0 else nan, state["energy_j"])
+        nonlocal before_uj, t_s, total_j
+        since_s, now_uj, t_s = t_s, sizes("energy_uj"), time.perf_counter()
+        joule, before_uj = float(((now_uj - before_uj) % wraps_uj).sum()) * 1e-6, now_uj
+        total_j += joule
+        return Reading(t_s, joule / (t_s - since_s), total_j)
 
-    return Meter(read, "rapl", sum(caps_w))
-
-
-def _cap_w(package: Path) -> float:
-    try:
-        return _number(package / "constraint_0_power_limit_uw") * 1e-6
-    except (OSError, ValueError):
-        return nan
-
-
-def _number(path: Path) -> float:
-    return float(path.read_text())
+    return Meter(read, "rapl", cap_w) if packages else None
 
 
 def _replay_meter(path: Path) -> Meter:
@@ -232,22 +205,23 @@ def _replay_meter(path: Path) -> Meter:
     if missing := {"t_s", "power_w"} - set(rows[0] if rows else ()):
         raise ValueError(f"{path}: column(s) {', '.join(sorted(missing))} missing, or no rows")
     try:
-        table = {name: np.array([float(row[name] or "nan") for row in rows]) for name in COLUMNS if name in rows[0]}
-        cap_w = float(rows[0].get("cap_w") or nan)
+        kept = [name for name in (*COLUMNS, "cap_w") if name in rows[0]]
+        table = {name: np.array([float(row[name] or "nan") for row in rows]) for name in kept}
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
-    t_s = table.pop("t_s")
-    t_s = t_s - t_s[0]
+    cap_w, t_s = float(table.pop("cap_w", [nan])[0]), table.pop("t_s")
     if len(t_s) < 2 or not (np.diff(t_s) > 0).all():
         raise ValueError(f"{path}: t_s must grow from row to row, over at least two rows")
-    state: dict[str, float] = {}
+    first_s = None
 
     def read() -> Reading:
+        nonlocal first_s
         now_s = time.perf_counter()
-        rounds, at_s = divmod(now_s - state.setdefault("start_s", now_s), t_s[-1])
-        values = {name: float(np.interp(at_s, t_s, column)) for name, column in table.items()}
+        first_s = now_s if first_s is None else first_s
+        rounds, at_s = divmod(now_s - first_s, t_s[-1] - t_s[0])
+        values = {name: float(np.interp(t_s[0] + at_s, t_s, column)) for name, column in table.items()}
         if "energy_j" in values:
-            values["energy_j"] += rounds * float(table["energy_j"][-1] - table["energy_j"][0])
-        return Reading(now_s, **{**values, "throttle": int(values.get("throttle", 0))})
+            values["energy_j"] += rounds * float(np.ptp(table["energy_j"]))
+        return Reading(now_s, **values | {"throttle": int(values.get("throttle", 0))})
 
     return Meter(read, "replay", cap_w)
