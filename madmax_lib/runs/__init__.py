@@ -7,15 +7,14 @@ from madmax_lib.doors import open_room
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from madmax_lib.runs.launch import RunError as RunError, launch as launch, prepare as prepare, sweep as sweep
-    from madmax_lib.runs.measure.microbench import (
-        SHAPES as SHAPES,
-        collective_table as collective_table,
-        gelu_table as gelu_table,
-        gemm_table as gemm_table,
-        kernel_seconds as kernel_seconds,
-        mlp_table as mlp_table,
+    from madmax_lib.runs.launch import (
+        RunError as RunError,
+        launch as launch,
+        measure_links as measure_links,
+        prepare as prepare,
+        sweep as sweep,
     )
+    from madmax_lib.runs.measure.bench import bench as bench
     from madmax_lib.runs.measure.peak_rates import device_name as device_name
     from madmax_lib.runs.read import read_run as read_run, read_runs as read_runs, runs_table as runs_table
     from madmax_lib.runs.spec import RunSpec as RunSpec

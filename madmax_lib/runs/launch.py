@@ -8,8 +8,6 @@ On several machines, `prepare` a directory that all of them see and start `torch
 on each, with one process per rank in all.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -21,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,13 +31,14 @@ from madmax_lib.runs.read import Resolved, Run, last_checkpoint, read_json, read
 from madmax_lib.runs.spec import RunSpec, check
 from madmax_lib.runs.summary import write_summary
 
-__all__ = ["RunError", "launch", "prepare", "sweep"]
+__all__ = ["RunError", "gpu_count", "launch", "measure_links", "prepare", "resolve", "sweep", "torchrun"]
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # for torchrun to end its ranks before it is killed
 _ALONE_S = 2.0  # for ranks that lost torchrun to end themselves
 _TAIL_LINES = 15  # of a log that an error shows
 _SIGNALLED = re.compile(r"rank\s+: (\d+) .*\n\s+exitcode\s+: -(\d+)")  # in torchrun's table of failures
+_ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
 _TORCHRUN = re.compile(r"^[EWI]\d{4} \d\d:", re.MULTILINE)  # begins what torchrun itself logs
 _FILES_OF_A_START = ("env.json", "power.csv", "summary.json", "logs")
 _FILES_OF_A_RUN = (*_FILES_OF_A_START, "spec.json", "steps.csv", "trace_rank*.json.gz", "checkpoints")
@@ -99,20 +98,29 @@ def prepare(spec: RunSpec, directory: str | Path) -> Path:
 
     Raises as `launch` does before it starts a process.
     """
-    device = check(spec, _gpu_count() if spec.device != "cpu" else 0)
-    if (device, spec.dtype) == ("cuda", "bf16"):
-        _check_bf16()
-    data = _load_data(spec)
+    resolved = resolve(spec)
     directory = Path(directory).expanduser().resolve()
-    tokenizer = "bytes" if data.note else spec.tokenizer
-    plan, starts = spec.plan, _starts(directory, spec)
-    resolved = Resolved(str(plan), plan.world_size, device, data.name, tokenizer, data.note, starts)
+    resolved = replace(resolved, starts=_starts(directory, spec))
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     write_json(directory / "spec.json", asdict(spec) | {"resolved": asdict(resolved)})
     return directory
 
 
-def _gpu_count() -> int:
+def resolve(spec: RunSpec) -> Resolved:
+    """What a launch of a spec would run here. Raises as `launch` does before it starts a process; writes nothing."""
+    device = check(spec, gpu_count() if spec.device != "cpu" else 0)
+    if (device, spec.dtype) == ("cuda", "bf16"):  # where a GPU does not compute in it, torch would emulate it
+        import torch
+
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            name = torch.cuda.get_device_name()
+            raise ValueError(f"dtype='bf16', but {name} does not compute in it; give dtype='fp16'")
+    data = _load_data(spec)
+    tokenizer = "bytes" if data.note else spec.tokenizer
+    return Resolved(str(spec.plan), spec.plan.world_size, device, data.name, tokenizer, data.note)
+
+
+def gpu_count() -> int:
     """CUDA (or ROCm) devices that a run may use; torch is asked only where the system shows a driver."""
     drivers = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
     if not find_spec("torch") or not any(Path(driver).exists() for driver in drivers):
@@ -120,14 +128,6 @@ def _gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _check_bf16() -> None:
-    """Raises ValueError on a GPU without bf16 arithmetic (before compute capability 8.0): torch would emulate it."""
-    import torch
-
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ValueError(f"dtype='bf16', but {torch.cuda.get_device_name()} does not compute in it; give dtype='fp16'")
 
 
 def _load_data(spec: RunSpec) -> Data:
@@ -185,11 +185,32 @@ def _environment(device: str, scratch: Path) -> dict[str, str]:
     return {**os.environ, **added}
 
 
+def torchrun(ranks: int, module: str, *arguments: object) -> list[str]:
+    """Command that runs a module on so many ranks of this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return [*command, "--nproc-per-node", str(ranks), "-m", module, *map(str, arguments)]
+
+
+def measure_links(path: str | Path = "", size: str = "normal", *, ranks: int = 0, timeout_s: float = 600.0) -> int:
+    """Time the collectives of all GPUs here, or of two processes, into a CSV; without a path only see if they answer.
+
+    Returns the number of ranks. Raises RuntimeError, or TimeoutExpired, with the reason of the first that failed.
+    """
+    device, ranks = "cuda" if gpu_count() else "cpu", ranks or gpu_count() or 2
+    if path:
+        Path(path).unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        command = torchrun(ranks, "madmax_lib.runs.measure.links", *([path, size] if path else []))
+        environment = _environment(device, Path(scratch))
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    if done.returncode:
+        raise RuntimeError(f"{ranks} ranks failed: {next(iter(_ERROR.findall(done.stderr)), 'no reason given')}")
+    return ranks
+
+
 def _run(spec: RunSpec, directory: Path, environment: dict[str, str]) -> tuple[str, str]:
     """Status and error of a run; processes that it started are gone when this returns or raises."""
-    ranks = spec.plan.world_size
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command = [*torchrun, "--nproc-per-node", str(ranks), "-m", "madmax_lib.runs.train", str(directory)]
+    command = torchrun(spec.plan.world_size, "madmax_lib.runs.train", directory)
     with (directory / "logs" / "launcher.log").open("wb") as log:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -248,23 +269,19 @@ def _failure(spec: RunSpec, directory: Path) -> tuple[str, str]:
     logs = directory / "logs"
     launcher = (logs / "launcher.log").read_text(errors="replace")
     failures = [read_json(path) for path in logs.glob("failure_rank*.json")]
-    first = min(failures, key=lambda failure: failure["time_s"], default=None)
-    signals = [(int(rank), int(number)) for rank, number in _SIGNALLED.findall(launcher)]
-    signals = [(rank, number) for rank, number in signals if number != signal.SIGTERM]  # torchrun's own
-    if signals:
-        rank, number = signals[0]
-        status, reason = "failed", f"ended by signal {number} ({signal.Signals(number).name})"
-        if number == signal.SIGKILL:
-            reason += ", perhaps by the system for want of memory"
-    elif first:
-        rank, status = first["rank"], first["status"]
-        reason = first["error"]
-    else:
+    first = min(failures, key=lambda failure: failure["time_s"], default={})
+    signals = [(int(rank), signal.Signals(int(number))) for rank, number in _SIGNALLED.findall(launcher)]
+    for rank, number in signals[::-1]:
+        if number != signal.SIGTERM:  # torchrun's own
+            want = ", perhaps by the system for want of memory" if number == signal.SIGKILL else ""
+            first = {"rank": rank, "status": "failed", "error": f"ended by signal {number.value} ({number.name}){want}"}
+    if not first:
         output = _TORCHRUN.split(launcher)[0].strip() or launcher
         return "failed", f"{spec.name} failed before its ranks began\n{_tail(output)}"
+    rank, status = first["rank"], first["status"]
     log = logs / f"rank{rank}.log"
-    text = _tail(log.read_text(errors="replace")) if log.exists() else _tail(launcher)
-    return status, f"{spec.name}, plan {spec.plan}, {status} on rank {rank}: {reason}\nend of {log}:\n{text}"
+    text = _tail((log if log.exists() else logs / "launcher.log").read_text(errors="replace"))
+    return status, f"{spec.name}, plan {spec.plan}, {status} on rank {rank}: {first['error']}\nend of {log}:\n{text}"
 
 
 def _tail(text: str) -> str:

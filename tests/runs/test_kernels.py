@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from madmax_lib.runs.model.kernels import bias_gelu, moved_bytes, unavailable
+from madmax_lib.runs.model.kernels import bias_gelu, unavailable
 
 NO_TRITON = importlib.util.find_spec("triton") is None
 INTERPRET = """
@@ -79,8 +79,3 @@ def test_bad_inputs_are_refused(x, bias, how, message):
         bias_gelu(x, bias, how)
     with pytest.raises(ValueError, match="how='jit'"):
         unavailable("jit", "cpu")
-
-
-@pytest.mark.parametrize(("direction", "tensors"), [("forward", 2), ("backward", 3)])
-def test_bytes_of_a_fused_pass(direction, tensors):
-    assert moved_bytes(torch.zeros(8, 16, dtype=torch.bfloat16), direction) == tensors * 8 * 16 * 2

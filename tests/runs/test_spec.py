@@ -77,7 +77,7 @@ def test_bad_fields_are_refused_in_one_line(fields, message):
     ],
 )
 def test_what_cannot_run_here_is_refused_before_a_process_starts(fields, gpus, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[launch.__module__], "_gpu_count", lambda: gpus)
+    monkeypatch.setattr(sys.modules[launch.__module__], "gpu_count", lambda: gpus)
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         launch(RunSpec(**fields), tmp_path / "run")

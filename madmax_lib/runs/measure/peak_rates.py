@@ -4,15 +4,12 @@ The data sheet is the catalog's, by the name CUDA gives. The peak of an unknown 
 reaches here, and of a CPU that of the rank's threads, less where the ranks outnumber the cores.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from math import nan
 from pathlib import Path
 
 import torch
@@ -20,36 +17,11 @@ import torch.distributed as dist
 
 from madmax_lib import catalog
 
-__all__ = ["TORCH_DTYPES", "PeakRates", "cores_per_rank", "device_name", "peak_flops", "peak_rates"]
+__all__ = ["TORCH_DTYPES", "cores_per_rank", "device_name", "memory_bytes_per_s", "peak_flops"]
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in TORCH_DTYPES.items()}
 _SIDE, _PRODUCTS = {"cpu": 512, "cuda": 8192}, 20
 _COPY_BYTES, _COPIES = 128 * 2**20, 5
-
-
-@dataclass(frozen=True)
-class PeakRates:
-    """What a machine could do.
-
-    machine: its name.
-    flops: peak FLOP/s of a dtype by torch's name of it, NaN if unknown.
-    memory_bytes_per_s: read and written.
-    """
-
-    machine: str
-    flops: Callable[[str], float]
-    memory_bytes_per_s: float
-
-
-def peak_rates(device: str) -> PeakRates:
-    """Peak rates of the current GPU ("cuda") or of this CPU with the present number of threads ("cpu")."""
-    name, threads = device_name(device), torch.get_num_threads()
-    flops = partial(_flops, device, threads)
-    if device != "cuda":
-        return PeakRates(f"CPU {name}", flops, _copied_bytes_per_s(threads))
-    sheet = catalog.device_named(name)
-    return PeakRates(name, flops, sheet.memory_bandwidth_bytes_per_s if sheet else float("nan"))
 
 
 def peak_flops(device: str, dtype: str) -> tuple[float, str]:
@@ -76,15 +48,14 @@ def device_name(device: str) -> str:
     return match[1] if match else platform.processor() or platform.machine()
 
 
-@lru_cache(maxsize=16)
-def _flops(device: str, threads: int, dtype: str) -> float:
-    """Asked once per number of threads, which change what a CPU reaches."""
-    return peak_flops(device, _NAMES[dtype])[0] if dtype in _NAMES else float("nan")
+def memory_bytes_per_s(device: str) -> float:
+    """Bytes that the memory of a device (cpu or cuda) reads and writes per second, NaN for an unknown GPU.
 
-
-@lru_cache(maxsize=4)
-def _copied_bytes_per_s(threads: int) -> float:
-    """Best of a few copies of a tensor that no cache holds."""
+    Of a CPU the best of a few copies of a tensor that no cache holds.
+    """
+    if device == "cuda":
+        sheet = catalog.device_named(device_name(device))
+        return sheet.memory_bandwidth_bytes_per_s if sheet else nan
     source = torch.zeros(_COPY_BYTES // 4)
     target = torch.empty_like(source)
     return 2 * _COPY_BYTES / _best_s(lambda: target.copy_(source), _COPIES)

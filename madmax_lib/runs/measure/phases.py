@@ -7,8 +7,6 @@ The profiler skips a step, warms up on one and records three, once. The trace is
 after the loop it would be empty.
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 import tempfile
@@ -24,7 +22,21 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from madmax_lib.atomic import replacing
 from madmax_lib.runs.read import PHASES
 
-__all__ = ["Phases", "profiler"]
+__all__ = ["Phases", "between_s", "mark", "profiler"]
+
+
+def mark(on_gpu: bool):
+    """Now: an event that the GPU passes, or a time of the clock."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between_s(start, end) -> float:
+    """Seconds between two marks; the GPU must have passed them."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 class Phases:
@@ -38,27 +50,17 @@ class Phases:
     def __call__(self, name: str) -> Iterator[None]:
         """Time and label what is inside as one of PHASES."""
         with torch.profiler.record_function(name):
-            start = self._mark()
+            start = mark(self._on_gpu)
             yield
-            self._marks[name].append((start, self._mark()))
+            self._marks[name].append((start, mark(self._on_gpu)))
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase since the last call; waits for the GPU."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        result = {name: sum(self._between(*pair) for pair in self._marks[name]) for name in PHASES}
+        result = {name: sum(between_s(*pair) for pair in self._marks[name]) for name in PHASES}
         self._marks.clear()
         return result
-
-    def _mark(self):
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, start, end) -> float:
-        return start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
 
 
 def profiler(path: Path, device: str) -> profile:

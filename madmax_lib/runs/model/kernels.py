@@ -5,17 +5,15 @@ memory: a fused forward pass reads x and writes y, a fused backward pass reads x
 writes u and reads it again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
 
-__all__ = ["HOWS", "bias_gelu", "moved_bytes", "unavailable"]
+__all__ = ["bias_gelu", "unavailable"]
 
-HOWS = ("eager", "compiled", "triton")
+_HOWS = ("eager", "compiled", "triton")
 
 
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor, how: str = "eager") -> torch.Tensor:
@@ -44,15 +42,7 @@ def unavailable(how: str, device: str) -> str:
     return "" if device != "cpu" or triton_kernels.INTERPRETED else "Triton needs a GPU, or TRITON_INTERPRET=1"
 
 
-def moved_bytes(x: torch.Tensor, direction: str) -> int:
-    """Bytes that one fused pass must move: forward reads x and writes y, backward reads x and dy and writes dx.
-
-    The bias and its gradient are n values against rows x n and do not count.
-    """
-    return {"forward": 2, "backward": 3}[direction] * x.numel() * x.element_size()
-
-
-@lru_cache(maxsize=len(HOWS))
+@lru_cache(maxsize=len(_HOWS))
 def _function(how: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     _check(how)
     if how != "triton":
@@ -65,8 +55,8 @@ def _function(how: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
 
 
 def _check(how: str) -> None:
-    if how not in HOWS:
-        raise ValueError(f"how={how!r} is not one of {', '.join(HOWS)}")
+    if how not in _HOWS:
+        raise ValueError(f"how={how!r} is not one of {', '.join(_HOWS)}")
 
 
 def _eager(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ __all__ = ["MeasuredCollectives", "exchange", "ring", "ring_steps"]
 
 _TREE_STEPS = 32  # per doubling of the nodes: what a ring of 256 nodes takes
 _KEYS, _VALUES = ["collective", "ranks", "nodes"], ["size_bytes", "seconds"]
-_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast")
 
 
 def ring(ranks, in_node, near, far):
@@ -54,7 +54,7 @@ class MeasuredCollectives:
     """Seconds of collectives that were measured, by nccl-tests, by a vendor or in one's own traces.
 
     table: at least two sizes for every group, and several rows of a size count by their median. Its columns:
-      collective: all_reduce, all_gather, reduce_scatter, all_to_all or send_recv.
+      collective: all_reduce, all_gather, reduce_scatter, all_to_all, send_recv, or broadcast, which no step has.
       ranks, nodes: of the group.
       size_bytes: as in this module.
       seconds: of one call.
