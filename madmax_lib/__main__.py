@@ -1,4 +1,4 @@
-"""python -m madmax_lib run | site | report | doctor: the workbench without opening a notebook."""
+"""python -m madmax_lib run | site | report | doctor | check | train | bench: the workbench without a notebook."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from madmax_lib import __version__
+from madmax_lib.view import commands as runs_commands
 
 if TYPE_CHECKING:
     from madmax_lib.view.notebooks.runner import Result
@@ -16,17 +17,18 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status. Bad input is one line on standard error and status 2."""
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser(arguments[:1]).parse_args(arguments)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"madmax: warning: {message}", file=sys.stderr)
             return options.command(options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         print(f"madmax: {error}", file=sys.stderr)
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(named: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="madmax", description="MAD-Max Workbench", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -42,8 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("traces", type=Path, help="trace file or directory of traces, one per rank")
     report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
     report.set_defaults(command=_report)
-    doctor = commands.add_parser("doctor", help="what is installed and found, which notebooks run at full size here")
-    doctor.set_defaults(command=_doctor)
+    runs_commands.add(commands, named)
     return parser
 
 
@@ -116,13 +117,6 @@ def _report(options: argparse.Namespace) -> int:
     timeline = read_trace(options.traces)
     path = write_report(timeline, options.output, title=options.traces.resolve().name)
     print(f"{path}: {len(timeline.ranks)} rank(s), {len(timeline):,} spans")
-    return 0
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from madmax_lib.view.notebooks.doctor import report
-
-    print(report())
     return 0
 
 

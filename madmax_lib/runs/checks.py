@@ -1,7 +1,5 @@
 """Can this plan run this model here? Every refusal in one line, before a process starts and without torch."""
 
-from __future__ import annotations
-
 import os
 import time
 from importlib.util import find_spec

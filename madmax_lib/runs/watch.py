@@ -3,8 +3,6 @@
 torchrun puts its ranks into sessions of their own, so that they outlive it if it is killed at once.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -138,7 +138,7 @@ def test_a_gpu_without_bf16_refuses_it_before_a_process_starts(tmp_path, monkeyp
     """As the T4 of Colab and Kaggle; with emulation torch says that any GPU supports it."""
     torch = pytest.importorskip("torch")
     native = {"including_emulation": False}
-    monkeypatch.setattr(sys.modules[prepare.__module__], "_gpu_count", lambda: 2)
+    monkeypatch.setattr(sys.modules[prepare.__module__], "gpu_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **asked: asked != native)
     with pytest.raises(ValueError, match="dtype='bf16', but Tesla T4 does not compute in it; give dtype='fp16'"):

@@ -6,8 +6,6 @@ the same kind, with a DataWarning; who asked finds the reason in `note`.
 Batches of coming steps are drawn by threads: generating, decoding and pinning release Python's lock.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import warnings

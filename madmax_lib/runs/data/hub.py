@@ -5,8 +5,6 @@ resized once, then read from a file in the user's cache. Without the package or
 the files, `read` raises FileNotFoundError or ModuleNotFoundError with one line; `batches.get_data` then falls back.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from contextlib import contextmanager, suppress

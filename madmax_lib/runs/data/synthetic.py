@@ -3,8 +3,6 @@
 Both are generated: sample i is always the same for a seed, whoever draws it, so that a loss curve can be tested.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 __all__ = ["SyntheticImages", "arithmetic_problem"]

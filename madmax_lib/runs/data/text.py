@@ -5,8 +5,6 @@ count: the question and the padding. Byte tokens are the bytes themselves, then 
 ChatML, the chat format of Qwen2.5 [its tokenizer_config.json].
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable
 from itertools import islice

@@ -5,8 +5,6 @@ tokens of heads/cp, afterwards back. Queries, keys and values travel in one exch
 forward and two backward. Positions are turned after the exchange, where the sequence is whole.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup

@@ -6,8 +6,6 @@ ranks first exchange how many rows go to which expert, then the rows, and the re
 is dropped. Every expert runs, on no rows too, so that all ranks see the same collectives and gradients.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, all_reduce, all_to_all_single

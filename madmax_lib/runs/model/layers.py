@@ -5,8 +5,6 @@ positions [arXiv 2104.09864], grouped heads [arXiv 2305.13245], GELU (tanh) or g
 weights' own shapes, so that a tensor-parallel shard runs the same code.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

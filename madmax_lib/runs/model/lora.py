@@ -4,8 +4,6 @@ All weights are frozen but the head; query and value projections gain B A x, wit
 zero, so that training starts at the model itself.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

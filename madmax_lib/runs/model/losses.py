@@ -4,8 +4,6 @@ Everything is a sum over the targets of the *global* batch, so that micro-batche
 Targets that are MASKED do not count; how many are left is known once the ranks have summed theirs, with the losses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ bias is read once per tile. Sums run in fp32. tanh(u) = 2 sigmoid(2u) - 1, becau
 stand before constants: the interpreter of Triton 3.7 and later cannot multiply a constant by a tensor.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

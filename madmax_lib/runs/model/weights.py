@@ -5,8 +5,6 @@ A directory as downloaded: model.safetensors, or its shards with model.safetenso
 that a rank reads only its own stage. GPT-2 stores queries, keys and values as one matrix and all matrices transposed.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from dataclasses import dataclass

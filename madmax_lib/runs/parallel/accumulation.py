@@ -1,7 +1,5 @@
 """A step without a pipeline: micro-batches one after another, gradients adding up."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 

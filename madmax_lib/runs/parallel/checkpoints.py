@@ -5,8 +5,6 @@ other degrees of dp, cp, tp, pp or another ZeRO stage; parts cut by hand (expert
 need the same ep and tp. The directory is complete once `.metadata` is there.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

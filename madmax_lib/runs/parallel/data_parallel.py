@@ -6,8 +6,6 @@ tensor parallelism; the split backward pass of a zero-bubble pipeline, which byp
 All reductions sum: losses are divided by the global number of targets, so nothing else needs a factor.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 

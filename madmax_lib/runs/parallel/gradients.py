@@ -5,8 +5,6 @@ Every rank sums the squares of what it holds; a parameter that `c` ranks hold co
 gradient overflows (the step is skipped on all ranks) and doubled after many good steps [arXiv 1710.03740].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

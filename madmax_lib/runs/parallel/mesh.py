@@ -5,8 +5,6 @@ experts, split into edp x ep: ep ranks hold different experts, edp ranks the sam
 needs: gloo gives each a thread that wakes a hundred times a second.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.distributed as dist

@@ -5,8 +5,6 @@ Parameters on different meshes cannot be stepped in one fused call, so they are 
 takes no DTensors; those get plain twins that share their storage.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 

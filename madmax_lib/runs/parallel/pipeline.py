@@ -4,8 +4,6 @@ gpipe [arXiv 1811.06965], 1f1b and its interleaved form [arXiv 2104.04473], zero
 told the shapes they exchange; left to find out, they would run once on memory that was never written.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 
 import torch

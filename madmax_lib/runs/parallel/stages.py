@@ -4,8 +4,6 @@ Layer by layer: draw its numbers (or read them), add low-rank updates, cut exper
 recompute, compile, shard by dp. So no rank ever holds more than one whole layer. Then the same for embedding and head.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

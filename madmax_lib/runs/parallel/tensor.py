@@ -6,8 +6,6 @@ split by rows (tokens), the head by columns; its logits are gathered, or stay sp
 split by hand, their sums are in `experts`.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
