@@ -179,30 +179,18 @@ def test_14b_of_the_seed_and_18b_of_patrickstar_need_the_devices():
 @pytest.mark.parametrize(
     ("shape", "cluster", "plan", "batch", "fitting"),
     [
-        ((8192, 84), "dgx-a100-40", "dp8.mb4.full.offload-chunks", 32, True),  # PatrickStar, 68B
-        ((8192, 120), "dgx-a100-40", "dp8.mb4.full.offload-chunks", 32, False),
-        ((5120, 40), "one", "z2.full.offload-optimizer", 1, True),  # ZeRO-Offload, 13B
-        ((5120, 50), "one", "z2.full.offload-optimizer", 1, False),
-        ((5120, 40), "one", "full", 1, False),
-        ((8192, 50), "one", "z3.full.offload-all", 1, True),  # ZeRO-3 Offload, 40B
-        ((8192, 50), "one", "z2.full.offload-optimizer", 1, False),
+        ((8192, 120), "dgx-a100-40", "dp8.mb4.full.offload-chunks", 32, False),  # PatrickStar, 68B
+        ((5120, 50), "one", "z2.full.offload-optimizer", 1, False),  # ZeRO-Offload, 13B
+        ((8192, 50), "one", "z2.full.offload-optimizer", 1, False),  # ZeRO-3 Offload, 40B
         ((8192, 86), "dgx-2", "tp16.full.offload-optimizer", 8, True),  # ZeRO-Offload with tp 16, 70B
         ((25600, 128), "dgx-2", "dp16.z3.full.offload-nvme", 16, True),  # ZeRO-Infinity, 1T on a DGX-2
         ((25600, 128), "dgx-2", "dp16.z3.full.offload-all", 16, False),
     ],
 )
 def test_published_sizes(shape, cluster, plan, batch, fitting):
+    """Beside those of `papers.studies.memory_facts`."""
     cluster = V100 if cluster == "one" else mm.cluster(cluster)
     assert fit(gpt_shape(*shape), cluster, plan, batch).fits == fitting
-
-
-def test_vit_huge_on_t4():
-    """DDP runs out of memory inside of the first AdamW step, ZeRO-2 does not [sidd1196/distributed_vision_training]."""
-    model, cluster = mm.model("vit-huge"), mm.cluster("kaggle-2xt4")
-    ddp = fit(model, cluster, "dp2.mb16.full", 32)
-    without = ddp.table.set_index("component")["size_bytes"].drop(["optimizer temporaries", "buckets"]).sum()
-    assert without < usable_bytes(cluster.device)  # 16 bytes per parameter alone would fit
-    assert not ddp.fits and fit(model, cluster, "dp2.z2.mb16.full", 32).fits
 
 
 @pytest.mark.parametrize(

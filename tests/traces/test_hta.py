@@ -42,12 +42,6 @@ def test_compatible_breakdown_equals_hta(name):
     assert overlap["error"].abs().fillna(0).max() <= 1e-4
 
 
-def test_idle_shares_of_a_stream_sum_to_one():
-    idle = hta.idle(hta.analysis(dataset_or_skip("dlrm-8xv100")))
-    of_stream = idle.groupby(["rank", "stream"])
-    np.testing.assert_allclose(of_stream["share"].sum()[of_stream["idle_s"].sum() > 0], 1, atol=0.02)
-
-
 def test_a_rank_without_gpu_does_not_hide_the_others():
     files = [local_or_skip("traces/hta-samples/nccl_data.json.gz"), dataset_or_skip("vit-ddp") / "rank1.json.gz"]
     with pytest.warns(TraceWarning, match=r"without GPU rows .rank 1."):
@@ -65,7 +59,7 @@ def test_cpu_traces_give_empty_tables_and_say_so():
     assert breakdown(read_trace(path))["comm_s"].min() > 0
 
 
-# Faults of HTA 0.5.0: ours has the right value, both are shown. Others stand in test_stragglers and test_diff.
+# Faults of HTA 0.5.0: ours has the right value, both are shown. Another stands in test_stragglers.
 
 
 def test_expert_parallel_kernels_and_gloo_are_communication():

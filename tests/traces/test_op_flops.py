@@ -156,6 +156,9 @@ def test_products_count_without_types_but_bytes_do_not():
     assert isnan(cost_of("aten::mm", "[[4,8],[8,2]]").moved_bytes)
 
 
+PACKED = json.dumps([[1, 64, 4, 8]] * 3 + [[], [5], [5]])
+
+
 @pytest.mark.parametrize(
     ("name", "shapes", "types", "inputs"),
     [
@@ -175,12 +178,7 @@ def test_products_count_without_types_but_bytes_do_not():
         ("aten::_scaled_dot_product_flash_attention", "[[1,2],[3],[4]]", "", ""),
         # packed sequences of unknown lengths
         ("aten::_flash_attention_forward", "[[64,4,8],[64,4,8],[64,4,8]]", '["float","float","float"]', ""),
-        (
-            "aten::_efficient_attention_forward",
-            json.dumps([[1, 64, 4, 8]] * 3 + [[], [5], [5]]),
-            '["float","float","float","","int","int"]',
-            "",
-        ),
+        ("aten::_efficient_attention_forward", PACKED, '["float","float","float","","int","int"]', ""),
     ],
 )
 def test_what_has_no_formula_or_makes_no_sense_is_unknown(name, shapes, types, inputs):

@@ -73,13 +73,6 @@ def test_the_wait_after_backward_is_the_second_bucket():
     assert (claims[claims.index.str.startswith("weights and optimizer")]["error"].abs() < 0.02).all()
 
 
-def test_ddp_fits_until_the_optimizer_runs():
-    parts = study.memory_parts().groupby("strategy").first()
-    usable = parts["usable_bytes"]
-    assert (parts["peak_bytes"] > usable).to_dict() == {"ddp": True, "zero2": False, "zero3": False}
-    assert (parts["before_update_bytes"] < usable).all()
-
-
 def test_more_gpus_are_faster_and_no_better_than_their_links():
     rates = study.scaling(fitted()[0]).set_index(["place", "strategy", "gpus"])["samples_per_s"]
     for _, part in rates.groupby(["place", "strategy"]):
