@@ -20,28 +20,19 @@ _MOST_SLOTS = 9
 class MetisJob:
     """What is trained, from which profiles, on which nodes, within which limits.
 
-    profiles: of all GPU types, batches and degrees.
-    model: the profile that gives parameters, optimizer and batch generator.
-    nodes: in the order of the host file.
-    order: GPU types in the order enumerated first.
-    layers, global_batch: of the model, ends included, and of a step.
-    max_tp, max_bs: the largest degree and micro-batch of a replica.
-    max_permute_len: groups of stages that are permuted as wholes.
-    variance: smallest stage over the mean size.
-
     Raises ValueError for values outside of the rules and GPU types without a profile.
     """
 
-    profiles: Profiles = field(repr=False)
-    model: LayerProfile = field(repr=False)
-    nodes: tuple[Node, ...]
-    order: tuple[str, ...]
-    layers: int
-    global_batch: int
-    max_tp: int
-    max_bs: int
-    max_permute_len: int
-    variance: float
+    profiles: Profiles = field(repr=False)  # of all GPU types, batches and degrees
+    model: LayerProfile = field(repr=False)  # the profile that gives parameters, optimizer and batch generator
+    nodes: tuple[Node, ...]  # in the order of the host file
+    order: tuple[str, ...]  # GPU types in the order enumerated first
+    layers: int  # of the model, ends included
+    global_batch: int  # samples of a step
+    max_tp: int  # the largest degree of a replica
+    max_bs: int  # its largest micro-batch
+    max_permute_len: int  # groups of stages that are permuted as wholes
+    variance: float  # smallest stage over the mean size
     _slices: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):

@@ -25,16 +25,12 @@ _L2_BYTES = 40e6  # of the A100, NVIDIA A100 white paper
 
 
 class _Window(NamedTuple):
-    """Steps that the reported averages cover: those after the last log line, the last batch being short.
+    """Steps that the reported averages cover: those after the last log line, the last batch being short."""
 
-    steps: of the epoch. counted: after the last log line. last_batch: samples per rank in the last step.
-    inflation: full batches over the real ones, over the counted steps.
-    """
-
-    steps: int
-    counted: int
-    last_batch: int
-    inflation: float
+    steps: int  # of the epoch
+    counted: int  # after the last log line
+    last_batch: int  # samples per rank in the last step
+    inflation: float  # full batches over the real ones, over the counted steps
 
 
 def _log_window(samples: int, ranks: int, batch: int, interval: int) -> _Window:

@@ -29,20 +29,13 @@ _SPAN = 1e-9  # singular values and residues below this share count as zero
 
 @dataclass(frozen=True)
 class OperatorFit:
-    """What the rows of one group tell about its operators.
+    """What the rows of one group tell about its operators."""
 
-    rows: number of rows.
-    values: of CONSTANTS in seconds (5,), meaningful only in the combinations inside `span`.
-    scale: by which the columns were divided (5,).
-    span: orthonormal basis of what is determined (rank, 5).
-    worst_s: largest residual of a row, in seconds.
-    """
-
-    rows: int
-    values: np.ndarray
-    scale: np.ndarray
-    span: np.ndarray
-    worst_s: float
+    rows: int  # number of rows
+    values: np.ndarray  # of CONSTANTS in seconds (5,), meaningful only in the combinations inside `span`
+    scale: np.ndarray  # by which the columns were divided (5,)
+    span: np.ndarray  # orthonormal basis of what is determined (rank, 5)
+    worst_s: float  # largest residual of a row, in seconds
 
     @property
     def determined(self) -> bool:
