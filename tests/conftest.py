@@ -12,6 +12,12 @@ from support import local_or_skip
 matplotlib.use("agg")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where layouts are compared: gloo or NCCL"
+    )
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory, monkeypatch):
     """No test reads what another, or the user, has cached."""

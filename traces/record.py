@@ -2,9 +2,9 @@
 
 `python traces/record.py` records every set this machine can run, `python traces/record.py vit-ddp` only the named ones.
 A set is a model and a strategy: vit or gpt, times ddp (DistributedDataParallel with small buckets), fsdp (FSDP2
-`fully_shard` of each block, then of the root), memory (one process on the CPU, with the allocator's events) or gpu (one
-process, CUDA, with them too). Each set starts its own ranks with torchrun and ends as `traces/<set>/rank<r>.json.gz`:
-what the profiler wrote, less the names of the machine and of its files.
+`fully_shard` of each block, then of the root), ddp-nccl or fsdp-nccl (the same on GPUs), memory (one process on the
+CPU, with the allocator's events) or gpu (one process, CUDA, with them too). Each set starts its own ranks with torchrun
+and ends as `traces/<set>/rank<r>.json.gz`: what the profiler wrote, less the names of the machine and of its files.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 HERE = Path(__file__).parent
 RANKS = {"vit-ddp": 2, "vit-fsdp": 2, "gpt-ddp": 2, "gpt-fsdp": 2, "gpt-memory": 1, "vit-gpu": 1, "gpt-gpu": 1}
+RANKS |= {f"{name}-nccl": RANKS[name] for name in ("vit-ddp", "vit-fsdp", "gpt-ddp", "gpt-fsdp")}
+ON_GPU = ("-gpu", "-nccl")
 WAIT, WARMUP, ACTIVE = 8, 2, 2  # not recorded: DDP rebuilds its buckets, AdamW makes its state, the allocator settles
 DIM, LAYERS, HEADS = 128, 4, 4
 IMAGE, PATCH, CLASSES = 32, 4, 10
@@ -90,15 +92,15 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(model_name: str, strategy: str) -> nn.Module:
+def build(model_name: str, strategy: str, device: str) -> nn.Module:
     """The model with the same weights on every rank, split as the strategy says."""
     torch.manual_seed(0)
-    model = ViT() if model_name == "vit" else GPT()
+    model = (ViT() if model_name == "vit" else GPT()).to(device)
     if strategy in ("memory", "gpu"):
-        return model.cuda() if strategy == "gpu" else model
+        return model
     if strategy == "ddp":
         return DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -126,14 +128,17 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tenso
 
 def record_rank(set_name: str) -> None:
     """Train as one rank of a set and write its trace."""
-    model_name, strategy = set_name.split("-")
-    rank, on_gpu, spread = int(os.environ["RANK"]), strategy == "gpu", strategy in ("ddp", "fsdp")
+    model_name, strategy, *_ = set_name.split("-")
+    rank, on_gpu, spread = int(os.environ["RANK"]), set_name.endswith(ON_GPU), strategy in ("ddp", "fsdp")
+    device = "cuda" if on_gpu else "cpu"
     torch.set_num_threads(1)
+    if on_gpu:
+        torch.cuda.set_device(rank)
     if spread:
-        dist.init_process_group("gloo")
-    model = build(model_name, strategy)
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=torch.device(device, rank) if on_gpu else None)
+    model = build(model_name, strategy, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # one operator a step: the trace stays small
-    inputs, targets = synthetic_batch(model_name, rank, "cuda" if on_gpu else "cpu")
+    inputs, targets = synthetic_batch(model_name, rank, device)
     with profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
         schedule=schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1),
@@ -192,12 +197,13 @@ def main() -> None:
     sets = parser.parse_args().sets or list(RANKS)
     if unknown := set(sets) - set(RANKS):
         parser.error(f"unknown set {', '.join(sorted(unknown))}; known are {', '.join(RANKS)}")
-    skipped = [] if torch.cuda.is_available() else [name for name in sets if name.endswith("-gpu")]
+    gpus = torch.cuda.device_count()
+    skipped = [name for name in sets if name.endswith(ON_GPU) and RANKS[name] > gpus]
     for name in sets:
         if name not in skipped:
             start_set(name)
     if skipped:
-        print(f"skipped {', '.join(skipped)}: no CUDA device here")
+        print(f"skipped {', '.join(skipped)}: they need more CUDA devices than the {gpus} here")
     list_files()
 
 

@@ -76,6 +76,7 @@ def _predicted(run: Run) -> float:
     spec, job = run.spec, run.env.get("job", {})
     trainable = job.get("trained_local_parameters", 1) / job.get("local_parameters", 1)
     software = "deepspeed" if spec.engine == "deepspeed" else "fsdp2"
-    shape = {"sequence": spec.sequence or None, "dtype": spec.dtype, "global_batch": spec.global_batch}
+    dtype = run.env.get("dtype", spec.dtype)  # the latter may be auto
+    shape = {"sequence": spec.sequence or None, "dtype": dtype, "global_batch": spec.global_batch}
     table = memory(spec.shapes, spec.plan, **shape, software=software, trainable=trainable)
     return peak_bytes(table[(table["component"] != "buckets") | (software != "fsdp2")], allocated=True)

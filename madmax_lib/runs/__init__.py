@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from madmax_lib.runs.measure.bench import bench as bench
     from madmax_lib.runs.measure.peak_rates import device_name as device_name
+    from madmax_lib.runs.parallel.trainer import parallelize as parallelize
     from madmax_lib.runs.read import read_run as read_run, read_runs as read_runs, runs_table as runs_table
     from madmax_lib.runs.spec import RunSpec as RunSpec
     from madmax_lib.runs.summary import PROFILED as PROFILED, counted_steps as counted_steps

@@ -13,6 +13,7 @@ from madmax_lib.specs import Transformer
 __all__ = ["check", "check_deepspeed", "deepspeed_locks"]
 
 _NOT_BUILT = ("kv_lora_rank", "window", "shared_experts", "dense_layers", "router_bias", "sinks", "qk_norm")
+_NOT_ON_DEEPSPEED = ("compile", "loss_parallel", "lora_rank", "weights_16bit", "adam_8bit", "fused_gelu")
 _ZERO_PLUS = {"qwz": "8-bit gathers", "hpz": "a second shard in the node", "qgz": "4-bit gradients"}
 _OLD_S = 900.0  # a build of all of DeepSpeed's operators takes minutes
 
@@ -28,6 +29,8 @@ def check(plan: Plan, spec: Transformer, settings: Settings, engine: str = "torc
     if spec.positions == "learned" and not spec.image and sequence > spec.sequence:
         raise ValueError(f"sequence={sequence} exceeds the {spec.sequence} learned positions of {spec.name}")
     _check_model(plan, spec)
+    if settings.fused_gelu and (spec.image or spec.gated or spec.experts or not spec.mlp_bias):
+        raise ValueError(f"fused_gelu joins a bias and the tanh form of GELU, which {spec.name} has not")
     if engine == "deepspeed":
         _check_zero(plan, settings)
     else:
@@ -56,6 +59,8 @@ def _check_torch(plan: Plan, settings: Settings) -> None:
             raise ValueError(f"{field} ({what}) is ZeRO++, which only DeepSpeed runs: add @deepspeed to the plan")
     if plan.offload not in (None, "all"):
         raise ValueError(f"offload={plan.offload!r} does not run here; FSDP2 offloads all states (offload-all)")
+    if settings.weights_16bit and settings.dtype != "bf16":
+        raise ValueError(f"weights_16bit=True needs dtype='bf16', but dtype={settings.dtype!r}")
     for field in ("offload", "shard"):
         if (value := getattr(plan, field)) and plan.zero < 2:
             raise ValueError(f"{field}={value!r} is FSDP2's here and needs zero of 2 or 3, but zero={plan.zero}")
@@ -72,8 +77,8 @@ def _check_torch(plan: Plan, settings: Settings) -> None:
 def _check_zero(plan: Plan, settings: Settings) -> None:
     if plan.tp * plan.pp * plan.cp * plan.ep > 1 or plan.shard:
         raise ValueError(f"{plan}@deepspeed: only dp, z, mb, zpp, recompute and offload run on DeepSpeed here")
-    if settings.compile or settings.loss_parallel or settings.lora_rank:
-        raise ValueError(f"{plan}@deepspeed: compile, loss_parallel and lora_rank do not run on DeepSpeed here")
+    if wanted := [name for name in _NOT_ON_DEEPSPEED if getattr(settings, name)]:
+        raise ValueError(f"{plan}@deepspeed: {wanted[0]} does not run on DeepSpeed here")
     if plan.offload not in (None, "optimizer", "all"):
         raise ValueError(f"offload={plan.offload!r} on DeepSpeed is not one of optimizer, all")
     least = {None: 0, "optimizer": 1, "all": 3}[plan.offload]

@@ -7,7 +7,6 @@ from math import isfinite
 
 __all__ = ["Settings"]
 
-_DTYPES = ("fp32", "bf16", "fp16")
 _CLASSES = {"str": str, "bool": bool, "dict": dict}
 _POSITIVE = ("steps", "global_batch", "learning_rate", "timeout_s")  # other numbers may be zero
 
@@ -19,24 +18,32 @@ class Settings:
     global_batch: samples per step over all ranks (8).
     sequence: tokens per sample, 0 for the model's own (0).
     dtype: of matrix products; bf16 and fp16 (with a loss scale) keep fp32 weights and states (fp32).
+    weights_16bit: with bf16, weights, gradients and AdamW's states are in bf16 too (False).
     seed: of weights, order of the samples and generated data (0).
     learning_rate: of AdamW (1e-3).
     weight_decay: of AdamW (0).
     clip_norm: longest gradient, longer ones are scaled down; 0 for any length (1).
+    adam_8bit: AdamW's states in 8 bits, by torchao (False).
     compile: each layer by torch.compile (False).
+    fused_gelu: bias and GELU in one Triton kernel, where there is Triton (False).
     loss_parallel: logits stay split over the tp ranks (False).
     lora_rank: rank of the low-rank updates that are trained in place of the layers, 0 for none (0).
     weights: directory of published weights to start from, drawn at random if empty ("").
     """
 
+    _dtypes = ("fp32", "bf16", "fp16")
+
     global_batch: int = 8
     sequence: int = 0
     dtype: str = "fp32"
+    weights_16bit: bool = False
     seed: int = 0
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
     clip_norm: float = 1.0
+    adam_8bit: bool = False
     compile: bool = False
+    fused_gelu: bool = False
     loss_parallel: bool = False
     lora_rank: int = 0
     weights: str = ""
@@ -44,8 +51,8 @@ class Settings:
     def __post_init__(self):
         for item in fields(self):
             _check(item.name, item.type, getattr(self, item.name))
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}")
+        if self.dtype not in self._dtypes:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(self._dtypes)}")
 
 
 def _check(name: str, annotation: str, value: object) -> None:

@@ -6,10 +6,8 @@ imported. The strategy is the text form of a `Plan`, perhaps with an engine: `dp
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,7 +43,10 @@ class RunSpec(Settings):
     power: auto for the meter of the machine, none, or a CSV to replay (auto).
     timeout_s: seconds without progress after which the run is ended (600).
     wandb: whether steps are logged to Weights & Biases too (False).
+    dtype: as in `Settings`, or auto for bf16 on a GPU that computes in it and fp32 elsewhere (auto).
     """
+
+    _dtypes = ("auto", *Settings._dtypes)
 
     model: str = "gpt-tiny"
     strategy: str = "dp1"
@@ -63,6 +64,7 @@ class RunSpec(Settings):
     power: str = "auto"
     timeout_s: float = 600.0
     wandb: bool = False
+    dtype: str = field(default="auto", kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -118,11 +120,6 @@ class RunSpec(Settings):
         adapters = f"_lora{self.lora_rank}" if self.lora_rank else ""
         return f"{self.model}_{self.strategy.strip().lower().replace('@', '_')}{adapters}"
 
-    @property
-    def digest(self) -> str:
-        """Eight letters that differ from those of any other spec."""
-        return hashlib.sha256(json.dumps(asdict(self), indent=1).encode()).hexdigest()[:8]
-
     def get_data(self, allow_download: bool = False) -> batches.Data:
         """The data of the run, in the shape that the model takes; falls back as `batches.get_data` does."""
         shapes = self.shapes
@@ -150,7 +147,8 @@ def check(spec: RunSpec, gpus: int) -> str:
     Raises ValueError, FileNotFoundError, or ModuleNotFoundError for a missing package, in one line, for what cannot
     work.
     """
-    for package in ("torch", *(["wandb"] if spec.wandb else [])):
+    optional = {"wandb": spec.wandb, "torchao": spec.adam_8bit}
+    for package in ("torch", *(name for name, wanted in optional.items() if wanted)):
         if not find_spec(package):
             raise ModuleNotFoundError(f"this run needs the package {package}, which is not installed")
     shapes, ranks = spec.shapes, spec.plan.world_size

@@ -28,9 +28,9 @@ from madmax_lib.runs import read
 from madmax_lib.runs.data.batches import Data, draw_ahead
 from madmax_lib.runs.machine import environment, memory_bytes
 from madmax_lib.runs.measure import meter
-from madmax_lib.runs.measure.peak_rates import cores_per_rank
+from madmax_lib.runs.measure.peak_rates import cores_per_rank, native_dtype
 from madmax_lib.runs.measure.phases import profiler
-from madmax_lib.runs.parallel import trainer as torch_trainer
+from madmax_lib.runs.parallel import mesh, trainer as torch_trainer
 from madmax_lib.runs.spec import RunSpec
 from madmax_lib.runs.summary import PROFILED, write_summary
 from madmax_lib.runs.watch import guard, write_to
@@ -57,10 +57,15 @@ def _train(directory: Path, rank: int) -> None:
     spec = replace(spec, data=resolved.data, tokenizer=resolved.tokenizer)
     device, first = resolved.device, rank == 0
     _join(device, spec.timeout_s)
+    spec = replace(spec, dtype=native_dtype(spec.dtype, device))
     trainer, data = _trainer(spec, device), spec.get_data()
     if resolved.starts[-1]:
         trainer.load(read.last_checkpoint(directory))
-    env = environment(device, spec.dtype) | {"data": resolved.data, "data_note": resolved.data_note}
+    env = environment(device, spec.dtype) | {
+        "dtype": spec.dtype,
+        "data": resolved.data,
+        "data_note": resolved.data_note,
+    }
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
     with meter.meter(spec.power if first else "none", device, devices) as power:
         if first:
@@ -80,14 +85,17 @@ def _train(directory: Path, rank: int) -> None:
 
 
 def _join(device: str, timeout_s: float) -> None:
-    """Enter the process group, if there is more than one rank, and take a device."""
-    backend = "nccl" if device == "cuda" else "gloo"
+    """Enter the process group, if there is more than one rank, and take a device and a share of the cores."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", 1))
     if device == "cuda":
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first allocation
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+        torch.set_float32_matmul_precision("high")  # TF32
+        if threads == 1:  # torchrun's; the CPU updates what is offloaded
+            threads = max(int(cores_per_rank()), 1)
+    torch.set_num_threads(threads)
     if int(os.environ["WORLD_SIZE"]) > 1:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        mesh.join(device, timeout=timedelta(seconds=timeout_s))
 
 
 def _trainer(spec: RunSpec, device: str):

@@ -1,6 +1,6 @@
 """Runs many plans in one start: imports once, forks one process per rank, writes what rank 0 saw as JSON.
 
-    python runs_worker.py OUT CASES      CASES: JSON list of [name, model, plan text, options]
+    python runs_worker.py OUT CASES DEVICE      CASES: JSON list of [name, model, plan text, options]
 
 Every case trains three steps on the batches of a seed. Options are `Settings`, `sizes`, `first_scale` of an fp16 loss,
 and `check`: "counts" records the collectives of the last step; any other text is the plan under which the last step is
@@ -19,13 +19,12 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed._composable.replicate_with_fsdp  # these are imported when needed: better once than per rank
-import torch.distributed.optim
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from madmax_lib.plan import Plan
-from madmax_lib.runs.parallel import trainer
+from madmax_lib.runs.parallel import mesh, trainer
 from madmax_lib.runs.settings import Settings
 
 BATCH, SEQUENCE, STEPS = 8, 16, 3
@@ -68,12 +67,13 @@ def batch(job, step: int) -> dict[str, torch.Tensor]:
     return {name: part.chunk(count)[number] for name, part in whole.items()}
 
 
-def run(model: str, text: str, options: dict, directory: Path) -> dict:
+def run(model: str, text: str, options: dict, directory: Path, device: str) -> dict:
     """Train three steps of a case; a row of what came out."""
     options = dict(options)
     check, first_scale, sizes = (options.pop(name, None) for name in ("check", "first_scale", "sizes"))
     arguments = {"global_batch": BATCH, "sequence": SEQUENCE, "learning_rate": 3e-3, "clip_norm": 0.5, **options}
-    job = trainer.parallelize(model, Plan.parse(text), Settings(**arguments), sizes=sizes)
+    place = {"sizes": sizes, "device": device}
+    job = trainer.parallelize(model, Plan.parse(text), Settings(**arguments), **place)
     job.scale.value = first_scale or job.scale.value
     steps, row = [], {}
     for step in range(STEPS):
@@ -83,7 +83,7 @@ def run(model: str, text: str, options: dict, directory: Path) -> dict:
             row = {"calls": dict(seen.calls), "sizes": dict(seen.sizes)}
         elif check and step == STEPS - 1:
             job.save(directory)
-            job = trainer.parallelize(model, Plan.parse(check), Settings(**{**arguments, "seed": 7}), sizes=sizes)
+            job = trainer.parallelize(model, Plan.parse(check), Settings(**{**arguments, "seed": 7}), **place)
             job.load(directory)
             steps.append(job.step(batch(job, step)))
         else:
@@ -99,15 +99,16 @@ def run(model: str, text: str, options: dict, directory: Path) -> dict:
     }
 
 
-def work(rank: int, cases: list, out: Path, shared: Path) -> None:
+def work(rank: int, cases: list, out: Path, shared: Path, device: str) -> None:
     """One rank of a layout: all its cases in order."""
     ranks = Plan.parse(cases[0][2]).world_size
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(out.with_suffix(".store")), ranks), rank=rank, world_size=ranks
-    )
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.backends.cudnn.allow_tf32 = False  # as products are, which keep fp32 by default
+    mesh.join(device, store=dist.FileStore(str(out.with_suffix(".store")), ranks), rank=rank, world_size=ranks)
     rows = {}
     for number, (name, model, text, options) in enumerate(cases):
-        rows[name] = run(model, text, options, shared / f"{out.stem}-{number}")
+        rows[name] = run(model, text, options, shared / f"{out.stem}-{number}", device)
         gc.collect()
         dist.barrier()
     if rank == 0:
@@ -120,7 +121,7 @@ def layout(case: list) -> tuple:
     return plan.world_size, plan.pp, plan.dp, plan.cp, plan.tp
 
 
-def main(out: Path, cases: list) -> None:
+def main(out: Path, cases: list, device: str) -> None:
     """Run all cases, one layout after another; the first rank that fails ends the others and raises."""
     torch.set_num_threads(1)
     rows = {}
@@ -128,10 +129,10 @@ def main(out: Path, cases: list) -> None:
         groups = groupby(sorted(cases, key=layout), key=layout)
         for number, ((ranks, *_), group) in enumerate(groups):
             part = Path(folder) / f"rows-{number}.json"
-            start_processes(work, (list(group), part, Path(folder)), nprocs=ranks, start_method="fork")
+            start_processes(work, (list(group), part, Path(folder), device), nprocs=ranks, start_method="fork")
             rows |= json.loads(part.read_text())
     out.write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])

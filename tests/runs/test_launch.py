@@ -21,15 +21,11 @@ import torch
 
 import madmax_lib as mm
 from madmax_lib import Plan, RunSpec, launch
-from madmax_lib.runs import RunError, prepare, read_run, read_runs, sweep
+from madmax_lib.runs import RunError, prepare, read_run, read_runs, sweep, train
 from madmax_lib.runs.data.batches import get_data
 from madmax_lib.runs.measure import meter
+from madmax_lib.runs.parallel import trainer
 from madmax_lib.runs.read import COLUMNS, PHASES, last_checkpoint, read_steps
-
-with warnings.catch_warnings():  # torch's own, when torch.distributed.optim is imported
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from madmax_lib.runs import train
-    from madmax_lib.runs.parallel import trainer
 
 launching = sys.modules[launch.__module__]  # the room has the call under this name
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}

@@ -96,12 +96,6 @@ def test_patches_see_each_other():
     assert model(IMAGES).shape == (2, 100) and not torch.allclose(model(IMAGES), model(changed))
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "moe-tiny"])
-def test_unfused_attention_is_the_same(name):
-    flash, unfused = (models.build(name, attention=kind)(TOKENS) for kind in ("flash", "unfused"))
-    torch.testing.assert_close(flash, unfused)
-
-
 def test_rotary_positions_keep_lengths_and_depend_on_distance():
     query, key = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(2)).expand(2, 1, 1, 9, 16)
     turned_query, turned_key = _rotate(query), _rotate(key)
@@ -113,43 +107,18 @@ def test_rotary_positions_keep_lengths_and_depend_on_distance():
     assert not math.isclose(scores[0, 0], scores[0, 5], rel_tol=1e-3)
 
 
-def test_experts_are_the_sum_over_their_choices():
+@pytest.mark.parametrize("width", [96, 90])  # 90 numbers are no multiple of 16 bytes
+def test_experts_are_the_sum_over_their_choices(width):
     """Against a loop over tokens."""
-    mixture = models.build("moe-tiny", layers=1).layers["0"].feed_forward
+    mixture = models.build("moe-tiny", layers=1, expert_ffn=width).layers["0"].feed_forward
+    gate, up, down = mixture.experts.gate, mixture.experts.up, mixture.experts.down
     x = torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(3))
     weights, chosen = mixture.router(x[0]).softmax(-1).topk(2)
     weights = weights / weights.sum(-1, keepdim=True)
     for t, token in enumerate(x[0]):
-        parts = [w * mixture.experts._expert(token, e) for w, e in zip(weights[t], chosen[t], strict=True)]
+        inner = [torch.nn.functional.silu(gate[e] @ token) * (up[e] @ token) for e in chosen[t]]
+        parts = [w * (down[e] @ part) for w, e, part in zip(weights[t], chosen[t], inner, strict=True)]
         torch.testing.assert_close(mixture(x)[0, t], sum(parts))
-
-
-def test_a_stage_holds_the_numbers_of_the_whole():
-    sizes = {"layers": 4, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 264, "sequence": 32}
-    whole = models.build("gpt2-large", seed=3, **sizes)
-    stages = [Network(whole.spec, part=part).materialise(3, "cpu") for part in (range(0, 1), range(1, 3), range(3, 4))]
-    own = dict(whole.named_parameters(remove_duplicate=False))
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            assert torch.equal(parameter, own[name]), name
-    x = TOKENS
-    for stage in stages:
-        x = stage(x)
-    torch.testing.assert_close(x, whole(TOKENS))
-    assert whole.head.weight is whole.embedding.tokens.weight
-    assert not torch.equal(models.build("gpt2-large", seed=4, **sizes).head.weight, whole.head.weight)
-
-
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputing_changes_no_gradient(recompute):
-    gradients = []
-    for choice in ("none", recompute):
-        model = models.build("gpt-tiny", layers=2)
-        for _, layer in model.units():
-            layer.checkpoint(choice)
-        losses.total(model(TOKENS), TOKENS).backward()
-        gradients.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
 def test_low_rank_updates_of_seed_002_and_where_they_start():

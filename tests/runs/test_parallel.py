@@ -1,5 +1,6 @@
 """Every layout against one process: losses and gradient norms of three steps, collectives, checkpoints."""
 
+import contextlib
 import json
 import math
 import os
@@ -8,15 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from oracles.op_table import ops
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from madmax_lib.plan import Plan
-from madmax_lib.runs import checks
 from madmax_lib.runs.model import models
 from madmax_lib.runs.parallel import mesh
 from madmax_lib.runs.parallel.gradients import LossScale
+from madmax_lib.runs.parallel.trainer import parallelize
 from madmax_lib.runs.read import PHASES
 from madmax_lib.runs.settings import Settings
 
@@ -57,12 +60,13 @@ MATRIX = [
     ("gpt", "cp2.tp2.mb8", {}),
     ("gpt", "dp2.z3.mb4", {"check": "dp2.z3.mb4"}),  # a checkpoint after two steps, taken up by the same plan
     ("gpt", "dp2.z1.mb4", {"check": "dp2.z1.mb4"}),
+    ("gpt", "dp2.tp2.z1.mb4", {"check": "dp4.z3.mb2"}),
     ("gpt", "tp2.mb8", {"check": "dp2.z2.mb4"}),  # and by others
     ("gpt2", "dp2.z3.mb4", {"check": "pp2.mb4"}),
     ("gpt2", "pp2.mb4", {"check": "tp2.nosp.mb8"}),
     ("moe", "dp2.ep2.mb4", {"check": "counts"}),
     ("moe", "dp2.cp2.ep4.mb4", {}),
-    ("moe", "dp4.ep2.mb2", {}),  # two ranks share each expert, outside of DDP
+    ("moe", "dp4.ep2.mb2", {}),  # two ranks share each expert
     ("moe", "dp2.tp2.ep2.z1.mb4", {}),
     ("moe", "dp4.ep2.z3.mb2", {"check": "dp4.ep2.z3.mb2"}),
     ("moe", "dp2.tp2.pp2.cp1.ep2.mb2", {}),  # 5D
@@ -78,6 +82,8 @@ MIXED = [
     ("gpt2", "dp2.z2.mb4", {"dtype": "fp16"}),
     ("gpt", "dp2.pp2.z3.mb2", {"dtype": "bf16"}),
     ("gpt2", "tp2.mb8", {"dtype": "bf16"}),
+    ("gpt2", "dp2.z3.mb4", {"dtype": "bf16", "weights_16bit": True}),
+    ("moe", "dp2.pp2.mb2", {"dtype": "bf16", "weights_16bit": True}),
 ]
 OVERFLOW = ("gpt2", "dp2.z2.mb4", {"dtype": "fp16", "first_scale": 2.0**60})
 
@@ -92,24 +98,33 @@ def reference(model, options):
     return case_name(model, "one process", options), options
 
 
+class Rows(dict):  # what rank 0 saw of every case, by its name
+    def __missing__(self, name):
+        pytest.skip(f"needs more GPUs than the {torch.cuda.device_count()} here")
+
+
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    """What rank 0 saw of every case, by its name; one start for all."""
-    cases = {}
+def rows(request, tmp_path_factory):
+    """One start for all cases."""
+    cases, device = {}, request.config.getoption("--device")
     for model, plan, options in [*MATRIX, *MIXED, OVERFLOW]:
         name, sizes = MODELS[model]
         alone, alone_options = reference(model, options)
         cases[alone] = [alone, name, f"dp1.mb{BATCH}", alone_options | {"sizes": sizes}]
         case = case_name(model, plan, options)
         cases[case] = [case, name, plan, options | {"sizes": sizes}]
+    ranks = torch.cuda.device_count() if device == "cuda" else 8
+    cases = [case for case in cases.values() if Plan.parse(case[2]).world_size <= ranks]
+    if not cases:
+        pytest.skip("no CUDA device here")
     folder = tmp_path_factory.mktemp("parallel")
     worker = Path(__file__).with_name("runs_worker.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = [str(worker), str(folder / "rows.json"), json.dumps(list(cases.values()))]
+    arguments = [str(worker), str(folder / "rows.json"), json.dumps(cases), device]
     command = [sys.executable, "-W", "ignore", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=Path.cwd())
     assert run.returncode == 0, run.stderr[-5000:]
-    return json.loads((folder / "rows.json").read_text())
+    return Rows(json.loads((folder / "rows.json").read_text()))
 
 
 @pytest.mark.parametrize(("model", "plan", "options"), MATRIX, ids=lambda value: str(value))
@@ -173,11 +188,10 @@ def collectives(plan):
         return {
             "reduce_scatter": (passes, passes * activation),
             "all_gather": (passes + m, passes * activation + m * logits),
-            "all_reduce": (norms + 1 + 2, norms * spec.hidden * 4 + positions + scalars),
+            "all_reduce": (1 + 2, norms * spec.hidden * 4 + positions + scalars),
         }
     if plan.zero < 2:
-        tensors = 16 * LAYERS + 4  # tied: token table, positions, last norm
-        return {"all_reduce": (3, whole + scalars)} | ({"broadcast": (tensors, whole)} if plan.zero else {})
+        return {"all_reduce": (3, whole + scalars)} | ({"broadcast": (plan.dp, whole)} if plan.zero else {})
     layers = whole - 4 * (spec.embedding_parameters + spec.norm_parameters)
     units = LAYERS + 1
     gathers = (units, whole) if plan.zero == 2 else (m * (2 * LAYERS + 1), m * (whole + layers))
@@ -214,7 +228,7 @@ def test_a_job_describes_itself(rows):
     kinds = {plan: rows[case_name(model, plan, options)]["describe"] for model, plan, options in MATRIX}
     expected = {"dp2.mb4": "ddp", "dp2.tp2.mb4": "replicate", "dp4.z3.hs2.mb1": "hsdp", "pp2.mb2": "none"}
     assert {plan: kinds[plan]["data_parallel"] for plan in expected} == expected
-    assert kinds["dp2.z1.mb4"]["optimizer"] == "ZeroRedundancyOptimizer" and kinds["cp2.mb8"]["context"] == "ulysses"
+    assert kinds["dp2.z1.mb4"]["optimizer"] == "AdamW" and kinds["cp2.mb8"]["context"] == "ulysses"
     schedules = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
     plans = ("pp2.gpipe.mb2", "pp2.mb2", "pp2.v2.mb2", "pp2.zb.mb2")
     assert tuple(kinds[plan]["schedule"] for plan in plans) == schedules
@@ -238,12 +252,6 @@ def test_phases_take_time(rows):
         assert all(row["seconds"][phase] > 0 for phase in PHASES)
 
 
-@pytest.mark.parametrize(("model", "plan", "options"), [*MATRIX, *MIXED], ids=lambda value: str(value))
-def test_what_runs_is_not_refused(model, plan, options):
-    spec, given = models.spec(MODELS[model][0], **MODELS[model][1]), Plan.parse(plan)
-    checks.check(given, spec, Settings(global_batch=BATCH, sequence=0 if spec.image else SEQUENCE))
-
-
 def test_a_plan_needs_its_ranks():
     with pytest.raises(ValueError, match="dp2 needs 2 ranks, but 1 were started"):
         mesh.build(Plan(dp=2), "cpu")
@@ -265,11 +273,23 @@ def test_dimensions_of_many_ranks():
 
 def test_the_loss_scale_falls_at_once_and_rises_slowly():
     scale = LossScale(8.0, dynamic=True, growth_interval=3)
-    values = []
-    for overflow in (True, False, False, True, False, False, False, False):
-        scale.update(overflow)
-        values.append(scale.value)
-    assert values == [4, 4, 4, 2, 2, 2, 4, 4]
+    overflows = (True, False, False, True, False, False, False, False)
+    assert [scale.update(overflow) or scale.value for overflow in overflows] == [4, 4, 4, 2, 2, 2, 4, 4]
     constant = LossScale()
     constant.update(True)
     assert constant.value == 1.0
+
+
+class Names(TorchDispatchMode, list):  # of the operators that run inside
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_no_value_before_the_update(monkeypatch):
+    job = parallelize("moe-tiny", Plan(micro_batch=2), Settings(global_batch=2, sequence=8))
+    monkeypatch.setattr(torch.Tensor, "tolist", torch.Tensor.item)
+    with contextlib.suppress(RuntimeError), Names() as names:  # loss and accuracy, after the update, are two items
+        job.step(dict.fromkeys(("tokens", "targets"), torch.arange(16).view(2, 8)))
+    before = names[: names.index("_fused_adamw_.default")]
+    assert not [name for name in before if name.startswith(("_local_scalar_dense", "nonzero", "bincount"))]

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 
@@ -16,7 +16,7 @@ from madmax_lib.runs.spec import RunSpec, check
 def test_json_round_trip():
     spec = RunSpec(model="ViT_tiny", strategy="dp2.z3@deepspeed", steps=9, sizes={"layers": 2}, wandb=True)
     again = RunSpec.from_dict(json.loads(json.dumps(asdict(spec))))
-    assert again == spec and hash(spec) and spec.digest == again.digest != replace(spec, steps=8).digest
+    assert again == spec and hash(spec)
     assert (spec.model, spec.kind, spec.data, spec.engine) == ("vit-tiny", "images", "synthetic-images", "deepspeed")
     assert spec.name == "vit-tiny_dp2.z3_deepspeed"
 
@@ -52,7 +52,7 @@ def test_a_rank_takes_its_share_at_once_unless_mb_says_otherwise(strategy, batch
         ({"clip_norm": -1.0}, "clip_norm=-1.0 must be a non-negative number"),
         ({"checkpoint_every": True}, "checkpoint_every=True must be a whole number of at least 0"),
         ({"timeout_s": "60"}, "timeout_s='60' must be a positive number"),
-        ({"dtype": "fp8"}, "dtype='fp8' is not one of fp32, bf16, fp16"),
+        ({"dtype": "fp8"}, "dtype='fp8' is not one of auto, fp32, bf16, fp16"),
         ({"device": "tpu"}, "device='tpu' is not one of auto, cpu, cuda"),
         ({"sizes": {"depth": 2}}, "'depth' is not a size of gpt-tiny"),
     ],
@@ -93,8 +93,8 @@ def test_data_that_is_not_here_is_replaced_by_as_many_classes_as_the_model_has(t
     assert resolved["data"] == "synthetic-images" and "cifar-100" in resolved["data_note"]
 
 
-@pytest.mark.parametrize("package", ["torch", "wandb"])
+@pytest.mark.parametrize("package", ["torch", "wandb", "torchao"])
 def test_a_missing_package_is_one_line(package, monkeypatch):
     monkeypatch.setattr("madmax_lib.runs.spec.find_spec", lambda name: name != package)
     with pytest.raises(ModuleNotFoundError, match=f"this run needs the package {package}, which is not installed"):
-        check(RunSpec(wandb=True), gpus=0)
+        check(RunSpec(wandb=True, adam_8bit=True), gpus=0)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from madmax_lib import catalog
 
-__all__ = ["TORCH_DTYPES", "cores_per_rank", "device_name", "memory_bytes_per_s", "peak_flops"]
+__all__ = ["TORCH_DTYPES", "cores_per_rank", "device_name", "memory_bytes_per_s", "native_dtype", "peak_flops"]
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIDE, _PRODUCTS = {"cpu": 512, "cuda": 8192}, 20
@@ -37,6 +37,12 @@ def peak_flops(device: str, dtype: str) -> tuple[float, str]:
     share = min(1.0, cores_per_rank() / torch.get_num_threads()) if device == "cpu" else 1.0
     shared = f", x {share:.3g} since ranks share cores" if share < 1 else ""
     return float(rate) * share, f"measured: best {side} x {side} matrix product in {dtype}{shared}"
+
+
+def native_dtype(dtype: str, device: str) -> str:
+    """A dtype, or in place of auto bf16 on a GPU that computes in it and fp32 elsewhere."""
+    native = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return ("bf16" if native else "fp32") if dtype == "auto" else dtype
 
 
 def device_name(device: str) -> str:

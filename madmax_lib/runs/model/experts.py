@@ -8,44 +8,29 @@ is dropped. Every expert runs, on no rows too, so that all ranks see the same co
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, all_reduce, all_to_all_single
+from torch.distributed import ProcessGroup, all_to_all_single
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
 
 from madmax_lib.specs import Transformer
 
 __all__ = ["Experts", "Mixture"]
 
-Share = tuple[int, int, ProcessGroup | None]  # (part, parts, group of the ranks that hold them)
 
+def _grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Rows (n, in), counts[e] of them in a row, by weights[e] (out, in): (n, out).
 
-class _Enter(torch.autograd.Function):
-    """Rows that every tp rank has: themselves forward, gradients summed backward."""
-
-    @staticmethod
-    def forward(context, rows, group):
-        context.group = group
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(context, gradient):
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        all_reduce(total, group=context.group)
-        return total, None
-
-
-class _Leave(torch.autograd.Function):
-    """Partial results of the tp ranks: summed forward, gradients themselves backward."""
-
-    @staticmethod
-    def forward(context, rows, group):
-        total = rows.clone(memory_format=torch.contiguous_format)
-        all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(context, gradient):
-        return gradient, None
+    One kernel, for which the host need not know the counts; it reads them only where a row is no multiple of 16 bytes.
+    """
+    kind = rows.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+    rows, weights = rows.to(dtype), weights.to(dtype)
+    if all(width * dtype.itemsize % 16 == 0 for width in weights.shape[1:]):
+        return functional.grouped_mm(rows, weights.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
+    parts = zip(rows.split(counts.tolist()), weights, strict=True)
+    return torch.cat([functional.linear(part, weight) for part, weight in parts])
 
 
 class Experts(nn.Module):
@@ -62,26 +47,31 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.empty(count, width)) if bias else None
         self.gate_bias = nn.Parameter(torch.empty(count, width)) if bias and spec.gated else None
         self.down_bias = nn.Parameter(torch.empty(count, hidden)) if bias else None
-        self.tensor_group: ProcessGroup | None = None
+        self.mesh: DeviceMesh | None = None  # the tp ranks, if more than one
 
-    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: (n, hidden) sorted by expert, counts[e] of them for local expert e."""
-        rows = _Enter.apply(rows, self.tensor_group) if self.tensor_group else rows
-        results = [self._expert(part, e) for e, part in enumerate(rows.split(counts))]
-        result = torch.cat(results)
-        return _Leave.apply(result, self.tensor_group) if self.tensor_group else result
+        if self.mesh:  # every tp rank has the rows and computes a part of their gradients
+            whole = DTensor.from_local(rows, self.mesh, [Replicate()], run_check=False)
+            rows = whole.to_local(grad_placements=[Partial()])
+        expert = torch.repeat_interleave(counts, output_size=len(rows))  # of each row
 
-    def _expert(self, x: Tensor, e: int) -> Tensor:
-        up = functional.linear(x, self.up[e], None if self.up_bias is None else self.up_bias[e])
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            product = _grouped(x, weight, counts)
+            return product if bias is None else product + bias[expert].to(product.dtype)
+
+        inner = linear(rows, self.up, self.up_bias)
         if self.gate is not None:
-            gate = functional.linear(x, self.gate[e], None if self.gate_bias is None else self.gate_bias[e])
-            inner = functional.silu(gate) * up
+            inner = functional.silu(linear(rows, self.gate, self.gate_bias)) * inner
         else:
-            inner = functional.gelu(up, approximate="tanh")
-        return functional.linear(inner, self.down[e], None if self.down_bias is None else self.down_bias[e])
+            inner = functional.gelu(inner, approximate="tanh")
+        result = linear(inner, self.down, self.down_bias)
+        if self.mesh:
+            result = DTensor.from_local(result, self.mesh, [Partial()], run_check=False).full_tensor()
+        return result
 
-    def slice_(self, expert: tuple[int, int], channel: tuple[int, int]) -> None:
-        """Keep part `expert[0]` of `expert[1]` of the experts, and of their channels, in place."""
+    def keep(self, expert: tuple[int, int], channel: tuple[int, int]) -> None:
+        """Keep part `expert[0]` of `expert[1]` of the experts, and likewise of their channels, in place."""
         channel_dim = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1}
         for name, weight in list(self.named_parameters(recurse=False)):
             part = weight.detach().chunk(expert[1], 0)[expert[0]]
@@ -100,18 +90,13 @@ class Mixture(nn.Module):
         self.active = spec.active_experts
         self.group: ProcessGroup | None = None  # the ep ranks, if more than one
 
-    def share(self, expert: Share, channel: Share) -> None:
-        """Keep this rank's part of the experts and of their channels, in place."""
-        self.experts.slice_(expert[:2], channel[:2])
-        self.group, self.experts.tensor_group = expert[2], channel[2]
-
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, S, hidden)."""
         tokens = x.flatten(0, 1)
         weights, chosen = self.router(tokens).float().softmax(-1).topk(self.active, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=self.router.out_features)
+        counts = order.new_zeros(self.router.out_features).scatter_add_(0, chosen.flatten(), torch.ones_like(order))
         result = self._run(tokens[order // self.active], counts)
         weighted = result * weights.flatten()[order].unsqueeze(-1).to(result.dtype)
         return torch.zeros_like(tokens).index_add(0, order // self.active, weighted.to(tokens.dtype)).view_as(x)
@@ -119,17 +104,17 @@ class Mixture(nn.Module):
     def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Results of rows sorted by expert, counts[e] of them for expert e."""
         if self.group is None:
-            return self.experts(rows, counts.tolist())
+            return self.experts(rows, counts)
         ranks = self.group.size()
         theirs = torch.empty_like(counts)
         all_to_all_single(theirs, counts, group=self.group)
-        sent = counts.view(ranks, -1).sum(1).tolist()
         theirs = theirs.view(ranks, -1)
-        got = theirs.sum(1).tolist()
+        # the one wait of a layer: an all-to-all must be told the sizes of its parts
+        sent, got = torch.stack((counts.view(ranks, -1).sum(1), theirs.sum(1))).tolist()
         arrived = all_to_all_single_autograd(rows, got, sent, self.group)
         # rows come by sending rank, then expert; experts want them by expert
-        expert = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks).repeat_interleave(theirs.flatten())
-        order = expert.argsort(stable=True)
-        result = self.experts(arrived[order], theirs.sum(0).tolist())
+        expert = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
+        order = expert.repeat_interleave(theirs.flatten(), output_size=sum(got)).argsort(stable=True)
+        result = self.experts(arrived[order], theirs.sum(0))
         back = torch.empty_like(result).index_copy(0, order, result)
         return all_to_all_single_autograd(back, sent, got, self.group)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-__all__ = ["bias_gelu", "unavailable"]
+__all__ = ["bias_gelu", "unavailable", "way"]
 
 _HOWS = ("eager", "compiled", "triton")
 
@@ -32,7 +32,8 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, how: str = "eager") -> torch.
 
 def unavailable(how: str, device: str) -> str:
     """Why this way cannot be taken on a device (cpu or cuda), empty if it can. Raises ValueError for another `how`."""
-    _check(how)
+    if how not in _HOWS:
+        raise ValueError(f"how={how!r} is not one of {', '.join(_HOWS)}")
     if how != "triton":
         return ""
     if find_spec("triton") is None:
@@ -42,21 +43,21 @@ def unavailable(how: str, device: str) -> str:
     return "" if device != "cpu" or triton_kernels.INTERPRETED else "Triton needs a GPU, or TRITON_INTERPRET=1"
 
 
+def way(fused: bool, device: str) -> str:
+    """How a model computes bias + GELU on a device: triton if asked for, else eager and, if it was asked for, why."""
+    reason = unavailable("triton", device) if fused else ""
+    return f"eager: {reason}" if reason else "triton" if fused else "eager"
+
+
 @lru_cache(maxsize=len(_HOWS))
 def _function(how: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    _check(how)
+    if reason := unavailable(how, "cuda"):
+        raise ModuleNotFoundError(f"bias_gelu(how={how!r}): {reason}; pip install triton")
     if how != "triton":
         return torch.compile(_eager) if how == "compiled" else _eager
-    if find_spec("triton") is None:
-        raise ModuleNotFoundError("bias_gelu(how='triton') needs triton: pip install triton")
     from madmax_lib.runs.model.triton_kernels import BiasGelu
 
     return BiasGelu.apply
-
-
-def _check(how: str) -> None:
-    if how not in _HOWS:
-        raise ValueError(f"how={how!r} is not one of {', '.join(_HOWS)}")
 
 
 def _eager(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -5,15 +5,17 @@ positions [arXiv 2104.09864], grouped heads [arXiv 2305.13245], GELU (tanh) or g
 weights' own shapes, so that a tensor-parallel shard runs the same code.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from madmax_lib.runs.model.context import Exchange
 from madmax_lib.runs.model.experts import Mixture
+from madmax_lib.runs.model.kernels import bias_gelu
 from madmax_lib.specs import Transformer
 
 __all__ = ["Attention", "FeedForward", "TransformerLayer", "norm"]
@@ -30,14 +32,29 @@ def norm(spec: Transformer) -> nn.Module:
     return kind(spec.hidden, eps=epsilon)
 
 
+@lru_cache(maxsize=8)
+def _turns(length: int, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (length, width/2) of position x base^(-2i/width); the same in all layers and steps."""
+    frequency = _ROPE_BASE ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
 def _rotate(heads: Tensor) -> Tensor:
-    """Rotary positions: channel pairs (i, i + d/2) of heads (B, H, S, d) turned by position x base^(-2i/d)."""
-    length, width = heads.shape[-2:]
-    frequency = _ROPE_BASE ** (-torch.arange(0, width, 2, device=heads.device, dtype=torch.float32) / width)
-    angle = torch.outer(torch.arange(length, device=heads.device, dtype=torch.float32), frequency)
-    cosine, sine = angle.cos().to(heads.dtype), angle.sin().to(heads.dtype)
+    """Rotary positions: channel pairs (i, i + d/2) of heads (B, H, S, d) turned by their position."""
+    cosine, sine = _turns(*heads.shape[-2:], heads.device, heads.dtype)
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+def _shares_heads(query: Tensor) -> bool:
+    """Whether fused attention itself reads one key head for several query heads.
+
+    Flash attention does: on CPUs, and in 16 bits from Ampere on. On other GPUs torch would put the scores in memory.
+    """
+    if not query.is_cuda:
+        return True
+    return query.itemsize == 2 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _unfused(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
@@ -78,16 +95,17 @@ class Attention(nn.Module):
         return self.projection(self.exchange.to_sequence(mixed.transpose(1, 2)).flatten(-2))
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        if self.kind == "unfused":
+        groups, unfused = query.shape[1] // key.shape[1], self.kind == "unfused"
+        if groups > 1 and (unfused or not _shares_heads(query)):
+            key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+        if unfused:
             return _unfused(query, key, value, self.causal)
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        attend = functional.scaled_dot_product_attention
+        return attend(query, key, value, is_causal=self.causal, enable_gqa=groups > 1)
 
 
 class FeedForward(nn.Module):
-    """(B, S, hidden) -> (B, S, hidden): GELU (tanh), or SiLU times a gate."""
+    """(B, S, hidden) -> (B, S, hidden): GELU (tanh), or SiLU times a gate. `fused`: bias and GELU by Triton."""
 
     def __init__(self, spec: Transformer):
         super().__init__()
@@ -95,12 +113,16 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(spec.hidden, spec.ffn, bias=bias) if spec.gated else None
         self.up = nn.Linear(spec.hidden, spec.ffn, bias=bias)
         self.down = nn.Linear(spec.ffn, spec.hidden, bias=bias)
-        self.exact = bool(spec.image)  # ViT has the exact GELU, GPT-2 its tanh form
+        self.fused, self.exact = False, bool(spec.image)  # ViT has the exact GELU, GPT-2 its tanh form
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, S, hidden)."""
         if self.gate is not None:
             return self.down(functional.silu(self.gate(x)) * self.up(x))
+        if self.fused:
+            parts = functional.linear(x, self.up.weight), self.up.bias
+            inner, bias = (part.to_local() if isinstance(part, DTensor) else part for part in parts)
+            return self.down(bias_gelu(inner, bias.to(inner.dtype), "triton"))
         return self.down(functional.gelu(self.up(x), approximate="none" if self.exact else "tanh"))
 
 

@@ -50,7 +50,7 @@ def split(batch: Mapping[str, Tensor], spec: Transformer, device: torch.device, 
     return Part(inputs, targets, samples, positions)
 
 
-def sums(loss: Tensor | None, right: Tensor | None, part: Part, group: dist.ProcessGroup, copies: int = 1) -> Tensor:
+def sums(loss: Tensor | None, right: Tensor | None, part: Part, copies: int = 1) -> Tensor:
     """Sum of losses, right targets and targets that count (3,) of the global batch, on the device.
 
     loss, right: of this rank, None where it has none. copies: how many ranks hold the same.
@@ -58,7 +58,7 @@ def sums(loss: Tensor | None, right: Tensor | None, part: Part, group: dist.Proc
     result = torch.zeros(3, dtype=torch.float64, device=part.inputs.device)
     if loss is not None:
         result = torch.stack([own.double() for own in (loss, right, (part.targets != MASKED).sum())])
-    dist.all_reduce(result, group=group)
+    dist.all_reduce(result)
     return result / copies
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from madmax_lib.runs.model.layers import TransformerLayer, norm
 from madmax_lib.runs.model.weights import Weights
@@ -105,7 +106,7 @@ class Network(nn.Module):
         children = ((name, getattr(self, name)) for name in ("embedding", "norm", "head"))
         return ((name, child) for name, child in children if child is not None)
 
-    def materialise(self, seed: int, device: str | torch.device, weights: Weights | None = None) -> Network:
+    def materialise(self, seed: int, device: Device, weights: Weights | None = None) -> Network:
         """Allocate and draw all parameters, or read them from published weights."""
         for name, part in (*self.units(), *self.ends()):
             draw(part, name, self.spec, seed, device, weights)
@@ -114,12 +115,7 @@ class Network(nn.Module):
 
 
 def draw(
-    module: nn.Module,
-    prefix: str,
-    spec: Transformer,
-    seed: int,
-    device: str | torch.device,
-    weights: Weights | None = None,
+    module: nn.Module, prefix: str, spec: Transformer, seed: int, device: Device, weights: Weights | None = None
 ) -> None:
     """Allocate a module on the device and draw its parameters, each from a generator seeded by its full name.
 

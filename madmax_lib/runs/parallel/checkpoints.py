@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from madmax_lib.runs.model.network import Network
 from madmax_lib.runs.parallel.mesh import Mesh
-from madmax_lib.runs.parallel.optimizers import Optimizers
+from madmax_lib.runs.parallel.optimizers import Optimizers, local
 
 __all__ = ["load", "save"]
 
@@ -21,7 +22,7 @@ __all__ = ["load", "save"]
 def save(directory: str | Path, modules: list[Network], optimizers: Optimizers, mesh: Mesh, progress: Tensor) -> None:
     """Write a checkpoint; collective over all ranks. progress: (n,) numbers that belong to it."""
     state = _state(modules, optimizers, mesh) | {"progress": progress}
-    dcp.save(state, checkpoint_id=str(directory), process_group=mesh.world)
+    dcp.save(state, checkpoint_id=str(directory))
 
 
 def load(directory: str | Path, modules: list[Network], optimizers: Optimizers, mesh: Mesh, progress: Tensor) -> None:
@@ -33,13 +34,14 @@ def load(directory: str | Path, modules: list[Network], optimizers: Optimizers, 
         raise FileNotFoundError(f"{directory}: no complete checkpoint (.metadata is missing)")
     for _, parameter, values in optimizers.states():
         if not values:
-            values["step"] = torch.tensor(0.0)
-            values["exp_avg"], values["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            part = local(parameter.detach())
+            values["step"] = torch.zeros((), device=part.device)
+            values["exp_avg"], values["exp_avg_sq"] = torch.zeros_like(part), torch.zeros_like(part)
     state = _state(modules, optimizers, mesh) | {"progress": progress}
     stored = dcp.FileSystemReader(str(directory)).read_metadata().state_dict_metadata
     if missing := sorted(set(state) - set(stored)):
         raise ValueError(f"{directory}: {missing[0]} is not in the checkpoint; it is one of another model or layout")
-    dcp.load(state, checkpoint_id=str(directory), process_group=mesh.world)
+    dcp.load(state, checkpoint_id=str(directory))
 
 
 def _stored_name(name: str, network: Network) -> str:
@@ -55,7 +57,14 @@ def _state(modules: list[Network], optimizers: Optimizers, mesh: Mesh) -> dict[s
     state = {name + (part if name in cut else ""): p.detach() for p, name in names.items()}
     for name, parameter, values in optimizers.states():
         name = _stored_name(name, modules[0])
-        twin = parameter not in names and mesh.size("tp") > 1  # a plain part of a DTensor, under ZeRO-1
-        suffix = part if name in cut or twin else ""
-        state |= {f"{name}.{key}{suffix}": value for key, value in values.items()}
+        suffix = part if name in cut else ""
+        state |= {f"{name}.{key}{suffix}": _like(value, parameter) for key, value in values.items()}
     return state
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    """A state of a parameter's part, split as the parameter is; the same storage."""
+    if not value.ndim or not isinstance(parameter, DTensor):
+        return value
+    mesh, whole = parameter.device_mesh, {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(value, mesh, parameter.placements, run_check=False, **whole)

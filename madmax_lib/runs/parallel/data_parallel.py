@@ -1,8 +1,9 @@
 """What does each data-parallel rank keep? Everything (DDP), or a shard of states, gradients, parameters (ZeRO, FSDP2).
 
 zero=0 and 1 copy the parameters: DistributedDataParallel, or FSDP2's `replicate` where DDP cannot go (DTensors of
-tensor parallelism; the split backward pass of a zero-bubble pipeline, which bypasses DDP's hooks). zero=2 and 3 are
-`fully_shard`, gathered once per step or once per pass [arXiv 1910.02054, 2304.11277]; over a 2-D mesh it is HSDP.
+tensor parallelism; experts, which fewer ranks share; the split backward pass of a zero-bubble pipeline, which bypasses
+DDP's hooks). zero=2 and 3 are `fully_shard`, gathered once per step or once per pass [arXiv 1910.02054, 2304.11277];
+over a 2-D mesh it is HSDP.
 All reductions sum: losses are divided by the global number of targets, so nothing else needs a factor.
 """
 
@@ -44,12 +45,12 @@ class DataParallel:
         self.kind = self._kind()
 
     def _kind(self) -> str:
-        plan, ranks = self.plan, self.mesh.fsdp.size()
+        plan, ranks = self.plan, self.mesh.size("fsdp")
         if plan.zero >= 2 and (ranks > 1 or plan.offload):
             return "hsdp" if self.mesh.dense.ndim == 2 else "fsdp2"
         if ranks == 1:
             return "none"
-        return "replicate" if plan.tp > 1 or plan.schedule == "zero-bubble" else "ddp"
+        return "replicate" if plan.tp * plan.ep > 1 or plan.schedule == "zero-bubble" else "ddp"
 
     @property
     def casts(self) -> bool:
@@ -59,7 +60,7 @@ class DataParallel:
     def wrap_unit(self, module: nn.Module) -> None:
         """Shard a layer in place, as soon as it exists: no rank ever holds more than one whole layer."""
         for experts in experts_of(module):
-            self._wrap(experts, self.mesh.edp)
+            self._wrap(experts, self.mesh.axes["edp"])
         self._wrap(module, self.mesh.dense)
 
     def wrap_root(self, network: Network) -> nn.Module:
@@ -78,18 +79,14 @@ class DataParallel:
         if self.kind == "replicate":
             from torch.distributed._composable.replicate_with_fsdp import replicate
 
-            replicate(module, mesh=self.mesh.edp if isinstance(module, Experts) else self.mesh.fsdp)
+            replicate(module, mesh=self.mesh.axes["edp" if isinstance(module, Experts) else "fsdp"])
         elif self.casts:
-            pinned = self.mesh.root.device_type == "cuda"
+            pinned = self.mesh.dense.device_type == "cuda"
             offload = CPUOffloadPolicy(pin_memory=pinned) if self.plan.offload else OffloadPolicy()
             kept = False if self.plan.zero == 2 else reshard
             fully_shard(module, mesh=mesh, reshard_after_forward=kept, mp_policy=self.policy, offload_policy=offload)
 
     def _ddp(self, network: Network) -> DistributedDataParallel:
-        if self.plan.ep > 1:  # other ranks hold other experts
-            own = {id(p) for experts in experts_of(network) for p in experts.parameters()}
-            names = [name for name, p in network.named_parameters() if id(p) in own]
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, names)
         bucket_mb = self.plan.bucket_bytes / 2**20 if math.isfinite(self.plan.bucket_bytes) else 2**20
         group = self.mesh.group("fsdp")
         wrapped = DistributedDataParallel(
@@ -111,15 +108,6 @@ class DataParallel:
         elif self.casts:
             module.set_requires_all_reduce(last)
             module.set_reshard_after_backward(last or self.plan.zero == 3)
-
-    def reduce_experts(self, modules: list[nn.Module]) -> None:
-        """Sum the gradients of experts that DDP leaves alone."""
-        if self.kind != "ddp" or self.plan.ep == 1 or self.mesh.edp.size() == 1:
-            return
-        for module in modules:
-            for experts in experts_of(module):
-                for parameter in experts.parameters():
-                    dist.all_reduce(parameter.grad, group=self.mesh.group("edp"))
 
 
 def _sum_bucket(group, bucket):

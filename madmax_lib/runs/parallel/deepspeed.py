@@ -111,7 +111,7 @@ class _DeepSpeedTrainer:
         loss, right = self._run(part, factor)
         self.steps_done += 1
         norm = self.engine.get_global_grad_norm()
-        return losses.means(losses.sums(loss, right, part, dist.group.WORLD), part) | {
+        return losses.means(losses.sums(loss, right, part), part) | {
             "grad_norm": math.nan if norm is None else float(norm),
             "overflow": bool(getattr(optimizer, "overflow", False)),
             "loss_scale": scale,
@@ -122,7 +122,7 @@ class _DeepSpeedTrainer:
         """loss, accuracy, samples and tokens of a global batch by this rank's share, without a gradient."""
         part = losses.split(batch, self.spec, self.device, self.plan.dp)
         loss, right = self._run(part, None)
-        return losses.means(losses.sums(loss, right, part, dist.group.WORLD), part)
+        return losses.means(losses.sums(loss, right, part), part)
 
     def save(self, directory: str | Path) -> None:
         """Write DeepSpeed's checkpoint."""

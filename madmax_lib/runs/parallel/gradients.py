@@ -1,24 +1,25 @@
-"""How long is the gradient, over all ranks, and is it finite? Norm, clipping and loss scaling by hand.
+"""How long is the gradient, over all ranks? Norm and loss scaling by hand.
 
 Every rank sums the squares of what it holds; a parameter that `c` ranks hold copies of counts 1/c on each. torch's
-`clip_grad_norm_` refuses parameters on different meshes. With fp16 the loss is multiplied by a scale, halved when a
-gradient overflows (the step is skipped on all ranks) and doubled after many good steps [arXiv 1710.03740].
+`clip_grad_norm_` refuses parameters on different meshes. No value is read, so that the host runs ahead. With fp16 the
+loss is multiplied by a scale, halved when a gradient overflows (the step is skipped on all ranks) and doubled after
+many good steps [arXiv 1710.03740].
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from madmax_lib.runs.model.network import Network
 from madmax_lib.runs.parallel.mesh import Mesh
-from madmax_lib.runs.parallel.optimizers import Optimizers, local
+from madmax_lib.runs.parallel.optimizers import Optimizers, at_once, local
 
-__all__ = ["LossScale", "finish", "multiply", "norm", "sum_tied"]
+__all__ = ["LossScale", "finish", "norm", "sum_tied"]
 
 
 @dataclass
@@ -47,11 +48,17 @@ class LossScale:
             self.value, self.good_steps = self.value * 2, 0
 
 
-def finish(parameters: Iterable[Tensor]) -> None:
+@torch.no_grad()
+def finish(parameters: Iterable[Tensor], mesh: Mesh) -> None:
     """Sum gradients that are still parts of a sum over tp ranks (norms and positions under sequence parallelism)."""
-    for parameter in parameters:
-        if isinstance(parameter.grad, DTensor) and parameter.grad.placements != parameter.placements:
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    parts = []
+    for p in parameters:
+        if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+            if (p.grad.placements, p.placements) == ((Partial(),), (Replicate(),)):
+                parts.append(local(p.grad))
+            else:
+                p.grad = p.grad.redistribute(placements=p.placements)
+    at_once(partial(dist.all_reduce, group=mesh.group("tp")), parts)
 
 
 def sum_tied(modules: Sequence[Network], mesh: Mesh) -> Tensor | None:
@@ -64,41 +71,24 @@ def sum_tied(modules: Sequence[Network], mesh: Mesh) -> Tensor | None:
         return None
     last = mesh.coordinate("pp") == stages - 1
     parameter = modules[-1].head.weight if last else modules[0].embedding.tokens.weight
-    own, group = local(parameter.grad), mesh.group("pp")
+    gradient, group = local(parameter.grad), mesh.group("pp")
+    own = gradient.to(mesh.dense.device_type, copy=True)  # NCCL sends nothing that is offloaded
     other, peer = torch.empty_like(own), dist.get_global_rank(group, 0 if last else stages - 1)
-    exchange = [dist.P2POp(dist.isend, own.clone(), peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+    exchange = [dist.P2POp(dist.isend, own, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
     for request in dist.batch_isend_irecv(exchange):
         request.wait()
-    own.add_(other)
+    gradient.add_(other.to(gradient.device))
     return parameter if last else None
 
 
-def norm(optimizers: Optimizers, mesh: Mesh, skip: Tensor | None = None) -> float:
-    """Length of the whole model's gradient; skip: a copy that another stage counts."""
-    total = torch.zeros((), dtype=torch.float64, device=mesh.root.device_type)
-    holders = mesh.world.size() // mesh.size("pp")
-    for parameter in optimizers.names:
-        if parameter.grad is not None and parameter is not skip:
-            shards = _shards(parameter)
-            if parameter in optimizers.experts:
-                shards *= mesh.size("ep") * mesh.size("tp")
-            squares = local(parameter.grad).float().square().sum().double()
-            total += (squares * shards / holders).to(total.device)
-    dist.all_reduce(total, group=mesh.world)
-    return math.sqrt(total.item()) if math.isfinite(total.item()) else math.inf
-
-
-def _shards(parameter: Tensor) -> int:
-    """Into how many parts a parameter is split."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return math.prod(size for size, placement in sizes if not placement.is_replicate())
-
-
-def multiply(parameters: Iterable[Tensor], factor: float) -> None:
-    """Scale all gradients in place."""
-    if factor != 1.0:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                local(parameter.grad).mul_(factor)
+@torch.no_grad()
+def norm(optimizers: Optimizers, mesh: Mesh, skip: Tensor | None = None) -> Tensor:
+    """Length of the whole model's gradient, a number on the device; skip: a copy that another stage counts."""
+    total = torch.zeros((), dtype=torch.float64, device=mesh.dense.device_type)
+    for part, parameters in optimizers.counted.items():
+        gradients = [local(p.grad) for p in parameters if p.grad is not None and p is not skip]
+        if gradients:
+            lengths = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+            total += (part * lengths.double().square().sum()).to(total.device)
+    dist.all_reduce(total)
+    return total.sqrt()

@@ -5,50 +5,53 @@ experts, split into edp x ep: ep ranks hold different experts, edp ranks the sam
 needs: gloo gives each a thread that wakes a hundred times a second.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from madmax_lib.plan import Plan
 
-__all__ = ["Mesh", "build"]
+__all__ = ["Mesh", "build", "join"]
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Meshes by dimension.
 
-    root: all ranks as (pp, dp, cp, tp).
-    fsdp: dp x cp.
+    axes: pp, dp, cp, tp, fsdp (dp x cp), edp (copies of an expert) and ep (parts of the experts, None for ep=1).
     dense: what dense parameters are sharded or copied over, 2-D (copies, shards) with HSDP.
-    edp: copies of an expert.
-    ep: parts of the experts, None for ep=1.
-    world: all ranks.
     """
 
-    root: DeviceMesh
-    fsdp: DeviceMesh
+    axes: Mapping[str, DeviceMesh | None]
     dense: DeviceMesh
-    edp: DeviceMesh
-    ep: DeviceMesh | None
-    world: dist.ProcessGroup
 
-    def __getitem__(self, name: str) -> DeviceMesh:
-        """One of pp, dp, cp, tp, ep, edp, fsdp."""
-        return getattr(self, name) if name in ("ep", "edp", "fsdp") else self.root[name]
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        """This rank's number and the ranks of each axis; a DeviceMesh takes as long to tell as several kernels."""
+        return {name: (mesh.get_local_rank(), mesh.size()) if mesh else (0, 1) for name, mesh in self.axes.items()}
 
     def size(self, name: str) -> int:
         """Ranks of a dimension."""
-        return 1 if self[name] is None else self[name].size()
+        return self._places[name][1]
 
     def coordinate(self, name: str) -> int:
         """This rank's number in a dimension."""
-        return 0 if self[name] is None else self[name].get_local_rank()
+        return self._places[name][0]
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """Process group of a dimension; None where it has one rank and needs none."""
-        return self[name].get_group() if self.size(name) > 1 else None
+        return self.axes[name].get_group() if self.size(name) > 1 else None
+
+
+def join(device_type: str, **options) -> None:
+    """Enter a process group of gloo, or of NCCL bound to the current GPU: links are made, and break, here."""
+    on_gpu = device_type == "cuda"
+    bound = {"device_id": torch.device("cuda", torch.cuda.current_device())} if on_gpu else {}
+    dist.init_process_group("nccl" if on_gpu else "gloo", **bound, **options)
 
 
 def build(plan: Plan, device_type: str) -> Mesh:
@@ -58,13 +61,12 @@ def build(plan: Plan, device_type: str) -> Mesh:
     needs other than those.
     """
     if not dist.is_initialized() and plan.world_size == 1:
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        join(device_type, store=dist.HashStore(), rank=0, world_size=1)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size != plan.world_size:
         raise ValueError(f"{plan} needs {plan.world_size} ranks, but {world_size} were started")
-    shape = (plan.pp, plan.dp, plan.cp, plan.tp)
-    root = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    names = ("pp", "dp", "cp", "tp")
+    root = init_device_mesh(device_type, tuple(getattr(plan, name) for name in names), mesh_dim_names=names)
     if plan.cp == 1 or plan.dp == 1:
         fsdp = root["dp"] if plan.cp == 1 else root["cp"]
     else:
@@ -76,4 +78,4 @@ def build(plan: Plan, device_type: str) -> Mesh:
         edp, ep = both["edp"], both["ep"]
     if 0 < plan.shard < fsdp.size():
         dense = fsdp._unflatten(0, (fsdp.size() // plan.shard, plan.shard), ("copies", "shard"))
-    return Mesh(root, fsdp, dense, edp, ep, dist.group.WORLD)
+    return Mesh({name: root[name] for name in names} | {"fsdp": fsdp, "edp": edp, "ep": ep}, dense)

@@ -1,23 +1,26 @@
-"""How are AdamW's states held? One optimizer per kind of parameter, sharded by rank under ZeRO-1.
+"""How are AdamW's states held? Whole, or under ZeRO-1 each rank's for the parameters that it updates.
 
-Parameters on different meshes cannot be stepped in one fused call, so they are sorted by mesh. ZeRO-1 is
-`ZeroRedundancyOptimizer` [arXiv 1910.02054]: each rank updates some parameters whole and sends them to the others. It
-takes no DTensors; those get plain twins that share their storage.
+ZeRO-1 [arXiv 1910.02054]: a rank updates some of the parameters that it shares with others, and sends them in one
+broadcast. AdamW sees plain tensors, so that one fused call takes all of them: DTensors get twins that share their
+storage.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from madmax_lib.plan import Plan
 from madmax_lib.runs.parallel.data_parallel import experts_of
 from madmax_lib.runs.parallel.mesh import Mesh
+from madmax_lib.runs.settings import Settings
 
-__all__ = ["Optimizers", "local"]
+__all__ = ["Optimizers", "at_once", "local"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -25,67 +28,98 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class Optimizers:
-    """AdamW over all trained parameters of a rank's stages. names: full name of every trained parameter."""
+def at_once(exchange: Callable[[Tensor], object], tensors: list[Tensor]) -> None:
+    """Exchange many tensors in place, in one message."""
+    if tensors:
+        bucket = torch.cat([tensor.flatten() for tensor in tensors])
+        exchange(bucket)
+        pieces = bucket.split([tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)])
 
-    def __init__(self, modules: list[nn.Module], plan: Plan, mesh: Mesh, learning_rate: float, weight_decay: float):
+
+class Optimizers:
+    """AdamW over all trained parameters of a rank's stages.
+
+    adam: the optimizer itself.
+    names: full name of every trained parameter.
+    experts: parameters of experts.
+    counted: parameters by the part of their squares that this rank adds to the model's: one over the ranks with copies.
+    """
+
+    def __init__(self, modules: list[nn.Module], plan: Plan, mesh: Mesh, settings: Settings):
         self.names = {p: name for module in modules for name, p in module.named_parameters() if p.requires_grad}
         self.experts = {p for module in modules for experts in experts_of(module) for p in experts.parameters()}
-        self.twins: dict[Tensor, nn.Parameter] = {}
-        options = {"lr": learning_rate, "weight_decay": weight_decay, "betas": (0.9, 0.95)}
-        if plan.zero == 1 and mesh.fsdp.size() > 1:
-            self.parts = [self._redundant(parameters, group, options) for parameters, group in self._by_copies(mesh)]
-        else:
-            self.parts = [torch.optim.AdamW(parameters, **options) for parameters in self._by_mesh()]
+        self.counted: dict[float, list[Tensor]] = defaultdict(list)
+        split, holders = mesh.size("ep") * mesh.size("tp"), plan.world_size // plan.pp
+        for p in self.names:
+            self.counted[_shards(p) * (split if p in self.experts else 1) / holders].append(p)
+        self._twins = {p: nn.Parameter(p.detach().to_local()) if isinstance(p, DTensor) else p for p in self.names}
+        self._shared: list[tuple[dist.ProcessGroup, list[list[Tensor]]]] = []
+        own = []
+        for name in ("fsdp", "edp"):
+            twins = [twin for p, twin in self._twins.items() if (p in self.experts) == (name == "edp")]
+            group = mesh.group(name) if plan.zero == 1 else None
+            parts = _balanced(twins, group.size()) if group else [twins]
+            own += parts[group.rank() if group else 0]
+            if group and twins:
+                self._shared.append((group, parts))
+        self.adam = _adam(own, settings)
 
-    @property
-    def kind(self) -> str:
-        """Name of the optimizer."""
-        return type(self.parts[0]).__name__ if self.parts else "none"
+    @torch.no_grad()
+    def step(self, factor: Tensor) -> None:
+        """Update the parameters by `factor` times their gradients, where it is finite, and forget the gradients.
 
-    def _by_mesh(self) -> list[list[Tensor]]:
-        by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
-        for parameter in self.names:
-            by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
-        return list(by_mesh.values())
-
-    def _by_copies(self, mesh: Mesh) -> Iterator[tuple[list[Tensor], torch.distributed.ProcessGroup | None]]:
-        """Parameters and the ranks that hold copies of them, None where there is one copy."""
-        dense = [p for p in self.names if p not in self.experts]
-        experts = [p for p in self.names if p in self.experts]
-        yield dense, mesh.group("fsdp")
-        if experts:
-            yield experts, mesh.group("edp")
-
-    def _redundant(self, parameters: list[Tensor], group, options: dict) -> torch.optim.Optimizer:
-        for parameter in parameters:
-            if isinstance(parameter, DTensor):
-                self.twins[parameter] = nn.Parameter(parameter.detach().to_local())
-        plain = [self.twins.get(p, p) for p in parameters]
-        if group is None:
-            return torch.optim.AdamW(plain, **options)
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch's own deprecations when imported
-
-        return ZeroRedundancyOptimizer(plain, torch.optim.AdamW, process_group=group, **options)
-
-    def step(self) -> None:
-        """Update the parameters and forget their gradients."""
-        for parameter, twin in self.twins.items():
-            twin.grad = local(parameter.grad)
-        for optimizer in self.parts:
-            optimizer.step()
+        The host does not wait for the factor, unless the optimizer is none of torch's.
+        """
+        for parameter, twin in self._twins.items():
+            if twin is not parameter:  # FSDP2 moves shards when it pads or pins them, at the first pass
+                twin.data, twin.grad = local(parameter), local(parameter.grad)
+        gradients = [p.grad for group in self.adam.param_groups for p in group["params"] if p.grad is not None]
+        factor = factor.to(gradients[0].device if gradients else factor.device, torch.float32)
+        if hasattr(self.adam, "_step_supports_amp_scaling"):  # fused: unscales, and skips, as it goes
+            self.adam.grad_scale, self.adam.found_inf = 1 / factor, (~factor.isfinite()).float()
+            self.adam.step()
+        elif factor.isfinite():
+            torch._foreach_mul_(gradients, factor)
+            self.adam.step()
+        for group, parts in self._shared:
+            for rank, part in enumerate(parts):
+                at_once(partial(dist.broadcast, group=group, group_src=rank), part)
         self.clear()
 
     def clear(self) -> None:
         """Forget all gradients."""
-        for parameter in (*self.names, *self.twins.values()):
-            parameter.grad = None
+        for parameter, twin in self._twins.items():
+            parameter.grad = twin.grad = None
 
     def states(self) -> Iterator[tuple[str, Tensor, dict]]:
-        """(name, parameter, AdamW's state of it) of those that this rank updates."""
-        names = self.names | {twin: self.names[p] for p, twin in self.twins.items()}
-        for optimizer in self.parts:
-            inner = getattr(optimizer, "optim", optimizer)  # a ZeroRedundancyOptimizer's own part
-            for group in inner.param_groups:
-                for parameter in group["params"]:
-                    yield names[parameter], parameter, inner.state[parameter]
+        """(name, parameter, AdamW's state of this rank's part of it) of those that this rank updates."""
+        own = {p for group in self.adam.param_groups for p in group["params"]}
+        for parameter, twin in self._twins.items():
+            if twin in own:
+                yield self.names[parameter], parameter, self.adam.state[twin]
+
+
+def _adam(parameters: list[Tensor], settings: Settings) -> torch.optim.Optimizer:
+    options = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, "betas": (0.9, 0.95)}
+    if settings.adam_8bit:
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit([{"params": parameters}], **options)
+    return torch.optim.AdamW([{"params": parameters}], fused=True, **options)
+
+
+def _shards(parameter: Tensor) -> int:
+    """Into how many parts a parameter is split."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+def _balanced(tensors: list[Tensor], ranks: int) -> list[list[Tensor]]:
+    """Tensors by the rank that updates them: each the next largest to the rank with the fewest elements."""
+    parts: list[list[Tensor]] = [[] for _ in range(ranks)]
+    for tensor in sorted(tensors, key=Tensor.numel, reverse=True):
+        min(parts, key=lambda part: sum(map(Tensor.numel, part))).append(tensor)
+    return parts

@@ -63,7 +63,7 @@ class Pipeline:
         phases: Phases,
         autocast: AbstractContextManager,
     ):
-        rank, group = mesh.coordinate("pp"), mesh["pp"].get_group()
+        rank, group = mesh.coordinate("pp"), mesh.axes["pp"].get_group()
         self.first, self.last = rank == 0, rank == plan.pp - 1
         stages = []
         for chunk, (module, network) in enumerate(zip(modules, networks, strict=True)):

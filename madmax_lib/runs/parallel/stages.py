@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from madmax_lib.plan import Plan
+from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES
 from madmax_lib.runs.model import lora
 from madmax_lib.runs.model.context import Exchange
 from madmax_lib.runs.model.experts import Mixture
+from madmax_lib.runs.model.kernels import way
 from madmax_lib.runs.model.layers import TransformerLayer
 from madmax_lib.runs.model.network import Network, draw
 from madmax_lib.runs.model.weights import Weights
@@ -24,21 +26,19 @@ __all__ = ["build"]
 
 
 def build(
-    part: range,
-    spec: Transformer,
-    plan: Plan,
-    mesh: Mesh,
-    data_parallel: DataParallel,
-    settings: Settings,
-    device: torch.device,
+    part: range, spec: Transformer, data_parallel: DataParallel, settings: Settings, device: torch.device
 ) -> tuple[Network, nn.Module]:
     """Layers `part` of a model, with embedding or head at its ends: the stage itself, and the module to call."""
+    plan, mesh = data_parallel.plan, data_parallel.mesh
     network = Network(spec, attention=plan.attention, part=part)
+    dtype = TORCH_DTYPES[settings.dtype if settings.weights_16bit else "fp32"]
     weights = Weights(settings.weights, spec) if settings.weights else None
     for name, layer in network.units():
         draw(layer, name, spec, settings.seed, device, weights)
         if settings.lora_rank:
             lora.adapt(layer, name, settings.lora_rank, settings.seed)
+        layer.to(dtype)
+        layer.feed_forward.fused = way(settings.fused_gelu, device.type) == "triton"
         _share_layer(layer, plan, mesh)
         layer.checkpoint(plan.recompute)
         if settings.compile:
@@ -46,6 +46,7 @@ def build(
         data_parallel.wrap_unit(layer)
     for name, end in network.ends():
         draw(end, name, spec, settings.seed, device, weights)
+        end.to(dtype)
     network.tie()
     if settings.lora_rank:
         lora.freeze_ends(network)
@@ -57,9 +58,11 @@ def _share_layer(layer: TransformerLayer, plan: Plan, mesh: Mesh) -> None:
     """Lay a layer over cp, ep and tp."""
     layer.attention.exchange = Exchange(mesh.group("cp"))
     if isinstance(layer.feed_forward, Mixture):
-        layer.feed_forward.share(*((mesh.coordinate(name), mesh.size(name), mesh.group(name)) for name in ("ep", "tp")))
+        mixture = layer.feed_forward
+        mixture.experts.keep(*((mesh.coordinate(name), mesh.size(name)) for name in ("ep", "tp")))
+        mixture.group, mixture.experts.mesh = mesh.group("ep"), mesh.axes["tp"] if plan.tp > 1 else None
     if plan.tp > 1:
-        tensor.split_layer(layer, mesh["tp"], plan.sequence_parallel)
+        tensor.split_layer(layer, mesh.axes["tp"], plan.sequence_parallel)
 
 
 def _share_ends(network: Network, plan: Plan, mesh: Mesh, settings: Settings) -> None:
@@ -70,4 +73,4 @@ def _share_ends(network: Network, plan: Plan, mesh: Mesh, settings: Settings) ->
             parts, part = plan.cp * plan.tp, part * plan.tp + mesh.coordinate("tp")
         network.embedding.offset = part * (settings.sequence // parts)
     if plan.tp > 1:
-        tensor.split_ends(network, mesh["tp"], plan.sequence_parallel, settings.loss_parallel)
+        tensor.split_ends(network, mesh.axes["tp"], plan.sequence_parallel, settings.loss_parallel)

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
 
 from madmax_lib.plan import Plan
 from madmax_lib.plan_layers import chunk_layers
 from madmax_lib.runs import checks
-from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES
+from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES, native_dtype
 from madmax_lib.runs.measure.phases import Phases
-from madmax_lib.runs.model import losses, models
+from madmax_lib.runs.model import kernels, losses, models
 from madmax_lib.runs.parallel import checkpoints, gradients, mesh, stages
-from madmax_lib.runs.parallel.accumulation import Accumulation
 from madmax_lib.runs.parallel.data_parallel import DataParallel
 from madmax_lib.runs.parallel.mesh import Mesh
 from madmax_lib.runs.parallel.optimizers import Optimizers, local
@@ -46,9 +46,47 @@ def parallelize(
     """
     spec = models.spec(model, **(sizes or {}))
     checks.check(plan, spec, settings)
-    settings = replace(settings, sequence=spec.sequence if spec.image else settings.sequence or spec.sequence)
+    sequence = spec.sequence if spec.image else settings.sequence or spec.sequence
+    settings = replace(settings, sequence=sequence, dtype=native_dtype(settings.dtype, device))
     current = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     return Trainer(spec, plan, mesh.build(plan, device), current, settings)
+
+
+@dataclass(frozen=True)
+class _Accumulation:
+    """A step without a pipeline: micro-batches of `samples` one after another, gradients adding up.
+
+    split_logits: over tp ranks. phases, autocast: what times the passes, and what casts in them.
+    """
+
+    module: torch.nn.Module
+    data_parallel: DataParallel
+    samples: int
+    split_logits: bool
+    phases: Phases
+    autocast: AbstractContextManager
+
+    def run(self, inputs: Tensor, targets: Tensor, scale: float, train: bool) -> tuple[Tensor, Tensor]:
+        """Forward, and with `train` backward, of all micro-batches; (sum of losses, right targets).
+
+        scale: what each loss is multiplied by before the backward pass.
+        """
+        sums, rights = [], []
+        micro_batches = list(zip(inputs.split(self.samples), targets.split(self.samples), strict=True))
+        with loss_parallel() if self.split_logits else nullcontext(), torch.set_grad_enabled(train):
+            for number, (x, y) in enumerate(micro_batches, 1):
+                if train:
+                    self.data_parallel.before_micro_batch(self.module, last=number == len(micro_batches))
+                with self.phases("forward"), self.autocast:
+                    logits = self.module(x)
+                    loss = losses.total(logits, y)
+                if train:
+                    with self.phases("backward"):
+                        (loss * scale).backward()
+                sums.append(loss.detach())
+                rights.append(losses.correct(logits, y))
+        total = torch.stack([loss.full_tensor() if self.split_logits else loss for loss in sums]).sum()
+        return total, torch.stack(rights).sum()
 
 
 class Trainer:
@@ -65,9 +103,9 @@ class Trainer:
         self.scale = gradients.LossScale(_FIRST_SCALE, True) if settings.dtype == "fp16" else gradients.LossScale()
         self.data_parallel = DataParallel(plan, mesh, TORCH_DTYPES[settings.dtype])
         parts = chunk_layers(spec.layers, plan)[mesh.coordinate("pp")]
-        built = [stages.build(part, spec, plan, mesh, self.data_parallel, settings, device) for part in parts]
+        built = [stages.build(part, spec, self.data_parallel, settings, device) for part in parts]
         self.modules = [network for network, _ in built]
-        self.optimizers = Optimizers(self.modules, plan, mesh, settings.learning_rate, settings.weight_decay)
+        self.optimizers = Optimizers(self.modules, plan, mesh, settings)
         self._engine = self._schedule([wrapped for _, wrapped in built])
 
     def _schedule(self, wrapped: list[torch.nn.Module]):
@@ -77,10 +115,10 @@ class Trainer:
         mixed = compute != torch.float32 and not self.data_parallel.casts
         passes = self.phases, torch.autocast(self.device.type, compute) if mixed else nullcontext()
         if plan.pp == 1:
-            return Accumulation(wrapped[0], self.data_parallel, plan.micro_batch, settings.loss_parallel, *passes)
+            return _Accumulation(wrapped[0], self.data_parallel, plan.micro_batch, settings.loss_parallel, *passes)
         from madmax_lib.runs.parallel.pipeline import Pipeline  # torch's pipelining takes half a second to import
 
-        exchanged = compute if self.data_parallel.casts else torch.float32
+        exchanged = compute if self.data_parallel.casts or settings.weights_16bit else torch.float32
         return Pipeline(wrapped, self.modules, plan, self.mesh, settings, exchanged, self.device, *passes)
 
     def step(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
@@ -94,14 +132,15 @@ class Trainer:
             part = self._part(batch)
         scale = self.scale.value
         loss, right = self._engine.run(part.inputs, part.targets, scale / part.positions, train=True)
-        sums = self._sums(loss, right, part)
+        sums = losses.sums(loss, right, part, self.plan.tp)
         with self.phases("optimizer"):
-            grad_norm = self._update(float(scale * sums[2] / part.positions))
-        overflow = not math.isfinite(grad_norm)
+            norm = self._update(scale * sums[2].clamp(min=1) / part.positions)
+        means = losses.means(sums, part)  # the first that waits for the device
+        overflow = not norm.isfinite().item()
         self.scale.update(overflow)
         self.steps_done += 1
-        return losses.means(sums, part) | {
-            "grad_norm": grad_norm,
+        return means | {
+            "grad_norm": math.inf if overflow else norm.item(),
             "overflow": overflow,
             "loss_scale": scale,
             "seconds": self.phases.seconds(),
@@ -116,7 +155,7 @@ class Trainer:
                 if isinstance(module, FSDPModule):
                     module.reshard()  # what was gathered here would be stale after the next update
         self.phases.seconds()
-        return losses.means(self._sums(loss, right, part), part)
+        return losses.means(losses.sums(loss, right, part, self.plan.tp), part)
 
     def save(self, directory: str | Path) -> None:
         """Write a sharded checkpoint of parameters, optimizer and progress."""
@@ -137,7 +176,8 @@ class Trainer:
             "local_parameters": sum(local(p).numel() for p in parameters),
             "trained_local_parameters": sum(local(p).numel() for p in parameters if p.requires_grad),
             "data_parallel": self.data_parallel.kind,
-            "optimizer": self.optimizers.kind,
+            "optimizer": type(self.optimizers.adam).__name__,
+            "gelu": kernels.way(self.settings.fused_gelu, self.device.type),
             "context": "ulysses" if self.plan.cp > 1 else "none",
             "schedule": type(self._engine.schedule).__name__ if self.plan.pp > 1 else "none",
         }
@@ -151,25 +191,17 @@ class Trainer:
         cp = self.mesh.coordinate("cp"), self.plan.cp
         return losses.split(batch, self.spec, self.device, self.plan.dp, cp)
 
-    def _sums(self, loss: Tensor | None, right: Tensor | None, part: losses.Part) -> Tensor:
-        return losses.sums(loss, right, part, self.mesh.world, copies=self.plan.tp)
-
-    def _update(self, scale: float) -> float:
+    def _update(self, scale: Tensor) -> Tensor:
         """Finish the gradients, clip and step; the norm of the gradient before clipping.
 
         scale: what the gradients at hand are larger by than those of the mean loss.
         """
         optimizers, clip_norm = self.optimizers, self.settings.clip_norm
-        gradients.finish(optimizers.names)
-        self.data_parallel.reduce_experts(self.modules)
+        gradients.finish(optimizers.names, self.mesh)
         copy = gradients.sum_tied(self.modules, self.mesh)
         norm = gradients.norm(optimizers, self.mesh, skip=copy) / scale
-        if math.isfinite(norm):
-            clip = clip_norm / norm if 0 < clip_norm < norm else 1.0
-            gradients.multiply(optimizers.names, clip / scale)
-            optimizers.step()
-        else:
-            optimizers.clear()
+        clip = (clip_norm / norm).clamp(max=1.0) if clip_norm else torch.ones_like(norm)
+        optimizers.step(torch.where(norm.isfinite(), clip, math.nan) / scale)
         return norm
 
     def _progress(self) -> Tensor:
