@@ -66,7 +66,7 @@ def compositions(total, sizes):
 def every_plan(given, sizes):
     """All plans there are, feasible or not."""
     layers = given.prices.layers
-    for fleet, batches in product(given.fleets, given.batch_counts()):
+    for batches, fleet in given.spaces():
         samples = given.rules.global_batch // batches
         for groups in compositions(fleet.size, sizes):
             ways = [
@@ -129,7 +129,7 @@ HALVES = HeteroPlan(("A", "B"), (2, 2), ((2, 1), (1, 2)), 2, (0, 2, 3))
 
 def test_cost_by_hand():
     """Stage 0 on A: dp 2, layers 0-2; stage 1 on B: tp 2, layer 2; two micro-batches of two samples."""
-    planned = hetero.planned_of(HALVES, by_hand())
+    planned = hetero.Planned.of(HALVES, by_hand())
     first, second = 1 * 3.0, 2 * 4.0 * 3 / 2
     expected = {
         "execution_ms": (2 - 1) * second + first + second,
@@ -144,7 +144,7 @@ def test_cost_by_hand():
 
 
 def test_a_mixed_replica_waits_for_its_slowest_gpu_and_crosses_nodes():
-    table = hetero.planned_of(HeteroPlan(("A", "B"), (4,), ((2, 2),), 1, (0, 3)), by_hand()).stages
+    table = hetero.Planned.of(HeteroPlan(("A", "B"), (4,), ((2, 2),), 1, (0, 3)), by_hand()).stages
     assert (table["least_samples"].item(), table["most_samples"].item()) == (1, 3)  # 3 : 1, as their speed
     assert table["stage_ms"].item() == pytest.approx(max(3 / 2, 3 / 2) * 7)
     with pytest.raises(ValueError, match=r"no profile for A tp 4 batch 4; there are tp 1, 2; batch 1, 2, 4"):
@@ -153,7 +153,7 @@ def test_a_mixed_replica_waits_for_its_slowest_gpu_and_crosses_nodes():
 
 def test_memory_decides_whether_a_plan_costs_anything():
     given = by_hand(memory_factor=6.0)
-    table = hetero.planned_of(HALVES, given).memory
+    table = hetero.Planned.of(HALVES, given).memory
     assert table["used_mb"].tolist() == [6 * 200, 6 * 50] and table["capacity_mb"].tolist() == [1024, 1024]
     assert not PlanCost(HALVES, given).fits() and hetero.cost(HALVES, given) == np.inf
     assert hetero.cost(HALVES, by_hand()) < np.inf

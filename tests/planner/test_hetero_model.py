@@ -29,7 +29,7 @@ def on_kaggle(groups, strategies, cuts, *, batches=1, recompute="none", **proble
     """A plan of one's own for GPT-2 on two nodes of two T4."""
     given = hetero.problem(model=GPT2, cluster=KAGGLE, **problem)
     device = (KAGGLE.device.name,)
-    return hetero.planned_of(HeteroPlan(device, groups, strategies, batches, cuts, (recompute,) * len(groups)), given)
+    return hetero.Planned.of(HeteroPlan(device, groups, strategies, batches, cuts, (recompute,) * len(groups)), given)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -40,7 +40,7 @@ def test_a_plan_without_pipeline_costs_what_estimate_says(recompute):
     plan = HeteroPlan((cluster.device.name,), (8,), ((1, 8),), 4, (0, model.layers + 2), (recompute,))
     same = mm.Plan(tp=8, micro_batch=2, recompute=recompute)
     row = mm.estimate(model, cluster, same, global_batch=8).iloc[0]
-    terms_ms = hetero.planned_of(plan, given).terms
+    terms_ms = hetero.Planned.of(plan, given).terms
     assert sum(terms_ms.values()) / 1e3 == pytest.approx(row["step_s"] - row["overhead_s"], rel=1e-4)
 
 
@@ -137,7 +137,7 @@ def test_timeline_does_the_work_of_the_plan(mixed):
 
 def test_timeline_of_one_stage_lasts_as_long_as_it_costs():
     given = hetero.problem(profiles=PROFILES, cluster=[A100], global_batch=8)
-    planned = hetero.planned_of(HeteroPlan(("A100",), (4,), ((4, 1),), 2, (0, 6)), given)
+    planned = hetero.Planned.of(HeteroPlan(("A100",), (4,), ((4, 1),), 2, (0, 6)), given)
     spans = hetero.timeline(planned).spans
     assert (spans["start_ns"] + spans["dur_ns"]).max() / 1e6 == pytest.approx(planned.cost_ms, rel=1e-6)
 
@@ -152,5 +152,5 @@ def test_a_type_alone_may_have_no_plan():
     nodes = [replace(V100, memory_gb=2), A100]
     given = hetero.problem(profiles=PROFILES, cluster=nodes, global_batch=8, memory_factor=1.0)
     both = HeteroPlan(("A100", "V100"), (4, 4), ((1, 4), (1, 4)), 1, (0, 5, 6))
-    table = hetero.alone(hetero.planned_of(both, given))
+    table = hetero.alone(hetero.Planned.of(both, given))
     assert np.isinf(table["cost_ms"].iloc[1]) and table["reason"].iloc[1].startswith("no feasible plan")

@@ -11,14 +11,7 @@ if TYPE_CHECKING:
         load_cluster as load_cluster,
         write_cluster as write_cluster,
     )
-    from madmax_lib.planner.hetero.planned import (
-        Planned as Planned,
-        as_json as as_json,
-        cost as cost,
-        planned_of as planned_of,
-        save_plan as save_plan,
-        timeline as timeline,
-    )
+    from madmax_lib.planner.hetero.planned import *
     from madmax_lib.planner.hetero.problem import *
     from madmax_lib.planner.hetero.profiles import (
         Profiles as Profiles,

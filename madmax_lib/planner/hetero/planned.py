@@ -25,7 +25,7 @@ from madmax_lib.simulator.schedule.schedules import dependency, in_order, order
 from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.timeline import Meta, Timeline
 
-__all__ = ["Planned", "as_json", "cost", "planned_of", "save_plan", "timeline"]
+__all__ = ["Planned", "as_json", "cost", "save_plan", "timeline"]
 
 _FORWARD = 1 / 3  # of forward and backward together: the backward pass multiplies twice as much
 
@@ -47,6 +47,11 @@ class Planned:
     stopped: bool = False
     sweeps: int = 0
     cpu_s: float = 0.0
+
+    @classmethod
+    def of(cls, plan: HeteroPlan | Mapping, given: HeteroProblem) -> "Planned":
+        """A plan of one's own, repaired as in `cost`, with its cost, terms and tables."""
+        return cls(PlanCost(HeteroPlan.read(plan).repaired(given.prices.layers), given))
 
     @property
     def plan(self) -> HeteroPlan:
@@ -115,12 +120,7 @@ def cost(plan: HeteroPlan | Mapping, given: HeteroProblem | None = None, **input
     layers or has empty stages is repaired first (`HeteroPlan.repaired`). given: the problem; if None, inputs are those
     of `problem`. Raises ValueError for a plan that does not fit cluster or batch, and for a missing profile.
     """
-    return planned_of(plan, given or problem(**inputs)).cost_ms
-
-
-def planned_of(plan: HeteroPlan | Mapping, given: HeteroProblem) -> Planned:
-    """A plan of one's own, repaired as in `cost`, with its cost, terms and tables."""
-    return Planned(PlanCost(HeteroPlan.read(plan).repaired(given.prices.layers), given))
+    return Planned.of(plan, given or problem(**inputs)).cost_ms
 
 
 def as_json(planned: Planned) -> dict:

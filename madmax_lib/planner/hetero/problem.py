@@ -60,9 +60,10 @@ class HeteroProblem:
                 return fleet
         raise ValueError(f"node_sequence {', '.join(order)} is no order of {', '.join(self.fleets[0].types)}")
 
-    def batch_counts(self) -> list[int]:
-        """Numbers of micro-batches that divide the batch, ascending."""
-        return [count for count in range(1, self.rules.global_batch + 1) if self.rules.global_batch % count == 0]
+    def spaces(self) -> list[tuple[int, Fleet]]:
+        """Every number of micro-batches that divides the batch, ascending, with every order of the GPU types."""
+        counts = [count for count in range(1, self.rules.global_batch + 1) if self.rules.global_batch % count == 0]
+        return [(count, fleet) for count in counts for fleet in self.fleets]
 
 
 def problem(

@@ -8,7 +8,7 @@ from profiles in Metis' format or from the simulator.
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,7 @@ import pandas as pd
 
 from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.planned import Planned
-from madmax_lib.planner.hetero.prices import MB_BYTES, Fleet, fleets
+from madmax_lib.planner.hetero.prices import MB_BYTES, fleets
 from madmax_lib.planner.hetero.problem import HeteroProblem, problem
 from madmax_lib.planner.hetero.stages import Grid
 from madmax_lib.planner.hetero.sweep import OPEN, Chain, Sweeper
@@ -106,7 +106,7 @@ def _search(given: HeteroProblem, grid: Grid, gap: float, progress: bool, *, dee
     """deep: activations of all micro-batches in flight count; else of one, which bounds the cost from below."""
     most_stages = min(grid.layers, given.fleets[0].size // int(grid.sizes[0]))
     spaces = []
-    for batches, fleet in _spaces(given):
+    for batches, fleet in given.spaces():
         levels = min(batches, most_stages) if deep else 1
         spaces.append((partial(Sweeper, given, grid, batches, fleet, levels), np.array([batches - 1.0, 1.0, 1.0])))
     with warnings.catch_warnings():
@@ -121,15 +121,10 @@ def _search(given: HeteroProblem, grid: Grid, gap: float, progress: bool, *, dee
         return Search(spaces, gap, tick).run()
 
 
-def _spaces(given: HeteroProblem) -> Iterator[tuple[int, Fleet]]:
-    """Every number of micro-batches with every order of the GPU types."""
-    return ((batches, fleet) for batches in given.batch_counts() for fleet in given.fleets)
-
-
 def _reason(given: HeteroProblem, grid: Grid) -> str:
     """Why no plan is feasible: the plan that lacks the least memory and where, or that none is covered at all."""
     chains: list[Chain] = []
-    for batches, fleet in _spaces(given):
+    for batches, fleet in given.spaces():
         chain = Sweeper(given, grid, batches, fleet, lacking=True).chain(OPEN, bottleneck=True)
         chains += [chain] if chain else []
     if not chains:
