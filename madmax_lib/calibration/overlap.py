@@ -79,7 +79,7 @@ def _case(raw: dict, plan: str) -> Case:
 
 
 def _predicted(case: Case, raw: dict, parameters: Parameters) -> float:
-    parts = _means(case, parameters)
+    parts = _means(case, parameters, raw["traced"] == "layers")
     match raw["what"]:
         case "overlap":
             return 1 - parts["exposed_comm_s"] / parts["comm_s"] if parts["comm_s"] else 0.0
@@ -96,10 +96,12 @@ def _predicted(case: Case, raw: dict, parameters: Parameters) -> float:
 
 
 @lru_cache(maxsize=64)
-def _means(case: Case, parameters: Parameters) -> pd.Series:
-    """Mean over the ranks of the breakdown of a simulated step."""
+def _means(case: Case, parameters: Parameters, layers: bool = False) -> pd.Series:
+    """Mean over the ranks of the breakdown of a simulated step, or of its layers, without messages between stages."""
     run = {"global_batch": case.global_batch, "sequence": case.sequence, "dtype": case.dtype}
     step = simulate(case.model, case.cluster, case.plan, **run, software=case.software, parameters=parameters)
+    if layers:
+        step = step.where((step.spans["group"] != "pp").to_numpy())
     return breakdown(step).mean()
 
 

@@ -17,7 +17,7 @@ from madmax_lib.simulator.offload.placement import Policy, normalised
 from madmax_lib.simulator.rates.collectives import MeasuredCollectives
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.rates.topology import Groups, member_name
-from madmax_lib.simulator.schedule.engine import Program, run_apart, to_timeline
+from madmax_lib.simulator.schedule.engine import Program, received, run_apart, to_timeline
 from madmax_lib.simulator.schedule.layout import MicroBatch, StepBuilder
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.prices import Prices
@@ -86,8 +86,11 @@ def simulate(
             **({"offloaded": vars(offloaded.split)} if offloaded else {}),
         },
     )
-    timeline = _with_device_ranks(to_timeline(program, meta), plan, step.groups)
-    return _delayed(timeline, program, case, step.groups, seed) if case.jitter else timeline
+    timeline = to_timeline(program, meta)
+    if not case.jitter:
+        return _with_device_ranks(received(timeline), plan, step.groups)
+    timeline = _with_device_ranks(timeline, plan, step.groups)
+    return received(_delayed(timeline, program, case, step.groups, seed))
 
 
 def _lay_out(

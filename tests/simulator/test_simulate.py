@@ -161,9 +161,18 @@ def test_hsdp_shards_experts_inside_the_shard(shard, expected):
 
 @pytest.mark.parametrize("v", [1, 2])
 def test_a_pipeline_sends_every_activation_once(v):
-    timeline = mm.simulate(TINY, NODE, mm.Plan(pp=2, dp=4, interleave=v), global_batch=16)
+    timeline = mm.simulate(TINY, NODE, mm.Plan(pp=2, dp=4, interleave=v), global_batch=16, parameters=Parameters())
     sent = [volumes(timeline, rank)["send_recv", "pp"] for rank in (0, 4)]
     assert sum(sent) == 2 * (2 * v - 1) * 4 * 2 * 128 * 64
+    assert mm.breakdown(timeline)["total_s"].nunique() == 1  # who is done waits for the next step's first message
+
+
+@pytest.mark.parametrize(("once", "share"), [(0.0, 1.0), (1.0, 0.75)])
+def test_a_token_crosses_once_to_a_node(once, share):
+    """Of two experts on two nodes 1.5 are expected on different ones."""
+    steps = Steps.of(Case(MIXTURE, replace(CLUSTER, nodes=2, inter=Link("out", 1.0)), mm.Plan(dp=16, ep=16), 16))
+    prices = Prices(replace(steps, habits=replace(steps.habits, send_once=once)), Parameters())
+    assert prices.comm_s("all_to_all", 16.0, prices.groups["ep"]) == pytest.approx(8 * share)
 
 
 def test_a_short_last_micro_batch():

@@ -8,14 +8,16 @@ makes another one start earlier, and more bandwidth never makes a step slower. O
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
+from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.timeline import KINDS, Meta, Timeline
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["Program", "run", "run_apart", "to_timeline"]
+__all__ = ["Program", "received", "run", "run_apart", "to_timeline"]
 
 
 class Program:
@@ -24,14 +26,8 @@ class Program:
     __slots__ = ("after", "duration_s", "group", "kind", "name", "rank", "size_bytes", "stream")
 
     def __init__(self):
-        self.rank: list[int] = []
-        self.stream: list[int] = []
-        self.kind: list[str] = []
-        self.name: list[str] = []
-        self.duration_s: list[float] = []
-        self.after: list[tuple[int, ...]] = []
-        self.group: list[str] = []
-        self.size_bytes: list[float] = []
+        for name in self.__slots__:
+            setattr(self, name, [])
 
     def __len__(self) -> int:
         return len(self.duration_s)
@@ -152,6 +148,34 @@ def to_timeline(program: Program, meta: Meta) -> Timeline:
         }
     )
     return Timeline(spans, meta, _edges(program))
+
+
+def received(timeline: Timeline) -> Timeline:
+    """With what ranks do while they wait for messages of others: as in a trace, a kernel that receives spins.
+
+    A rank whose step begins with a message waits for that of the next step when it is done.
+    """
+    spans, rank = timeline.spans, timeline.spans["rank"].to_numpy()
+    end_ns = (spans["start_ns"] + spans["dur_ns"]).to_numpy()
+    source, target = timeline.edges["source"].to_numpy(), timeline.edges["target"].to_numpy()
+    far = rank[source] != rank[target]
+    if not far.any():
+        return timeline
+    free_ns = np.zeros(len(spans), np.int64)  # when all but messages is there
+    np.maximum.at(free_ns, target[~far], end_ns[source[~far]])
+    source, target = source[far], target[far]
+    waits = spans.take(source).assign(rank=rank[target], stream=int(Stream.RECEIVE), op=-1, size_bytes=0.0)
+    waits = waits.assign(start_ns=free_ns[target], end_ns=end_ns[source]).sort_values(["rank", "start_ns"])
+    begun_ns = spans["start_ns"].where(spans["kind"] == "compute").groupby(rank).min()
+    first = waits.drop_duplicates("rank").set_index("rank", drop=False)
+    done_ns = pd.Series(end_ns).groupby(rank).max()[first.index]
+    again = first.assign(start_ns=done_ns, end_ns=end_ns.max())[first["end_ns"] <= begun_ns[first.index]]
+    waits = pd.concat([waits, again], ignore_index=True).sort_values(["rank", "start_ns"])
+    before_ns = waits.groupby("rank")["end_ns"].transform(lambda ends: ends.cummax().shift(fill_value=0))
+    waits["start_ns"] = np.maximum(waits["start_ns"], before_ns)
+    waits["dur_ns"] = waits["end_ns"] - waits["start_ns"]
+    waits = waits.loc[waits["dur_ns"] > 0, spans.columns]
+    return replace(timeline, spans=pd.concat([spans, waits], ignore_index=True))
 
 
 def _categories(texts: list[str]) -> pd.Categorical:

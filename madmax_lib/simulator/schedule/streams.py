@@ -26,6 +26,7 @@ class Stream(IntEnum):
     REPLICATE = 6, "copies of HSDP's shards", "replicate"
     DOWN = 7, "copies to the device"
     UP = 8, "copies to the host"
+    RECEIVE = 9, "messages awaited"
     HOST = -1, "host computes"
     DRIVES = -2, "drives"
     LAUNCH = -3, "host launches"

@@ -154,8 +154,9 @@ class Prices:
         shape, share = self.steps.work.shape, self.constants["all_to_all_share"]
         active, nodes = np.maximum(shape.active_experts, 1), shape.routed_nodes
         copies = np.where(self.habits.send_once, _distinct(group.ranks, active), active) / active
-        by_node = np.minimum(np.where(nodes > 0, nodes, np.inf), _distinct(group.nodes, active)) / active
-        fewer = np.where(nodes > 0, by_node / copies, 1.0)
+        few_nodes = np.minimum(np.where(nodes > 0, nodes, np.inf), _distinct(group.nodes, active))
+        by_node = (self.habits.send_once > 0) | (nodes > 0)
+        fewer = np.where(by_node, few_nodes / active / copies, 1.0)
         return copies * exchange(group.ranks, group.in_node, near / share, far * fewer / share)
 
     @cached_property
