@@ -97,7 +97,7 @@ def _of_style(fields: dict, billions: float) -> Transformer:
 
     Not stated: gated where the feed-forward part is not four times the width, and in mixtures; then with a head.
     """
-    models = [Transformer(**fields, **style, tied=tied) for style in ({}, _GATED) for tied in (True, False)]
+    models = [Transformer(**(style | fields), tied=tied) for style in ({}, _GATED) for tied in (True, False)]
     if billions > 0:
         return min(models, key=lambda model: abs(model.parameters / 1e9 - billions))
     return models[-1 if fields["ffn"] != 4 * fields["hidden"] or fields.get("experts") else 0]

@@ -192,6 +192,12 @@ def test_expert_parallel_volume():
         assert moved(MLA, plan, imbalance=1.5)["forward", "all_to_all", "ep"] == factor * 2 * layers * each
 
 
+def test_biases_of_experts_are_added_in_fp32():
+    """28 bytes for an output of a product."""
+    table = ops(replace(MLA, mlp_bias=True), mm.Plan()).query("op == 'expert biases'")
+    assert (table["read_bytes"] + table["written_bytes"]).tolist() == [28 * 64 * 2 * (2 * 48 + 64)] * 2
+
+
 @pytest.mark.parametrize(
     ("layers", "plan", "sizes"),
     [

@@ -16,8 +16,11 @@ from madmax_lib.case import Case
 from madmax_lib.plan_rules import RECOMMENDATION, enforce
 from madmax_lib.simulator.layers.ops import Block, Comm, Op, gemm, pointwise, precision
 from madmax_lib.simulator.layers.work import Work
+from madmax_lib.simulator.rates.compute import Number
 
 __all__ = ["dlrm_blocks", "mixture_blocks"]
+
+_BIAS_BYTES = 14  # read per output, and written: the sum reads 16 and 32 bits, join and cast 32 each
 
 
 def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Block]:
@@ -35,6 +38,8 @@ def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Bl
     unpermute = pointwise("unpermute", sent, tokens / work.spread * m.hidden, width, experts=True)
     own = m.norm_parameters + (m.hidden + m.router_bias) * m.experts
     experts = work.mlp(used * etp / p.tp, m.expert_ffn / etp, "experts ", local, experts=True)
+    if np.any(m.mlp_bias):
+        experts += (_expert_biases(work, used * etp / p.tp),)
     expert_parameters = local * m.mlp_parameters(m.expert_ffn) / etp
     shared_width = m.shared_experts * m.expert_ffn
     has = np.asarray(shared_width) > 0  # in a stack others may stand beside
@@ -56,6 +61,14 @@ def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Bl
     blocks += [Block(f"router {number}", (work.norm(), router, permute), own, **common)]
     ends = {"before": enter, "after": leave, "expert": True}
     return [*blocks, Block(f"experts {number}", (*experts, unpermute), expert_parameters, **ends, **common)]
+
+
+def _expert_biases(work: Work, tokens: Number) -> Op:
+    """Biases of experts, added beside their products in fp32: product with the token's weight, sum, join, cast."""
+    m = work.shape
+    outputs = m.mlp_bias * tokens * ((1 + m.gated) * m.expert_ffn / work.plan.tp * work.plan.expert_spread + m.hidden)
+    moved = _BIAS_BYTES / work.width.storage_bytes * outputs
+    return pointwise("expert biases", moved, moved, work.width, kind="lookup", experts=True)
 
 
 def dlrm_blocks(case: Case) -> list[Block]:
