@@ -17,7 +17,6 @@ from madmax_lib.simulator.offload.fits import FitsResult, fits
 from madmax_lib.simulator.offload.placement import PLACES, Policy
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.step.step_time import COMMUNICATION
-from madmax_lib.simulator.step.uncertainty import comparison_width
 from madmax_lib.software import Software
 from madmax_lib.specs import Cluster, Model, Transformer
 
@@ -60,8 +59,8 @@ def shortlist(table: pd.DataFrame, model: Transformer, parameters: Parameters | 
     over that of the first plan), ratio_low, ratio_high (90 %) and worth_measuring (ratio_low reaches 1). Raises
     ValueError for parameters that know no intervals.
     """
-    width = comparison_width(parameters or shipped(), bool(model.experts))
-    if np.isnan(width):
+    width = (parameters or shipped()).residuals.get(f"layouts {'mixture' if model.experts else 'dense'}")
+    if width is None:
         raise ValueError("parameters without residuals: fit them with calibration.fit.ship, or use the shipped ones")
     table = table.drop_duplicates(_WAY).reset_index(drop=True)
     ratio = table["step_s"] / table["step_s"].iloc[0]

@@ -8,8 +8,6 @@ import pytest
 
 import madmax_lib as mm
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
-from madmax_lib.simulator.step import uncertainty
-from madmax_lib.simulator.step.uncertainty import comparison_width
 
 H100 = mm.cluster("dgx-h100", nodes=8)
 
@@ -48,8 +46,8 @@ def test_a_plan_has_the_same_interval_alone_and_in_a_table():
 
 
 def test_parameters_without_residuals_know_no_width():
-    assert np.isnan(half_width(parameters=Parameters())) and np.isnan(comparison_width(Parameters(), mixture=False))
-    assert comparison_width(shipped(), mixture=False) < comparison_width(shipped(), mixture=True)
+    assert np.isnan(half_width(parameters=Parameters()))
+    assert shipped().residuals["layouts dense"] < shipped().residuals["layouts mixture"]
 
 
 def test_unfitted_constants_are_as_uncertain_as_their_priors():
@@ -61,8 +59,4 @@ def test_unfitted_constants_are_as_uncertain_as_their_priors():
     places, covariance = shipped().uncertainty
     own = [places[name] for name in shipped().fitted]
     np.testing.assert_array_equal(covariance[np.ix_(own, own)], np.array(shipped().covariance))
-
-
-def test_every_group_of_constants_has_its_class():
-    grouped = {name.partition(":")[0] for name in bounds().index if ":" in name}
-    assert grouped == set(uncertainty._CLASSES)
+    assert ((bounds()["group"] != "") == (bounds()["field"] != "")).all()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from madmax_lib.atomic import replacing
 __all__ = ["Parameters", "bounds", "load", "save", "shipped", "start"]
 
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
+_DIGITS = 5  # of a number in a file
 _SHARES = ("compute_efficiency", "memory_efficiency", "network_efficiency")
 
 
@@ -52,7 +53,7 @@ class Parameters:
                 raise ValueError(f"{name}={getattr(self, name)} is not in (0, 1]")
         if unknown := set(self.constants) - set(bounds().index):
             raise ValueError(f"constant {sorted(unknown)[0]!r} is not in data/parameter_bounds.csv")
-        object.__setattr__(self, "constants", {**_ideal_values(), **self.constants})
+        object.__setattr__(self, "constants", {**bounds()["ideal"].to_dict(), **self.constants})
 
     @cached_property
     def uncertainty(self) -> tuple[dict[str, int], np.ndarray]:
@@ -88,15 +89,9 @@ def bounds() -> pd.DataFrame:
     return table.set_index(table["name"] + group)
 
 
-@lru_cache(maxsize=1)
-def _ideal_values() -> dict[str, float]:
-    """Every constant on an ideal machine."""
-    return {name: float(value) for name, value in bounds()["ideal"].items()}
-
-
 def start() -> Parameters:
     """The start values of the fit, before any row was seen."""
-    return Parameters(constants={name: float(value) for name, value in bounds()["start"].items()})
+    return Parameters(constants=bounds()["start"].to_dict())
 
 
 @lru_cache(maxsize=1)
@@ -109,40 +104,26 @@ def load(path: str | Path) -> Parameters:
     """Constants from a JSON file. Raises ValueError if it is not one, OSError if it cannot be read."""
     try:
         content = json.loads(Path(path).read_text())
-        return Parameters(
-            **{name: content.get(name, 1.0) for name in _SHARES},
-            constants={**start().constants, **content["constants"]},
-            intervals={name: tuple(pair) for name, pair in content["intervals"].items()},
-            fitted=tuple(content["fitted"]),
-            covariance=tuple(tuple(row) for row in content["covariance"]),
-            residuals=content.get("residuals", {}),
-            sensitivities=content.get("sensitivities", {}),
-            provenance=content["provenance"],
-        )
+        content["constants"] = {**start().constants, **content["constants"]}
+        content["intervals"] = {name: tuple(pair) for name, pair in content["intervals"].items()}
+        content["covariance"] = tuple(map(tuple, content["covariance"]))
+        return Parameters(**content | {"fitted": tuple(content["fitted"])})
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a parameters file ({error})") from None
 
 
 def save(parameters: Parameters, path: str | Path) -> None:
     """Constants to a JSON file, complete or not at all."""
-    content = {
-        "constants": {name: _short(value) for name, value in sorted(parameters.constants.items())},
-        "intervals": {name: [_short(v) for v in pair] for name, pair in sorted(parameters.intervals.items())},
-        "fitted": list(parameters.fitted),
-        "covariance": [[_short(v, 4) for v in row] for row in parameters.covariance],
-        "residuals": {name: _short(value, 4) for name, value in parameters.residuals.items()},
-        "sensitivities": {
-            name: {part: _short(slope, 3) for part, slope in slopes.items()}
-            for name, slopes in parameters.sensitivities.items()
-        },
-        "provenance": dict(parameters.provenance),
-        **{name: getattr(parameters, name) for name in _SHARES},
-    }
-    text = json.dumps(content, indent=1)
+    text = json.dumps(_short({field.name: getattr(parameters, field.name) for field in fields(Parameters)}), indent=1)
     text = re.sub(r"\[[^\[\]{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # a row on a line
     with replacing(path) as temporary:
         temporary.write_text(text + "\n")
 
 
-def _short(value: float, digits: int = 6) -> float:
-    return float(f"{value:.{digits}g}")
+def _short(value):
+    """The same with the digits that matter."""
+    if isinstance(value, Mapping):
+        return {name: _short(part) for name, part in sorted(value.items())}
+    if isinstance(value, (tuple, list)):
+        return [_short(part) for part in value]
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value

@@ -15,42 +15,21 @@ them. s follows from the shares of the step's parts. `calibration.intervals` fin
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 
-from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator.rates.parameters import Parameters, bounds
 from madmax_lib.simulator.step.inputs import Coded, Steps
 
-__all__ = ["COMPONENTS", "comparison_width", "components", "log_width", "places_of", "width_of"]
+__all__ = ["COMPONENTS", "components", "log_width", "places_of", "width_of"]
 
 COMPONENTS = ("constants", "stranger", "mixture", "rare")
-_CLASSES = {
-    "gemm_efficiency": "gemm",
-    "attention_efficiency": "attention",
-    "device_rate": "rate",
-    "link_share": "near",
-    "network_share": "network",
-    "network_s": "network",
-    "network_hop_s": "network",
-    "stack_rate": "stack",
-    "pointwise_factor": "kernels",
-    "weight_bytes": "kernels",
-    "launch_s": "kernels",
-    "comm_launch_s": "kernels",
-    "step_s": "kernels",
-    "tp_hidden": "hides_tp",
-    "ep_hidden": "stack",
-    "moe_pointwise": "mixture",
-    "moe_launch_s": "mixture",
-}  # field of Machine or Habits that says which constant of a name a step has
 _SCALE = 0.04  # fits on at most 16, 32, 64, 128 devices: squared errors of the others grow by 0.04^2 per doubling
 
 
 def log_width(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters) -> np.ndarray:
-    """Half-width of the 90 % interval of each step, as a logarithm; NaN for parameters that know no residuals.
-
-    times: of `step_time`.
-    """
+    """Half-width of the 90 % interval of each step with these `step_time`, as a logarithm; NaN without residuals."""
     if "quantile" not in parameters.residuals:
         return np.full(np.shape(times["step_s"]), np.nan)
     return width_of(components(steps, times, parameters), parameters.residuals)
@@ -76,23 +55,21 @@ def components(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parame
     }
 
 
-def comparison_width(parameters: Parameters, mixture: bool) -> float:
-    """Half-width of the 90 % interval of log(measured / predicted) of one plan over another of the same model.
-
-    NaN for parameters that know none.
-    """
-    return parameters.residuals.get("layouts mixture" if mixture else "layouts dense", float("nan"))
-
-
 def places_of(steps: Steps, name: str, places: Mapping[str, int]) -> int | np.ndarray:
     """Of the constant of that name which each step has, where places says where `name:group` is."""
-    field = _CLASSES.get(name)
-    if field is None:
+    field = _fields()[name]
+    if not field:
         return places[name]
     coded: Coded = getattr(steps.machine if hasattr(steps.machine, field) else steps.habits, field)
     other = places.get(f"{name}:other")
     known = [places.get(f"{name}:{known}", other) for known in coded.names]
     return known[0] if len(known) == 1 else np.array(known)[coded.code]
+
+
+@lru_cache(maxsize=1)
+def _fields() -> dict[str, str]:
+    """Field of `Machine` or `Habits` that says which constant of a name a step has; empty where there is one alone."""
+    return dict(zip(bounds()["name"], bounds()["field"], strict=True))
 
 
 def _open_variance(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters) -> np.ndarray:
