@@ -27,9 +27,8 @@ def test_many_points_in_one_evaluation_are_each_alone(rows):
     points = problem.begin + 0.1 * problem.sigma * np.random.default_rng(0).standard_normal((3, len(problem.begin)))
     together = problem.residuals(points)
     np.testing.assert_allclose(together, [problem.residuals(point) for point in points], rtol=1e-12)
-    step = 1e-6
-    moves = step * np.eye(len(problem.begin))
-    slopes = [(problem.residuals(points[0] + to) - problem.residuals(points[0] - to)) / (2 * step) for to in moves]
+    moves = 1e-6 * np.eye(len(problem.begin))
+    slopes = [(problem.residuals(points[0] + to) - problem.residuals(points[0] - to)) / 2e-6 for to in moves]
     np.testing.assert_allclose(problem.jacobian(points[0]).T, slopes, rtol=1e-3, atol=1e-4)
 
 

@@ -1,5 +1,7 @@
 """What rows say about constants: no data, perfect data, bounds, correlation, leverage."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -56,9 +58,7 @@ def test_leverage_of_a_row_that_is_all_matrix_products():
     assert 0 < found.loc[NAMES[0], "largest"] < np.log(1.1 / 0.9)
     assert (found["median"] <= found["largest"]).all()
     hopper = "gemm_efficiency:hopper-16"
-    other = Parameters(
-        constants=start().constants, intervals={hopper: (0.5, 0.9)}, fitted=(hopper,), covariance=((1,),)
-    )
+    other = replace(start(), intervals={hopper: (0.5, 0.9)}, fitted=(hopper,), covariance=((1,),))
     assert leverage(other, to_steps(rows)).loc[hopper, "largest"] == 0
 
 

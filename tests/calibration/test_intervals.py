@@ -80,10 +80,7 @@ def test_comparisons_forget_what_a_group_shares():
 def test_shares_of_parts_stand_for_slopes(rows):
     """The width that constants leave a stranger, from shares, beside that from the slopes of each row."""
     strange = shipped().__class__(constants=shipped().constants, sensitivities=shipped().sensitivities)  # priors alone
-    steps, names = (
-        to_steps(rows),
-        [name for name in bounds().index if bounds().at[name, "low"] < bounds().at[name, "high"]],
-    )
+    steps, names = to_steps(rows), bounds().index[bounds()["low"] < bounds()["high"]].tolist()
     at = scaled(bounds().loc[names].assign(at=[strange.constants[name] for name in names]), "at")
     slopes = gradient(steps, at, names, strange)
     exact = np.sqrt((slopes**2) @ bounds().loc[names, "sigma"].to_numpy(float) ** 2)

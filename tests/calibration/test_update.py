@@ -16,9 +16,8 @@ from madmax_lib.simulator.step.step_time import step_s
 def stack(rows):
     """Dense rows of one software, timed by a machine whose kernels are slower than the model knows."""
     rows = rows[(rows["software"] == "nemo") & (rows["kind"] == "dense")].reset_index(drop=True)
-    slower = Parameters(
-        constants=shipped().constants | {"stack_rate:nemo": 0.85 * shipped().constants["stack_rate:nemo"]}
-    )
+    constants = shipped().constants
+    slower = Parameters(constants=constants | {"stack_rate:nemo": 0.85 * constants["stack_rate:nemo"]})
     return rows.assign(measured_s=step_s(to_steps(rows), slower))
 
 

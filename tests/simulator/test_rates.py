@@ -86,7 +86,7 @@ def test_a_measured_group_replaces_its_formula_alone():
     ("table", "message"),
     [
         (TABLE.drop(columns="nodes"), "column 'nodes' is missing"),
-        (TABLE.assign(collective="broadcast"), "'broadcast' is not one of all_reduce"),
+        (TABLE.assign(collective="gossip"), "'gossip' is not one of all_reduce"),
         (TABLE.assign(seconds=0), "size_bytes and seconds must be positive"),
         (TABLE[:1], "all_reduce of 8 ranks needs at least two sizes"),
     ],
