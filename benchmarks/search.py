@@ -1,4 +1,4 @@
-"""Plans per CPU second of `mm.search`, its peak memory, and the ratio to a scalar loop over `mm.estimate`.
+"""Plans per CPU second of `mm.search` and of `mm.estimate`, peak memory, and the ratio to a scalar loop.
 
 python benchmarks/search.py [--nodes 512] [--batch 4096]
 """
@@ -6,6 +6,9 @@ python benchmarks/search.py [--nodes 512] [--batch 4096]
 import argparse
 import resource
 import time
+
+import numpy as np
+import pandas as pd
 
 import madmax_lib as mm
 from madmax_lib import catalog
@@ -32,6 +35,39 @@ def main() -> None:
         plans, theirs_s = float(row.plans), float(row.seconds)
         ratio = result.evaluated / seconds / (plans / theirs_s)
         print(f"{row.tool}: {plans:,.0f} in {theirs_s:,.0f} CPU s, ratio {ratio:,.0f}")
+
+    for name, table in plan_tables(10**6).items():
+        seconds = estimate_seconds(model, table)
+        print(f"mm.estimate of {len(table):,} plans, {name}: {len(table) / seconds:,.0f} plans per CPU s")
+
+
+def plan_tables(size: int) -> dict[str, pd.DataFrame]:
+    """Tables of so many random plans on 1,024 devices: few kinds that repeat, and rows that all differ."""
+    rng = np.random.default_rng(0)
+
+    def drawn(count: int, **choices) -> pd.DataFrame:
+        return pd.DataFrame({name: rng.choice(values, count) for name, values in choices.items()})
+
+    common = {"zero": range(4), "micro_batch": [1, 2, 4], "recompute": ["none", "selective", "full"]}
+    few = drawn(size, tp=[8], pp=[4, 8, 16], **common)
+    common |= {"bucket_bytes": np.arange(1, 100) * 1e6, "attention": ["flash", "unfused"], "interleave": [1, 2, 3]}
+    common |= {name: [False, True] for name in ("reduce_fp32", "sequence_parallel", "overlap_dp")}
+    many = drawn(2 * size, tp=[2, 4, 8], cp=[1, 2], pp=[2, 4, 8, 16], prefetch=[0, 1], **common)
+    tables = {"kinds that repeat": few, "all different": many.drop_duplicates(ignore_index=True)[:size]}
+    return {
+        name: table.assign(dp=1024 // (table["tp"] * table["pp"] * table.get("cp", 1)))
+        for name, table in tables.items()
+    }
+
+
+def estimate_seconds(model, table: pd.DataFrame) -> float:
+    """CPU seconds of an estimate, the least of three."""
+    seconds, cluster = [], mm.cluster("dgx-a100", nodes=128)
+    for _ in range(3):
+        start = time.process_time()
+        mm.estimate(model, cluster, table, global_batch=1536)
+        seconds.append(time.process_time() - start)
+    return min(seconds)
 
 
 def scalar_seconds(model, cluster, batch: int, result) -> float:

@@ -61,6 +61,8 @@ def _is_not_among(value, choices: tuple):
 
 def _leaves_rest(count, degree):
     """Where a degree does not divide a count; 0 divides everything, as it stands for no choice."""
+    if isinstance(degree, int) and degree <= 1:
+        return False
     return count % (degree + (degree == 0)) != 0
 
 

@@ -129,10 +129,12 @@ def _smallest(objective: np.ndarray, memory: np.ndarray, step_s: np.ndarray, cou
 
 def _front(step_s: np.ndarray, memory: np.ndarray, fits: np.ndarray) -> np.ndarray:
     """Flat positions of feasible plans that no other one beats in time and memory."""
-    at = np.flatnonzero(fits)
-    at = at[np.lexsort((at, memory.reshape(-1)[at], step_s.reshape(-1)[at]))]
-    least = np.minimum.accumulate(np.r_[np.inf, memory.reshape(-1)[at][:-1]])
-    return at[memory.reshape(-1)[at] < least]
+    times, sizes, at = step_s.reshape(-1), memory.reshape(-1), np.flatnonzero(fits)
+    if at.size:  # one plan beats most of the others, which need not be sorted
+        good = at[np.argmin(times[at] * sizes[at])]
+        at = at[(times[at] < times[good]) | (sizes[at] < sizes[good]) | (at == good)]
+    at = at[np.lexsort((at, sizes[at], times[at]))]
+    return at[sizes[at] < np.minimum.accumulate(np.r_[np.inf, sizes[at][:-1]])]
 
 
 def _columns(plans: Plans, values: dict, chosen: np.ndarray, place: int) -> dict[str, np.ndarray]:

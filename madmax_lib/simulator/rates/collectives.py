@@ -20,8 +20,7 @@ _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv
 def ring(ranks, in_node, near, far):
     """Seconds per byte of a ring's all-gather, or reduce-scatter, its reverse: (p-1)/p of the bytes at the slower pace.
 
-    in_node: ranks on each node, of p. near: seconds per byte between them; far: of one of their ports to other nodes,
-    of which a ring uses all.
+    near, far: seconds per byte between ranks of a node, and of one of its in_node ports to other nodes.
 
     >>> [round(float(1e9 * ring(p, n, 1e-11, 9.6e-11)), 5) for p, n in ((1, 1), (2, 2), (8, 8), (16, 8), (2, 1))]
     [0.0, 0.005, 0.00875, 0.01125, 0.048]

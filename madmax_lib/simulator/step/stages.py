@@ -44,7 +44,8 @@ def stages_of(steps: Steps, pieces: Pieces) -> Stages:
     """Stages as `plan_layers.chunk_layers` cuts them; a remainder lies in the middle."""
     shape, pp = steps.work.shape, np.asarray(steps.work.plan.pp)
     first, middle, last = _layers_of_stages(steps)
-    layer_s, dense_s = (_with_traffic(layer, pieces) for layer in (pieces.layer, pieces.dense))
+    layer_s = _with_traffic(pieces.layer, pieces)
+    dense_s = layer_s if pieces.dense is pieces.layer else _with_traffic(pieces.dense, pieces)
     layers_s, head_s = layer_s[0] + layer_s[1], sum(pieces.head.passes_s)
     fewer = np.minimum(np.where(np.asarray(shape.experts) > 0, shape.dense_layers, 0), first)
     cheaper = [less_s - one_s for less_s, one_s in zip(dense_s, layer_s, strict=True)]
