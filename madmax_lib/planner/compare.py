@@ -46,9 +46,8 @@ def variants(
     for plan in map(Plan.parse, plans):
         row = estimate(model, cluster, plan, **shape, parameters=parameters).iloc[0]
         result = fits(model, cluster, plan, **shape)
-        memory_gb = _used_gb(result)["device"]
-        costs = {"exposed": row[EXPOSED].sum() / row["step_s"], "memory_gb": memory_gb, "fits": result.fits}
-        rows[str(plan)] = row.to_dict() | costs
+        costs = {"exposed": row[EXPOSED].sum() / row["step_s"], "memory_gb": _used_gb(result)["device"]}
+        rows[str(plan)] = row.to_dict() | costs | {"fits": result.fits}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 

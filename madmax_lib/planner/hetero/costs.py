@@ -31,8 +31,6 @@ def shares(samples: int, weights: Sequence[float]) -> list[int]:
     >>> shares(8, [1, 1, 2])
     [2, 2, 4]
     """
-    if len(set(weights)) == 1:
-        return [samples // len(weights) + (place < samples % len(weights)) for place in range(len(weights))]
     exact = samples * (np.asarray(weights) / np.sum(weights))
     whole = np.floor(exact)
     order = np.argsort(-np.round(exact - whole, 9), kind="stable")
@@ -90,8 +88,7 @@ class PlanCost:
 
     def total_s(self) -> float:
         """Sum of the terms; infinite where a GPU lacks memory."""
-        total_s = float(sum(self.terms().values()))
-        return total_s if self.fits() else math.inf
+        return float(sum(self.terms().values())) if self.fits() else math.inf
 
     def terms(self) -> dict[str, float]:
         """Terms of the cost in seconds, see the head of the module."""
@@ -125,9 +122,8 @@ class PlanCost:
             in_flight = min(self.plan.batches, len(self.stages) - number)
             for kind in stage.distinct_types:
                 sizes = {samples for types, samples in stage.replicas() if kind in types}
-                used_bytes = self.rules.memory_factor * max(
-                    self._held_bytes(stage, kind, samples, in_flight) for samples in sizes
-                )
+                held_bytes = max(self._held_bytes(stage, kind, samples, in_flight) for samples in sizes)
+                used_bytes = self.rules.memory_factor * held_bytes
                 rows.append((number, self.fleet.types[kind], used_bytes, self.fleet.capacity_bytes[kind]))
         return pd.DataFrame(rows, columns=["stage", "device", "used_bytes", "capacity_bytes"])
 

@@ -77,11 +77,9 @@ def nodes_of(clusters: Sequence[Cluster], parameters: Parameters | None = None) 
     for cluster in clusters:
         case = Case(catalog.model("gpt2"), cluster, Plans(), 1, dtype=cluster.device.nearest("bf16"))
         prices = Prices(Steps.of(case), parameters or shipped())
-        intra, inter = (1 / float(byte_s) / GB_PER_S for byte_s in (prices.near, prices.network[0]))
-        memory_gb = usable_bytes(cluster.device) / GB_BYTES
-        for number in range(cluster.nodes):
-            address = f"{cluster.name}-{number}"
-            nodes.append(Node(address, cluster.device.name, cluster.devices_per_node, memory_gb, intra, inter))
+        links = [1 / float(byte_s) / GB_PER_S for byte_s in (prices.near, prices.network[0])]
+        gpus = cluster.device.name, cluster.devices_per_node, usable_bytes(cluster.device) / GB_BYTES
+        nodes += [Node(f"{cluster.name}-{number}", *gpus, *links) for number in range(cluster.nodes)]
     return tuple(nodes)
 
 

@@ -181,10 +181,8 @@ def timeline(planned: Planned) -> Timeline:
         last[number] = program.op(Stream.COMPUTE, "compute", f"{direction} {batch}", pass_s, after, rank=rank)
         boundary = number if forward else number - 1
         if 0 <= boundary < pp - 1:
-            name, send_s = f"send {direction}", sends_s[boundary]
-            sends[number, slot] = program.op(
-                Stream.PIPELINE, "comm", name, send_s, [last[number]], rank=rank, group="pp"
-            )
+            send = "comm", f"send {direction}", sends_s[boundary], [last[number]]
+            sends[number, slot] = program.op(Stream.PIPELINE, *send, rank=rank, group="pp")
         if not forward and number == pp - 1 and sync_s:
             last[number] = program.op(Stream.COMPUTE, "other", "end of pass", sync_s, rank=rank)
     for number, stage in enumerate(stages):

@@ -54,14 +54,11 @@ class PriceList:
         if price := self.table.get((device, tp, recompute, batch)):
             return price
         more = "" if recompute == "none" else f" with recompute={recompute}"
-        there = self.covered(device)
-        raise ValueError(f"no profile for {device} tp {tp} batch {batch}{more}; there are {there}")
+        raise ValueError(f"no profile for {device} tp {tp} batch {batch}{more}; there are {self.covered(device)}")
 
     def covered(self, device: str) -> str:
         """Degrees and batches of a GPU type that have a price, as text."""
         keys = [(tp, batch) for name, tp, _, batch in self.table if name == device]
-        if not keys:
-            return "none of it"
         degrees, batches = (", ".join(map(str, sorted(set(values)))) for values in zip(*keys, strict=True))
         return f"tp {degrees}; batch {batches}"
 

@@ -69,11 +69,9 @@ class LayerProfile:
                     raise ValueError(f"{name}={value!r} is not a number of at least 0")
         if not self.layers or min(self.layer_ms) <= 0:
             raise ValueError("layer_ms must have an entry above 0 for every layer")
-        if self.sync_ms < -1e-6 * self.forward_backward_ms:
-            layers_ms = plain_sum(self.layer_ms)
-            raise ValueError(
-                f"forward_backward_ms={self.forward_backward_ms:g} is below the sum {layers_ms:g} of layers"
-            )
+        whole_ms, layers_ms = self.forward_backward_ms, plain_sum(self.layer_ms)
+        if whole_ms - layers_ms < -1e-6 * whole_ms:
+            raise ValueError(f"forward_backward_ms={whole_ms:g} is below the sum {layers_ms:g} of layers")
         for name in TIMES:
             if (value := getattr(self, name)) > self.total_ms * (1 + 1e-6):
                 raise ValueError(f"{name}={value:g} exceeds total_ms={self.total_ms:g}: is a value in another unit?")

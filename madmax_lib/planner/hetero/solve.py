@@ -20,7 +20,7 @@ from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.planner.hetero.prices import MB_BYTES, fleets
 from madmax_lib.planner.hetero.problem import HeteroProblem, problem
 from madmax_lib.planner.hetero.stages import Grid
-from madmax_lib.planner.hetero.sweep import OPEN, Chain, Sweeper
+from madmax_lib.planner.hetero.sweep import OPEN, Sweeper
 from madmax_lib.planner.hetero.thresholds import Search
 
 __all__ = ["alone", "plan"]
@@ -75,17 +75,15 @@ def alone(best: Planned) -> pd.DataFrame:
 
     Where no plan is feasible cost_ms is infinite and reason says why.
     """
-    given, rows = best.problem, []
-    types = given.fleets[0].types
+    given, types, rows = best.problem, best.problem.fleets[0].types, []
     for name in types:
         nodes = tuple(node for node in given.nodes if node.device == name)
         part = replace(given, nodes=nodes, fleets=tuple(fleets(nodes)))
-        gpus = part.fleets[0].size
         try:
             own = plan(part, progress=False)
-            rows.append((name, gpus, own.cost_ms, len(own.stages), own, ""))
+            rows.append((name, part.fleets[0].size, own.cost_ms, len(own.stages), own, ""))
         except ValueError as error:
-            rows.append((name, gpus, math.inf, 0, None, str(error)))
+            rows.append((name, part.fleets[0].size, math.inf, 0, None, str(error)))
     rows.append(("+".join(types), given.fleets[0].size, best.cost_ms, len(best.stages), best, ""))
     table = pd.DataFrame(rows, columns=["types", "gpus", "cost_ms", "stages", "plan", "reason"])
     table.attrs["provenance"] = best.provenance
@@ -123,10 +121,8 @@ def _search(given: HeteroProblem, grid: Grid, gap: float, progress: bool, *, dee
 
 def _reason(given: HeteroProblem, grid: Grid) -> str:
     """Why no plan is feasible: the plan that lacks the least memory and where, or that none is covered at all."""
-    chains: list[Chain] = []
-    for batches, fleet in given.spaces():
-        chain = Sweeper(given, grid, batches, fleet, lacking=True).chain(OPEN, bottleneck=True)
-        chains += [chain] if chain else []
+    sweepers = (Sweeper(given, grid, *space, lacking=True) for space in given.spaces())
+    chains = [chain for sweeper in sweepers if (chain := sweeper.chain(OPEN, bottleneck=True))]
     if not chains:
         names = sorted({key[0] for key in given.prices.table})
         there = ". ".join(f"{name}: {given.prices.covered(name)}" for name in names)

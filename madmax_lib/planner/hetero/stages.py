@@ -7,8 +7,9 @@ type 2, ...), so samples are shared in closed form. The numbers are those of `he
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,8 +73,7 @@ class SliceStages:
         return result
 
 
-@dataclass(frozen=True, eq=False)
-class _ReplicaSums:
+class _ReplicaSums(NamedTuple):
     """What a replica takes: sums over the first 0, 1, ... layers, and what does not depend on layers."""
 
     priced: bool
@@ -233,8 +233,8 @@ class StageTable:
                 self.grid.sums[key] = self._replica_sums(*key)
             rows.append(self.grid.sums[key])
         rows.append(self._replica_sums("", 0, "", 0))  # gives the columns their shape where there is no code
-        names = [field.name for field in fields(_ReplicaSums)]
-        columns = {name: np.array([getattr(row, name) for row in rows])[:-1] for name in names}
+        columns = [np.array(column)[:-1] for column in zip(*rows, strict=True)]
+        columns = dict(zip(_ReplicaSums._fields, columns, strict=True))
         return columns | {"capacity_bytes": capacity_bytes, "priced": columns["priced"] & (self.codes >= 0)}
 
     def _replica_sums(self, device: str, tp: int, way: str, samples: int) -> _ReplicaSums:

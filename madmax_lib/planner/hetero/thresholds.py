@@ -69,11 +69,9 @@ class Search:
         return self
 
     def _run(self) -> None:
-        opened = [
-            (chain.total, space, chain) for space in range(len(self.makers)) if (chain := self._chain(space, OPEN))
-        ]
-        for _, space, chain in sorted(opened, key=lambda one: one[:2]):
-            self._open(space, chain)
+        chains = {space: chain for space in range(len(self.makers)) if (chain := self._chain(space, OPEN))}
+        for space in sorted(chains, key=lambda space: chains[space].total):
+            self._open(space, chains[space])
         while self._queue:
             box = heapq.heappop(self._queue)
             self.bound_s = min(box.bound_s, self.cost_s)
