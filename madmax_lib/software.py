@@ -33,6 +33,8 @@ class Software:
     gathers_tensorwise: bool = False  # FSDP gathers tensor by tensor, not layer by layer
     reduces_every_micro_batch: bool = False  # a pipeline without ZeRO reduces gradients with every micro-batch
     sends_block: bool = False  # pipeline messages stop the host: shapes are sent before tensors
+    counts_on_host: bool = False  # the host reads how many tokens come before it launches the products of experts
+    cpu_async: tuple[str, ...] = ("ddp",)  # of ddp, fsdp: collectives beside which a process on a CPU computes
     send_once: bool = False  # a token goes once to a rank that has several of its experts
     wire_bytes: float = 2.0  # of a gradient in reductions: 4 is fp32
 

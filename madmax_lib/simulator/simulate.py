@@ -1,7 +1,5 @@
 """What would this step look like? Model, cluster and plan in, a simulated `Timeline` out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +16,8 @@ from madmax_lib.simulator.rates.collectives import MeasuredCollectives
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.rates.topology import Groups, member_name
 from madmax_lib.simulator.schedule.engine import Program, received, run_apart, to_timeline
-from madmax_lib.simulator.schedule.layout import MicroBatch, StepBuilder
+from madmax_lib.simulator.schedule.layout import StepBuilder
+from madmax_lib.simulator.schedule.passes import MicroBatch
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.prices import Prices
 from madmax_lib.software import Software

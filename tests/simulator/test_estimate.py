@@ -65,16 +65,6 @@ def test_one_ideal_device_does_its_flops_at_the_peak():
     assert table[["tp_s", "cp_s", "ep_s", "fsdp_s", "bubble_s", "pp_s", "dp_s", "launch_s"]].abs().sum() < 1e-9
 
 
-def test_bubble_of_equal_stages():
-    """(pp - 1) / interleave of a stage's micro-batches wait [Narayanan et al. 2021]."""
-    model, cluster = replace(GPT, vocab=1), compute_bound(CLUSTER)
-    for interleave in (1, 2):
-        plan = Plan(pp=8, tp=8, dp=2, interleave=interleave)
-        table = estimate(model, cluster, plan, global_batch=128, parameters=IDEAL).iloc[0]
-        work_s = table[list(PARTS)].sum() - table[["bubble_s", "pp_s", "dp_s", "optimizer_s"]].sum()
-        assert table["bubble_s"] / work_s == pytest.approx(7 / interleave / 64, rel=1e-3)
-
-
 VARIED = {"micro_batch": 2, "recompute": "full", "sequence_parallel": False, "schedule": "zero-bubble", "prefetch": 0,
           "shard": 2, "qwz": True, "hpz": True, "qgz": True, "overlap_gather": True, "reduce_fp32": True,
           "context": "ulysses", "attention": "unfused", "first_layers": 3, "last_layers": 5, "capacity": 1.25, "etp": 1,
@@ -124,15 +114,6 @@ def test_what_cannot_be_laid_out():
         step_s("dp128", 65536, mm.model("dlrm-a"), mm.cluster("zionex"))
 
 
-PLANS = ["dp2.tp8.pp8", "dp128.z3.full", "dp16.tp8.z3.full", "dp8.tp4.pp4.v4.full", "dp4.tp8.pp2.cp2"]
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_the_ideal_machine_is_faster(plan):
-    real, ideal, half = (step_s(plan, 256, parameters=p) for p in (shipped(), IDEAL, Parameters(0.5, 0.5, 0.5)))
-    assert ideal < real and half == pytest.approx(2 * ideal)
-
-
 @pytest.mark.parametrize("parameters", [shipped(), IDEAL], ids=["fitted", "ideal"])
 @pytest.mark.parametrize(
     "plan", ["dp1", "mb2.full", "selective", "pp8", "pp8.full", "pp4.dp2.mb2.no-overlap-dp", "pp8.gpipe", "pp8.v3"]
@@ -162,42 +143,16 @@ def test_engine_and_closed_form_update_the_same_parameters():
         assert closed_s == pytest.approx(np.mean(updates), rel=2e-3), str(case)
 
 
-def test_experts():
-    cluster = compute_bound(mm.cluster("gb200-nvl72", nodes=1))
-    model = mm.model("qwen3-30b-a3b")
-    one, spread = (
-        estimate(model, cluster, Plan(dp=72, ep=ep, zero=1), global_batch=72 * 8, sequence=4096) for ep in (1, 8)
-    )
-    assert one["ep_s"][0] == 0 and spread["ep_s"][0] > 0
-    ideal = estimate(model, cluster, Plan(dp=72), global_batch=72, sequence=4096, parameters=IDEAL)["gemm_s"][0]
-    layer = model.attention_parameters + model.hidden * 128 + 8 * 3 * model.hidden * 768
-    assert ideal == pytest.approx(6 * 4096 * 48 * layer / cluster.device.peak("bf16"), rel=1e-4)
-
-
-def test_lower_precision_is_faster():
-    model, blackwell = mm.model("llama3-70b"), mm.cluster("gb300-nvl72")
-    times = [step_s("dp9.tp2.pp4", 288, model, blackwell, dtype=dtype) for dtype in ("bf16", "fp8", "nvfp4")]
-    assert times == sorted(times, reverse=True)
-
-
 def test_stacked_cases_are_timed_as_alone():
-    """Models with and without experts, vision, other machines, dtypes, software and plans, in one array."""
+    """Random models, with and without experts, vision, machines, dtypes, software and plans, in one array."""
     cases = [
-        Case(mm.model(model), mm.cluster(cluster, nodes=nodes), Plan.parse(plan), batch, 0, dtype, software)
-        for model, cluster, nodes, plan, batch, dtype, software in [
-            ("gpt3-175b", "dgx-a100", 16, "dp2.tp8.pp8.v2.selective", 64, "bf16", None),
-            ("mixtral-8x7b", "dgx-h100", 4, "dp16.tp2.ep8.z1.cap125", 64, "fp8", "megatron-core"),
-            ("deepseek-v3", "dgx-h100", 16, "dp32.pp4.ep32.z1.first15.full", 128, "bf16", "hai-llm"),
-            ("gpt-oss-120b", "dgx-b200", 1, "dp8.z3.hs4", 16, "bf16", "torchtitan"),
-            ("vit-huge", "kaggle-2xt4", 1, "dp2.z2", 16, "fp16", "timm"),
-            ("llama3-8b", "p4d", 2, "dp4.tp2.cp2.ulysses.unfused.z3.no-overlap-tp", 8, "bf16", "fsdp2-compiled"),
-        ]
+        replace(case, dtype=case.cluster.device.nearest("fp8")) if number % 2 else case
+        for number, case in enumerate(drawn_cases("software", 60, seed=6))
     ]
     together = step_time(Steps.stack(cases), shipped())
     for i, case in enumerate(cases):
-        alone = step_time(Steps.of(case), shipped())
-        for name, seconds in alone.items():
-            assert together[name][i] == pytest.approx(seconds[0], rel=1e-12, abs=1e-15), (name, case.plan)
+        for name, seconds in step_time(Steps.of(case), shipped()).items():
+            assert together[name][i] == pytest.approx(seconds[0], rel=1e-12, abs=1e-12), (name, case)
 
 
 def test_parameters_are_checked_written_and_read(tmp_path):

@@ -202,20 +202,20 @@ def test_limits_reach_what_was_published(row):
     """A published size is a lower bound of what fits; ours is at most twice as large where the host was full."""
     cluster = replace(mm.cluster(row["cluster"]), devices_per_node=int(row["devices"]))
     assert cluster.host.memory_bytes == pytest.approx(float(row["host_memory_gb"]) * 1e9, rel=0.03)
-    ratio = largest_model(cluster, row["method"]).parameters / float(row["params_e9"]) / 1e9
+    ratio = largest_model(cluster, row["method"])[0].parameters / float(row["params_e9"]) / 1e9
     assert 1 < ratio < (np.inf if row["cluster"] == "dgx-h100" else 2)  # the seed stopped at its largest shape there
 
 
 @pytest.mark.parametrize("ladder", ["ddp zero-1 zero-2 zero-3", "ddp zero-offload", "chunks-static chunks"])
 def test_methods_in_order(ladder):
-    sizes = [largest_model(FOUR, method).parameters for method in ladder.split()]
+    sizes = [largest_model(FOUR, method)[0].parameters for method in ladder.split()]
     assert sizes == sorted(set(sizes))
 
 
 def test_the_next_layer_does_not_fit():
-    largest = largest_model(FOUR, "zero-offload")
-    deeper = gpt_shape(largest.model.hidden, largest.model.layers + 1)
-    assert largest.result.fits and not fits(deeper, FOUR, largest.plan, global_batch=4, dtype="fp16").fits
+    model, plan, result = largest_model(FOUR, "zero-offload")
+    deeper = gpt_shape(model.hidden, model.layers + 1)
+    assert result.fits and not fits(deeper, FOUR, plan, global_batch=4, dtype="fp16").fits
 
 
 def test_data_are_those_of_the_shared_files():

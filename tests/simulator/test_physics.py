@@ -95,7 +95,6 @@ def test_more_work_never_takes_less_time(drawn, factor):
 
 
 def test_who_waits_longer_takes_longer(drawn):
-    """Where ranks differ more; parts add up and none is negative."""
     cases, steps, times = drawn
     before = times["step_s"]
     for jitter in (1e-6, 0.003, 0.01, 0.03, 0.1):

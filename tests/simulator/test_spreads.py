@@ -11,8 +11,6 @@ from madmax_lib import catalog
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator.memory.memory import memory, peak_bytes
 from madmax_lib.simulator.rates.parameters import shipped
-from madmax_lib.simulator.schedule.engine import run, run_apart
-from madmax_lib.simulator.simulate import _lay_out
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.step_time import step_s as closed_s
 
@@ -58,22 +56,18 @@ def test_ranks_wait_in_collectives_for_those_that_are_behind():
     assert ((reduced["start_ns"] + reduced["dur_ns"]).groupby(reduced["name"], observed=True).nunique() == 1).all()
 
 
-def laid_out_s(case, jitter, seeds):
-    """Seconds of a step by each draw of delays."""
-    step, program = _lay_out(case, shipped())
-    named = ((name, step.groups[name]) for name in {*program.group} - {"", "pp"})
-    groups = {name: (int(group.ranks), int(group.stride)) for name, group in named}
-    devices = case.plan.world_size // case.plan.pp
-    draws = (np.random.default_rng(seed).exponential(jitter, (case.plan.pp, devices)) for seed in range(seeds))
-    return [run_apart(program, 1 + delays - delays.min(), groups, devices)[1].max() for delays in draws]
+def laid_out_s(case, jitter, seed):
+    spans = mm.simulate(case.model, case.cluster, case.plan, global_batch=case.global_batch, dtype=case.dtype,
+                        jitter=jitter, seed=seed).spans  # fmt: skip
+    return (spans["start_ns"] + spans["dur_ns"]).max() / 1e9
 
 
 def test_laid_out_and_expected_waits_agree_in_the_mean():
-    """Random plans; laid out none gets faster by more jitter, whatever the draw."""
+    """Random plans on up to 64 devices; laid out none gets faster by more jitter, whatever the draw."""
+    drawn = [case for case in drawn_cases("random", 24, seed=11, most_passes=150) if case.plan.world_size <= 64]
     ratios = []
-    for case in drawn_cases("random", 16, seed=11, most_passes=200):
-        alike, some, more = (laid_out_s(case, jitter, 5) for jitter in (0.0, 0.01, 0.03))
-        assert max(run(_lay_out(case, shipped())[1])[1]) == alike[0]
+    for case in drawn[:8]:
+        alike, some, more = ([laid_out_s(case, jitter, seed) for seed in range(5)] for jitter in (0.0, 0.01, 0.03))
         assert (np.diff([alike, some, more], axis=0) >= 0).all(), case
         expected_s, alike_s = (closed_s(Steps.of(one), shipped()).item() for one in (replace(case, jitter=0.03), case))
         ratios.append(np.mean(more) / alike[0] / (expected_s / alike_s))

@@ -84,8 +84,8 @@ def limits_table() -> pd.DataFrame:
         cluster = replace(catalog.cluster(row.cluster), devices_per_node=row.devices)
         machines.append(f"{row.devices} x {cluster.device.name}, {row.host_memory_gb:.0f} GB")
         limits.append(largest_model(cluster, row.method))
-    table = table.assign(machine=machines, ours=[limit.parameters / 1e9 for limit in limits])
-    table = table.assign(ratio=table["ours"] / table["published"], bound=[limit.result.bound for limit in limits])
+    table = table.assign(machine=machines, ours=[model.parameters / 1e9 for model, _, _ in limits])
+    table = table.assign(ratio=table["ours"] / table["published"], bound=[result.bound for _, _, result in limits])
     columns = ["system", "method", "machine", "published", "ours", "ratio", "bound", "confidence"]
     return with_origin(table[columns], "studies/scale_limits", *_MACHINES, rules=_RULES)
 

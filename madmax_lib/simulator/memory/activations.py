@@ -6,8 +6,6 @@ heads, ffn = 4 h, dropout and stored scores, a layer keeps s b h (34 + 5 a s / h
 NumPy arrays, so arrays of plans may stand in the place of one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

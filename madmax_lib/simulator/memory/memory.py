@@ -7,8 +7,6 @@ their way) and the optimizer (its temporaries); `peak_bytes` takes the largest o
 `plans_peak_bytes` the peak of millions of plans.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

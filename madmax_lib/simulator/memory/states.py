@@ -3,8 +3,6 @@
 Model states follow ZeRO [arXiv 1910.02054].
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 

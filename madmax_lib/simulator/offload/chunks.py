@@ -6,8 +6,6 @@ tails are small. A tensor larger than a chunk, as an embedding table can be, get
 weights, fp32 weights, two moments) are cut alike; gradients take the place of the 16-bit weights: 14 bytes a parameter.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from madmax_lib.specs import Transformer

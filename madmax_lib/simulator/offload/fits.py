@@ -7,8 +7,6 @@ static split keeps the room of the fullest moment free all the time. The largest
 shapes, wider and deeper, until a step does not fit.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
@@ -34,7 +32,6 @@ from madmax_lib.specs import Cluster, Model, Transformer
 
 __all__ = [
     "FitsResult",
-    "LargestModel",
     "fits",
     "gpt_shape",
     "largest_model",
@@ -91,25 +88,6 @@ class FitsResult:
 
     def _places(self) -> pd.DataFrame:
         return self.table.drop_duplicates("place").set_index("place")
-
-
-@dataclass(frozen=True)
-class LargestModel:
-    """The largest model that fits; every smaller one of its width fits too.
-
-    model: its shape.
-    plan: how it is trained.
-    result: what `fits` says about it.
-    """
-
-    model: Transformer
-    plan: Plan
-    result: FitsResult = field(repr=False)
-
-    @property
-    def parameters(self) -> int:
-        """Of the model."""
-        return self.model.parameters
 
 
 def fits(
@@ -248,8 +226,8 @@ def _others(here: dict[str, float], layers: int) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["phase", "layer", "other_bytes"])
 
 
-def largest_model(cluster: Cluster, method: str) -> LargestModel:
-    """The largest GPT-2-like model of a method on all devices of a cluster, by data parallelism alone.
+def largest_model(cluster: Cluster, method: str) -> tuple[Transformer, Plan, FitsResult]:
+    """The largest GPT-2-like model of a method on all devices of a cluster, by data parallelism alone; its plan, fit.
 
     method: ddp, zero-1, zero-2, zero-3, zero-offload, zero-3-offload, zero-infinity, chunks or chunks-static. Full
     recompute, one sample of 1,024 tokens per device, heads of 128 channels, 16 layers or more and at most one per 24
@@ -278,7 +256,7 @@ def largest_model(cluster: Cluster, method: str) -> LargestModel:
     if best is None:
         raise ValueError(f"{method} on {cluster.name}: not even {_WIDTHS[0]} channels and {_FLATTEST} layers fit")
     model = gpt_shape(*best)
-    return LargestModel(model, plan, fits(model, cluster, plan, global_batch=plan.dp, dtype="fp16", policy=policy))
+    return model, plan, fits(model, cluster, plan, global_batch=plan.dp, dtype="fp16", policy=policy)
 
 
 def gpt_shape(hidden: int, layers: int, sequence: int = _SEQUENCE, heads: int = 0) -> Transformer:

@@ -4,8 +4,6 @@ All devices of a node move and update at the same time, so each has its share. C
 weights, two moments and gradient read; the first three and a 16-bit copy written.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

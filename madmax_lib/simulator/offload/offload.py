@@ -5,8 +5,6 @@ they are made leave a tail; and the update takes as long as the slower of device
 2104.07857]. All follow from bytes per layer over the rates of `hosts`, for arrays of shares at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

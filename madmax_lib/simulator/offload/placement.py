@@ -7,8 +7,6 @@ activations to the host; PatrickStar [arXiv 2108.05818] and Gemini move chunks o
 their chunks travel with every pass.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -5,8 +5,6 @@ gathered buffer for all-gather, the input for reduce-scatter and all-to-all. A g
 Ring formulas: Patarasuk & Yuan 2009; Thakur, Rabenseifner & Gropp 2005.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

@@ -3,8 +3,6 @@
 All functions broadcast over NumPy arrays.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 Number = float | np.ndarray

@@ -5,8 +5,6 @@ machine; `data/parameters.json` holds the fitted ones with 90 % intervals, covar
 A constant of a group is named `name:group`, such as `gemm_efficiency:hopper-8`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Devices are numbered with tp innermost, then cp, dp and pp [Megatron-LM]; expert
 order, under etp = 1 in dp x cp x tp. A group is every `stride`-th device. All numbers may be arrays.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, cached_property
 

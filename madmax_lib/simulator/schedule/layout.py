@@ -5,10 +5,7 @@ they belong to; gradients block only the optimizer; parameters are gathered ahea
 ops, so each kind of pass is laid out once and then issued for its micro-batches in the order of the schedule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 
 from madmax_lib.case import Case
@@ -16,30 +13,16 @@ from madmax_lib.simulator.layers.ops import Block, Comm, mirror
 from madmax_lib.simulator.offload.hosts import Offloaded
 from madmax_lib.simulator.rates.collectives import MeasuredCollectives
 from madmax_lib.simulator.schedule.engine import Program
-from madmax_lib.simulator.schedule.passes import BEFORE, MESSAGE, Pass
+from madmax_lib.simulator.schedule.passes import BEFORE, MESSAGE, MicroBatch, Pass
 from madmax_lib.simulator.schedule.schedules import Slot, dependency, in_order, order
 from madmax_lib.simulator.schedule.sharding import Sharding
 from madmax_lib.simulator.schedule.staging import Staging
 from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.simulator.step.layer_time import layer_time
-from madmax_lib.simulator.step.prices import CAUSES, Prices
+from madmax_lib.simulator.step.prices import CAUSES
 from madmax_lib.simulator.step.traffic import held, sharded, slowed_s
 
-__all__ = ["MicroBatch", "StepBuilder"]
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The work of a micro-batch of one size.
-
-    chunks: blocks [stage][chunk].
-    prices: of their ops and collectives.
-    sent_bytes: by a device to the next pipeline stage.
-    """
-
-    chunks: list[list[list[Block]]]
-    prices: Prices
-    sent_bytes: float = 0.0
+__all__ = ["StepBuilder"]
 
 
 class StepBuilder:
@@ -127,8 +110,9 @@ class StepBuilder:
             if block.recomputed and block.unit != unit:
                 self.sharding.keep(pass_, block, previous)
             if block.unit != unit:
-                self._launch(pass_, [one for one in blocks if one.unit == block.unit], "forward", 1)
-            unit, done = block.unit, self._work(pass_, block, "forward", after)
+                layer = [one for one in blocks if one.unit == block.unit]
+                after = self._launch(pass_, layer, "forward", 1, after)
+            unit, done = block.unit, self._work_of(layer, pass_, block, "forward", after)
             if block.table:
                 exchanged = done  # the blocks beside do not wait for the lookup
             else:
@@ -142,17 +126,18 @@ class StepBuilder:
         previous, exchanged = [MESSAGE, BEFORE], []
         reduce = self.sharding.reducer(pass_, last)
         for unit in _units(blocks)[::-1]:
-            self._launch(pass_, unit, "backward", 2 + float(self.batch.prices.repeats))
+            ready = [*previous, *gathered(unit[0])] if self.batch.prices.habits.on_host else previous
+            previous = self._launch(pass_, unit, "backward", 2 + float(self.batch.prices.repeats), ready)
             if unit[0].recomputed:
                 previous = [*previous, *self.sharding.restore(pass_, unit[0])]
             for block in unit:
                 if self._block_s(block)["recompute"]:
-                    previous = self._work(pass_, block, "recompute", [*previous, *gathered(block)])
+                    previous = self._work_of(unit, pass_, block, "recompute", [*previous, *gathered(block)])
             for block in unit[::-1]:
                 if table and not exchanged and (block.table or block.beside):
                     exchanged = pass_.comms(mirror(table.after), f"{table.name} backward", previous)
                 after = exchanged if block.table else [*previous, *gathered(block)]
-                previous = self._work(pass_, block, "backward", after, split)
+                previous = self._work_of(unit, pass_, block, "backward", after, split)
                 if not split:
                     reduce(block, pass_.last, end=block is blocks[0], unit_end=block is unit[0])
         return previous
@@ -164,6 +149,22 @@ class StepBuilder:
             for block in unit[::-1]:
                 pass_.compute(f"{block.name} weight", self._block_s(block)["weight"], [BEFORE], block.unit)
                 reduce(block, pass_.last, end=block is blocks[0], unit_end=block is unit[0])
+
+    def _work_of(
+        self, layer: list[Block], pass_: Pass, block: Block, phase: str, after: list[int], *split
+    ) -> list[int]:
+        """A block of a layer. Where counts of tokens stop the host, it launches each block beside the one before."""
+        prices = self.batch.prices
+        if not (stop_s := float(prices.stop_s(layer))):
+            return self._work(pass_, block, phase, after, *split)
+        if block.expert and phase != "backward":
+            counts = pass_.op(Stream.LAUNCH, "cpu", f"counts {block.unit} {phase}", stop_s, [pass_.computed])
+            pass_.launches.append(counts)
+        done = self._work(pass_, block, phase, after, *split)
+        passes = {"forward": 1.0, "recompute": float(prices.repeats), "backward": 2.0}[phase] / len(layer)
+        launch_s = float(prices.launches_s(layer)) * passes
+        pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", f"launch {block.name} {phase}", launch_s, ()))
+        return done
 
     def _work(self, pass_: Pass, block: Block, phase: str, after: list[int], split: bool = False) -> list[int]:
         """One block: collectives, compute, collectives. Returns what the next block waits for.
@@ -192,12 +193,15 @@ class StepBuilder:
             pass_.compute(name, scale * tail_s, [first], block.unit)  # what computes next comes after it on the stream
         return done
 
-    def _launch(self, pass_: Pass, unit: list[Block], phase: str, passes: float) -> None:
-        """The host issues the kernels of a unit, ahead of the device as far as it can."""
-        prices, mixture = self.batch.prices, any(op.experts for block in unit for op in block.ops)
-        seconds = float(prices.launch_s + mixture * prices.routing_s) * passes if unit[0].recomputed else 0.0
-        if seconds:
-            pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", f"launch {unit[0].unit} {phase}", seconds, ()))
+    def _launch(self, pass_: Pass, unit: list[Block], phase: str, passes: float, after: list[int]) -> list[int]:
+        """The host issues a unit's kernels, ahead of the device if it can; on a CPU what follows waits for it."""
+        prices, name = self.batch.prices, f"launch {unit[0].unit} {phase}"
+        seconds = float(prices.launches_s(unit)) * passes
+        if seconds and prices.habits.on_host:
+            return [*after, pass_.compute(name, seconds, after, unit[0].unit)]
+        if seconds and not float(prices.stop_s(unit)):
+            pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", name, seconds, ()))
+        return after
 
     def _ring(self, pass_: Pass, block: Block, phase: str, duration_s: float, after: list[int]) -> list[int]:
         """Attention in cp steps, the next keys and values on their way meanwhile, in backward their gradients too."""
@@ -274,7 +278,8 @@ class StepBuilder:
             backward_s = 0.0 if late and traffic.backward_s else traffic.backward_s + traffic.reduce_s
             backward_s = backward_s + (self.sharding.reduced_s(unit, last) if self._reduces_beside else 0.0)
             moved = 0.0 if late else traffic.forward_s, backward_s
-            computed = [float(sum(times[cause] for cause in CAUSES)) for times in (time.forward, time.backward)]
+            causes = (*CAUSES, "launch_s") if prices.habits.on_host else CAUSES
+            computed = [float(sum(times[cause] for cause in causes)) for times in (time.forward, time.backward)]
             slowed = [float(slowed_s(*pair, prices)) for pair in zip(time.passes_s, moved, strict=True)]
             self._stretches[key] = tuple(
                 1 + s / busy if busy else 1.0 for s, busy in zip(slowed, computed, strict=True)

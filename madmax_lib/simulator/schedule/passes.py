@@ -1,17 +1,31 @@
 """What does one pass of a chunk issue? Its ops, numbered from 0, so that every micro-batch can issue them again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from madmax_lib.simulator.layers.ops import Comm
+from madmax_lib.simulator.layers.ops import Block, Comm
 from madmax_lib.simulator.schedule.engine import Program
 from madmax_lib.simulator.schedule.streams import Stream
+from madmax_lib.simulator.step.prices import Prices
 
-__all__ = ["BEFORE", "MESSAGE", "Pass"]
+__all__ = ["BEFORE", "MESSAGE", "MicroBatch", "Pass"]
 
 # What an op waits for outside of its pass: the message of another stage, the last compute of the pass before
 MESSAGE, BEFORE = -1, -2
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The work of a micro-batch of one size.
+
+    chunks: blocks [stage][chunk].
+    prices: of their ops and collectives.
+    sent_bytes: by a device to the next pipeline stage.
+    """
+
+    chunks: list[list[list[Block]]]
+    prices: Prices
+    sent_bytes: float = 0.0
 
 
 class Pass:

@@ -5,8 +5,6 @@ turn [Narayanan et al. 2021]; with several chunks per stage the interleaved orde
 where a backward pass is split and the gradients of weights come `stage` micro-batches later [Qi et al. 2024].
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

@@ -5,8 +5,6 @@ Weights come down the chain drive, host, device and are then gathered, each link
 finished tiles are copied back meanwhile, and the device updates its own share beside it (hybrid Adam).
 """
 
-from __future__ import annotations
-
 from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, Offloaded
 from madmax_lib.simulator.offload.placement import streams_gradients

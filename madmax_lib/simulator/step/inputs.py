@@ -88,6 +88,9 @@ class Habits:
     send_once: Number  # a token goes once to a rank with several of its experts
     blocking_sends: Number  # messages between stages stop the host
     by_flops: Number  # stages are cut at equal FLOPs, the head's among them
+    on_host: Number  # the host computes itself (CPU devices), and waits for what it has not issued asynchronously
+    fsdp_blocks: Number  # among that collectives of FSDP
+    counts: Number  # the host stops in mixture layers to read how many tokens come
     wire_bytes: Number  # of a gradient in reductions, where the plan does not say fp32
     mixture: Coded
 
@@ -141,7 +144,8 @@ _WIDTHS = ("operand_bytes", "storage_bytes")
 
 def _machine(case: Case) -> dict[str, float | str]:
     """Fields of `Machine` of a case."""
-    cluster, device, family = case.cluster, case.cluster.device, case.cluster.device.family
+    cluster, device = case.cluster, case.cluster.device
+    family = "other" if device.family == "cpu" else device.family  # no constants are fitted
     wide = case.dtype in ("fp32", "tf32", "fp64")
     release = "recent" if case.software.kernels in ("fused", "graph") else "pytorch"
     return {
@@ -185,14 +189,17 @@ def _bits(device: Device, dtype: str) -> int:
 def _habits(case: Case) -> dict[str, float | str | np.ndarray]:
     """Fields of `Habits` of a case: what the plan sets, else what the software does."""
     plan, software = case.plan, case.software
+    on_host = float(case.cluster.device.family == "cpu")
+    blocks = {way: on_host * (way not in software.cpu_async) for way in ("ddp", "fsdp")}
+    reduced = np.where(np.asarray(plan.zero) < 2, 1 - blocks["ddp"], 1 - blocks["fsdp"]) if on_host else 1.0
     return {
         "kernels": software.kernels,
         "stack": software.name,
         "forward_kernels": software.forward_kernels,
         "hides_tp": software.overlap_tp_way,
-        "overlap_tp": plan.overlaps("tp", software) + 0.0,
-        "hides_ep": plan.overlaps("ep", software) + 0.0,
-        "hides_dp": plan.overlaps("dp", software) + 0.0,
+        "overlap_tp": plan.overlaps("tp", software) * (1 - on_host),
+        "hides_ep": plan.overlaps("ep", software) * (1 - on_host),
+        "hides_dp": plan.overlaps("dp", software) * reduced,
         "tensorwise": float(software.gathers_tensorwise),
         "reduces_each": float(software.reduces_every_micro_batch),
         "legacy": float(software.legacy),
@@ -200,6 +207,9 @@ def _habits(case: Case) -> dict[str, float | str | np.ndarray]:
         "send_once": float(software.send_once),
         "blocking_sends": float(software.sends_block),
         "by_flops": float(software.stages_by_flops),
+        "on_host": on_host,
+        "fsdp_blocks": blocks["fsdp"],
+        "counts": (1 - on_host) * software.counts_on_host,
         "wire_bytes": software.wire_bytes,
         "mixture": _mixture(case),
     }

@@ -4,8 +4,6 @@ Blocks of a layer follow each other. Their collectives run beside their products
 shows, and so do exchanges of tokens, keys and values. Traffic of weights and gradients is not in here (`traffic`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +18,7 @@ from madmax_lib.simulator.step.prices import CAUSES, Prices, add
 
 __all__ = ["LAYER_PARTS", "LayerTime", "layer_time", "mean"]
 
-LAYER_PARTS = (*CAUSES, "tp_s", "cp_s", "ep_s")
+LAYER_PARTS = (*CAUSES, "launch_s", "tp_s", "cp_s", "ep_s")
 _PARTS = {"tp": "tp_s", "etp": "tp_s", "ep": "ep_s", "cp": "cp_s"}  # by group
 
 
@@ -58,7 +56,17 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
             repeated_s = np.where(again_s > 0, _ring_wait_s(block, prices, again_s), 0.0)
             add(forward, {"cp_s": _ring_wait_s(block, prices, ahead_s)})
             add(backward, {"cp_s": _ring_wait_s(block, prices, beside_s, returns=True) + repeated_s})
+    _add_host(forward, backward, blocks, prices)
     return LayerTime(forward, backward, weight_s)
+
+
+def _add_host(forward: dict, backward: dict, blocks: Sequence[Block], prices: Prices) -> None:
+    """Launches on a CPU, which computes itself; on a GPU waits for a host that counts of tokens have stopped."""
+    launches_s, stop_s, on_host = prices.launches_s(blocks), prices.stop_s(blocks), prices.habits.on_host
+    ways = (forward, launches_s, stop_s), (backward, (2 + prices.repeats) * launches_s, prices.repeats * stop_s)
+    for times, host_s, stopped_s in ways:
+        behind_s = np.maximum(host_s - sum(times.values()), stopped_s) if np.any(stop_s) else 0.0
+        times["launch_s"] = on_host * prices.steps.slower * host_s + np.where(np.asarray(stop_s) > 0, behind_s, 0.0)
 
 
 def mean(first: LayerTime, second: LayerTime, share: Number) -> LayerTime:

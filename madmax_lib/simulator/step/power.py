@@ -6,8 +6,6 @@ at half of it), not fitted to any measurement; expect a quarter of error either 
 processors idle at a share of their limit while the devices work, and reach it under CPU Adam.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -7,6 +7,7 @@ on the device is memory traffic, but for attention. Constants stand in `data/par
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -23,6 +24,7 @@ __all__ = ["CAUSES", "Prices", "add"]
 
 CAUSES = ("gemm_s", "attention_s", "pointwise_s")  # of compute
 _COLLECTIVES = 4  # of tensor parallelism in the forward pass of a layer: two gathers, two scatters
+_STOP_LAUNCHES = 3  # assumed
 _TENSORS = 12  # of a transformer layer: weights and biases of four products and two norms
 
 
@@ -177,7 +179,7 @@ class Prices:
     @cached_property
     def gathers_late(self) -> bool | np.ndarray:
         """Where ZeRO-3 gathers nothing ahead."""
-        return (self.plan.prefetch == 0) | (self.habits.tensorwise > 0)
+        return (self.plan.prefetch == 0) | (self.habits.tensorwise > 0) | (self.habits.fsdp_blocks > 0)
 
     @cached_property
     def reduces_each(self) -> bool | np.ndarray:
@@ -226,6 +228,18 @@ class Prices:
     def routing_s(self) -> Number:
         """Seconds of the host for what a mixture layer launches beside a dense one, forward; backward takes twice."""
         return self.habits.mixture.constant(self.parameters, "moe_launch_s")
+
+    def launches_s(self, blocks: Sequence[Block]) -> Number:
+        """Seconds of the host for the kernels of a layer, forward; 0 for the ends of the model."""
+        mixture = any(op.experts for block in blocks for op in block.ops)
+        return blocks[0].recomputed * (self.launch_s + mixture * self.routing_s)
+
+    def stop_s(self, blocks: Sequence[Block]) -> Number:
+        """Seconds from the counts of a mixture layer's tokens to its next kernel: two launches and a copy between."""
+        if not any(block.expert for block in blocks):
+            return 0.0
+        stops = self.habits.counts * (self.plan.capacity == 0)
+        return stops * _STOP_LAUNCHES * self.habits.kernels.constant(self.parameters, "launch_s")
 
     @cached_property
     def host_s(self) -> Number:

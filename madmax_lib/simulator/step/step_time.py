@@ -83,7 +83,8 @@ def step_time(steps: Steps, parameters: Parameters, body: Body | None = None) ->
     if np.any(steps.jitter):
         return _with_waits(steps, parameters)
     body = body or _body(steps, parameters)
-    parts = body.parts | _outside(body)
+    outside = _outside(body)
+    parts = body.parts | outside | {"launch_s": body.parts["launch_s"] + outside["launch_s"]}
     times = {name: parts[name] for name in PARTS} | {"step_s": sum(parts[name] for name in PARTS)}
     return dict(zip(times, np.broadcast_arrays(*map(np.atleast_1d, times.values())), strict=True))
 
@@ -155,6 +156,7 @@ def _body(steps: Steps, parameters: Parameters, *, inside: bool = True) -> Body:
     pieces = pieces_of(steps, parameters)
     stages, prices, single = stages_of(steps, pieces), pieces.prices, np.asarray(steps.work.plan.pp) == 1
     launches_s = stages.fullest * prices.launch_s + stages.mixed * prices.routing_s
+    launches_s = (1 - prices.habits.on_host) * launches_s
     steady_s, waits = _steady_s(steps, pieces, stages), {"bubble_s": bubble_s, "pp_s": sends_s}
     parts = {name: waiting_s(steps, pieces, stages) for name, waiting_s in waits.items()}
     return Body(

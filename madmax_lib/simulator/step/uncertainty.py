@@ -12,8 +12,6 @@ a software or a device that nobody has measured, so strangers are wide where the
 them. s follows from the shares of the step's parts. `calibration.intervals` finds the components in sources left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 

@@ -1,0 +1,70 @@
+"""The host: it is the device on a CPU, and on a GPU stops where it must wait for the device."""
+
+from dataclasses import replace
+
+import pytest
+
+import madmax_lib as mm
+from madmax_lib import catalog
+from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.specs import Cluster, Device, Link, Transformer
+
+CPU = Device("core", 64e9, 2e10, {"fp32": 1e11, "bf16": 1e11}, family="cpu")
+GPT = Transformer("gpt", layers=6, hidden=512, heads=8, ffn=2048, sequence=128, vocab=512)
+
+
+def ran(plan, network=1e8, batch=4, **options):
+    """A step of processes, laid out and as estimated."""
+    processes = Cluster("processes", CPU, 1, mm.Plan.parse(plan).world_size, Link("near", 5e9), Link("far", network))
+    options |= {"global_batch": batch, "dtype": "fp32"}
+    return mm.simulate(GPT, processes, plan, **options), mm.estimate(GPT, processes, plan, **options).iloc[0]
+
+
+@pytest.mark.parametrize("software", [None, "fsdp2"])
+def test_a_process_on_a_cpu_runs_its_kernels_one_after_another(software):
+    timeline, row = ran("dp1", software=software)
+    spans = timeline.spans.sort_values("start_ns")
+    assert (spans["start_ns"].to_numpy()[1:] == (spans["start_ns"] + spans["dur_ns"]).to_numpy()[:-1]).all()
+    kind = catalog.software(software)
+    launched_s = 4 * 3 * GPT.layers * kind.forward_kernels * shipped().constants[f"launch_s:{kind.kernels}"]
+    launches = spans["name"].astype(str).str.startswith("launch")
+    assert spans.loc[launches, "dur_ns"].sum() / 1e9 == pytest.approx(launched_s, rel=1e-3)
+    assert row[["step_s", "launch_s"]].tolist() == pytest.approx([spans["dur_ns"].sum() / 1e9, launched_s])
+
+
+@pytest.mark.parametrize("plan", ["tp2", "tp4.nosp", "dp2.z3", "dp4.z2", "dp2.one-bucket", "dp2.z3.mb2"])
+def test_collectives_that_block_the_host_hide_nothing(plan):
+    assert (mm.breakdown(ran(plan)[0])["overlap"] < 1e-9).all()
+    asynchronous = replace(catalog.software("none"), name="own", cpu_async=("ddp", "fsdp"))
+    assert (mm.breakdown(ran(plan, software=asynchronous)[0])["overlap"] > 0.1).all() == ("z3" in plan)
+
+
+@pytest.mark.parametrize("network", [1e7, 1e8, 1e10])
+def test_buckets_of_ddp_run_beside_the_backward_pass(network):
+    """One per layer, without latency: each begins when it is full and the one before is reduced."""
+    parameters = Parameters(constants={"launch_s:fused": 1e-5})
+    timeline, row = ran(mm.Plan(dp=2, bucket_bytes=4.0 * GPT.hidden**2), network, 2, parameters=parameters)
+    spans = timeline.spans[timeline.spans["rank"] == 0]
+    ends, reduced = (spans["start_ns"] + spans["dur_ns"]) / 1e9, spans[spans["kind"] == "comm"].sort_values("start_ns")
+    full_s = ends.groupby(spans["name"].astype(str)).max()
+    units, done_s = [*(f"attention {layer}" for layer in reversed(range(GPT.layers))), "embedding"], 0.0
+    for unit, size_bytes in zip(units, reduced["size_bytes"], strict=True):
+        done_s = max(done_s, full_s[f"{unit} backward"]) + size_bytes / network  # 2 (p - 1) / p of the bytes
+    assert ends[reduced.index[-1]] == pytest.approx(done_s, rel=1e-6)
+    assert ends.max() == pytest.approx(row["step_s"], rel=0.03)
+
+
+def test_launch_gaps_reappear_behind_the_counts_of_tokens():
+    """Each mixture layer waits for three launches at least, and for a host that is slower in all of them."""
+    run = "qwen3-30b-a3b", mm.cluster("dgx-h100"), "dp8.ep8.z1"
+    batch, layers = {"global_batch": 64, "sequence": 1024}, 8 * mm.model("qwen3-30b-a3b").layers
+    stop_s = 3 * shipped().constants["launch_s:fused"]
+    stops, free = (replace(catalog.software("megatron-core"), name="own", counts_on_host=on) for on in (True, False))
+    for seconds, least_s in ((1e-6, layers * stop_s), (5e-3, layers * 2.5e-3)):
+        batch["parameters"] = replace(shipped(), constants={**shipped().constants, "moe_launch_s:early": seconds})
+        waits = [mm.estimate(*run, **batch, software=software)["launch_s"].item() for software in (stops, free)]
+        assert waits[0] >= max(least_s, waits[1])
+    stopped, graph = (mm.simulate(*run, **batch, software=own).spans for own in (stops, "megatron-core-graph"))
+    counts = stopped[stopped["name"].astype(str).str.startswith("counts layer") & (stopped["rank"] == 0)]
+    assert len(counts) == layers and (counts["dur_ns"] == round(1e9 * stop_s)).all()
+    assert not graph["name"].astype(str).str.startswith("counts").any()
