@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,13 +24,14 @@ from pathlib import Path
 
 from madmax_lib.atomic import write_text
 from madmax_lib.datasets import PROJECT
+from madmax_lib.runs import testbed
 from madmax_lib.runs.checks import deepspeed_locks
 from madmax_lib.runs.data.batches import Data
 from madmax_lib.runs.read import Resolved, Run, last_checkpoint, read_json, read_run, read_spec, write_json
 from madmax_lib.runs.spec import RunSpec, check
 from madmax_lib.runs.summary import write_summary
 
-__all__ = ["RunError", "gpu_count", "launch", "measure_links", "prepare", "resolve", "sweep", "torchrun"]
+__all__ = ["RunError", "gpu_count", "launch", "measure_links", "prepare", "resolve", "sweep", "train_command"]
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # for torchrun to end its ranks before it is killed
@@ -185,14 +185,24 @@ def _environment(device: str, scratch: Path) -> dict[str, str]:
     return {**os.environ, **added}
 
 
-def torchrun(ranks: int, module: str, *arguments: object) -> list[str]:
-    """Command that runs a module on so many ranks of this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    return [*command, "--nproc-per-node", str(ranks), "-m", module, *map(str, arguments)]
+def train_command(spec: RunSpec, directory: str | Path) -> list[str]:
+    """Command that starts the ranks of the run prepared in a directory."""
+    spread = {"hosts": spec.hosts, "network": spec.network, "speed": spec.speed}
+    return testbed.command(spec.plan.world_size, "madmax_lib.runs.train", directory, **spread)
 
 
-def measure_links(path: str | Path = "", size: str = "normal", *, ranks: int = 0, timeout_s: float = 600.0) -> int:
+def measure_links(
+    path: str | Path = "",
+    size: str = "normal",
+    *,
+    ranks: int = 0,
+    hosts: int = 1,
+    network: str = "",
+    timeout_s: float = 600.0,
+) -> int:
     """Time the collectives of all GPUs here, or of two processes, into a CSV; without a path only see if they answer.
+
+    hosts, network: as in `RunSpec`.
 
     Returns the number of ranks. Raises RuntimeError, or TimeoutExpired, with the reason of the first that failed.
     """
@@ -200,7 +210,8 @@ def measure_links(path: str | Path = "", size: str = "normal", *, ranks: int = 0
     if path:
         Path(path).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        command = torchrun(ranks, "madmax_lib.runs.measure.links", *([path, size] if path else []))
+        arguments = [path, size] if path else []
+        command = testbed.command(ranks, "madmax_lib.runs.measure.links", *arguments, hosts=hosts, network=network)
         environment = _environment(device, Path(scratch))
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
@@ -210,7 +221,7 @@ def measure_links(path: str | Path = "", size: str = "normal", *, ranks: int = 0
 
 def _run(spec: RunSpec, directory: Path, environment: dict[str, str]) -> tuple[str, str]:
     """Status and error of a run; processes that it started are gone when this returns or raises."""
-    command = torchrun(spec.plan.world_size, "madmax_lib.runs.train", directory)
+    command = train_command(spec, directory)
     with (directory / "logs" / "launcher.log").open("wb") as log:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

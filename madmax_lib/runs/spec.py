@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from madmax_lib.plan import Plan
-from madmax_lib.runs import checks
+from madmax_lib.runs import checks, testbed
 from madmax_lib.runs.data import batches
 from madmax_lib.runs.model import models
 from madmax_lib.runs.settings import Settings
@@ -44,6 +44,9 @@ class RunSpec(Settings):
     timeout_s: seconds without progress after which the run is ended (600).
     wandb: whether steps are logged to Weights & Biases too (False).
     dtype: as in `Settings`, or auto for bf16 on a GPU that computes in it and fp32 elsewhere (auto).
+    hosts: namespaces over which the ranks are spread evenly, see `runs.testbed` (1).
+    network: rate of a host's uplink, such as 300mbit; unshaped if empty ("").
+    speed: share 0..1 of a core that each rank has, all of it if empty (()).
     """
 
     _dtypes = ("auto", *Settings._dtypes)
@@ -65,9 +68,13 @@ class RunSpec(Settings):
     timeout_s: float = 600.0
     wandb: bool = False
     dtype: str = field(default="auto", kw_only=True)
+    hosts: int = 1
+    network: str = ""
+    speed: tuple = ()
 
     def __post_init__(self):
         super().__post_init__()
+        object.__setattr__(self, "speed", tuple(self.speed))
         if self.device not in _DEVICES:
             raise ValueError(f"device={self.device!r} is not one of {', '.join(_DEVICES)}")
         if self.engine not in _ENGINES:
@@ -112,13 +119,14 @@ class RunSpec(Settings):
 
     @property
     def name(self) -> str:
-        """A name for the directory of the run: model, strategy and rank of LoRA.
+        """A name for the directory of the run: model, strategy, rank of LoRA, hosts and their network.
 
         >>> RunSpec(model="gpt_tiny", strategy="dp2.z3").name
         'gpt-tiny_dp2.z3'
         """
         adapters = f"_lora{self.lora_rank}" if self.lora_rank else ""
-        return f"{self.model}_{self.strategy.strip().lower().replace('@', '_')}{adapters}"
+        spread = f"_{self.hosts}x{self.network or 'host'}" if self.hosts > 1 else ""
+        return f"{self.model}_{self.strategy.strip().lower().replace('@', '_')}{adapters}{spread}"
 
     def get_data(self, allow_download: bool = False) -> batches.Data:
         """The data of the run, in the shape that the model takes; falls back as `batches.get_data` does."""
@@ -164,6 +172,9 @@ def check(spec: RunSpec, gpus: int) -> str:
     if spec.weights and not any(Path(spec.weights).glob("*.safetensors")):
         raise FileNotFoundError(f"weights={spec.weights!r} has no .safetensors file with weights of {spec.model}")
     device = ("cuda" if gpus else "cpu") if spec.device == "auto" else spec.device
+    testbed.check_hosts(spec.hosts, spec.network, spec.speed, ranks)
+    if device == "cuda" and (spec.hosts > 1 or spec.speed):
+        raise ValueError("hosts and speed spread processes on a CPU; give device='cpu'")
     if device == "cuda" and ranks > gpus:
         raise ValueError(f"{spec.strategy} needs {ranks} GPUs, {gpus} present; device='cpu' runs it on a CPU")
     return device

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from madmax_lib.atomic import replacing, write_text
-from madmax_lib.runs import read
+from madmax_lib.runs import read, testbed
 from madmax_lib.runs.data.batches import Data, draw_ahead
 from madmax_lib.runs.machine import environment, memory_bytes
 from madmax_lib.runs.measure import meter
@@ -45,6 +45,7 @@ def main(directory: Path) -> None:
     rank = int(os.environ["RANK"])
     write_to(directory / "logs" / f"rank{rank}.log")
     guard()
+    testbed.join(rank)
     try:
         _train(directory, rank)
     except BaseException as error:

@@ -70,7 +70,7 @@ def _check(options: Namespace) -> int:
 
 
 def _train(options: Namespace) -> int:
-    from madmax_lib.runs.launch import launch, resolve, torchrun
+    from madmax_lib.runs.launch import launch, resolve, train_command
     from madmax_lib.runs.read import read_json
     from madmax_lib.runs.spec import RunSpec
 
@@ -81,7 +81,7 @@ def _train(options: Namespace) -> int:
     directory = options.output or Path("runs") / spec.name
     about = asdict(resolve(spec)) | {"parameters": spec.shapes.parameters, "directory": str(directory)}
     if options.dry_run:
-        about["command"] = " ".join(torchrun(spec.plan.world_size, "madmax_lib.runs.train", directory)[1:])
+        about["command"] = " ".join(train_command(spec, directory)[1:])
     else:
         print(f"{about['ranks']} rank(s), a row of {directory / 'steps.csv'} per step", file=sys.stderr)
         about |= read_json(launch(spec, directory, check=False) / "summary.json")

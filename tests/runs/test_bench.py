@@ -11,7 +11,7 @@ import torch
 
 import madmax_lib as mm
 from madmax_lib.runs import bench, measure_links
-from madmax_lib.runs.launch import torchrun
+from madmax_lib.runs.testbed import command as command_of
 from madmax_lib.runs.measure import bench as benching, links
 from madmax_lib.simulator import MeasuredCollectives
 
@@ -130,7 +130,7 @@ def test_collectives_of_two_ranks_feed_the_simulator(collectives):
 def test_ranks_that_do_not_answer_are_told(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match=r"2 ranks failed: .*Error"):
         measure_links(tmp_path / "no" / "such" / "folder.csv", "quick", ranks=2)
-    command = torchrun(3, "madmax_lib.runs.measure.links")
+    command = command_of(3, "madmax_lib.runs.measure.links")
     assert command[-2:] == ["-m", "madmax_lib.runs.measure.links"] and command[0] == sys.executable
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,221 @@
+"""How are the ranks of a run spread over hosts that do not exist? Network namespaces of Linux, joined at a stated rate.
+
+Each host is a namespace with one address. A switch in a further one joins their uplinks, and a token bucket shapes each
+of them both ways; ranks of one host talk over its loopback, so that the network has two levels. `launch` starts this
+module in the place of torchrun, in a mount namespace of its own: it makes the hosts, starts one torchrun agent in each
+and waits. Namespaces, links and buckets belong to these processes alone and vanish with the last of them, whatever ends
+it. A slowed device is a control group with a quota of a core; a group that outlived its run is removed by the next
+start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+__all__ = ["check_hosts", "command", "join"]
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmg])bit(?:/s)?", re.IGNORECASE)
+_SCALES = {"k": 1e3, "m": 1e6, "g": 1e9}
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}  # and their packages
+_MOST_HOSTS = 64
+_POLL_S, _GRACE_S = 0.05, 15.0
+_PORT = 29500  # each host has ports of its own
+_BURST_BYTES, _QUEUE_MS = 128 * 1024, 20  # of a token bucket: two packets of 64 KiB, and how long one may wait
+_PERIOD_US = 10_000  # of a quota: short beside a step
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def _rate_bits_per_s(network: str) -> float:
+    """Rate of an uplink, one way. Raises ValueError for a text that is none.
+
+    >>> _rate_bits_per_s("300mbit"), _rate_bits_per_s("1.5 Gbit")
+    (300000000.0, 1500000000.0)
+    """
+    match = _RATE.fullmatch(network.strip())
+    if not match or not float(match[1]):
+        raise ValueError(f"network={network!r} is no rate of a link, such as 300mbit or 1gbit")
+    return float(match[1]) * _SCALES[match[2].lower()]
+
+
+def check_hosts(hosts: int, network: str, speed: tuple[float, ...], ranks: int) -> None:
+    """Whether the ranks can be spread so here.
+
+    Raises ValueError for values that do not fit together, OSError where a tool or the right to use it is missing.
+    """
+    if not 1 <= hosts <= _MOST_HOSTS:
+        raise ValueError(f"hosts={hosts} is not in 1..{_MOST_HOSTS}")
+    if ranks % hosts:
+        raise ValueError(f"{ranks} ranks cannot be spread evenly over hosts={hosts}")
+    if network:
+        _rate_bits_per_s(network)
+        if hosts == 1:
+            raise ValueError(f"network={network!r} joins hosts, but hosts=1")
+    if speed and (len(speed) != ranks or not all(0 < share <= 1 for share in speed)):
+        raise ValueError(f"speed={list(speed)} must be a share of a core in 0..1 for each of {ranks} ranks")
+    if hosts == 1 and not speed:
+        return
+    if sys.platform != "linux":
+        raise OSError(f"hosts={hosts}, speed={list(speed)}: network namespaces and quotas need Linux")
+    for tool, package in _TOOLS.items():
+        if not shutil.which(tool):
+            raise FileNotFoundError(f"hosts={hosts} needs the command {tool}; apt install {package}")
+    probe = subprocess.run([*_unshare(), "true"], capture_output=True, text=True)
+    if probe.returncode:
+        raise PermissionError(f"hosts={hosts} needs root or user namespaces: {probe.stderr.strip()}")
+    if speed and not os.access(_group_root(), os.W_OK):
+        raise PermissionError(f"speed={list(speed)} needs the right to make control groups in {_group_root()}")
+
+
+def command(
+    ranks: int, module: str, *arguments: object, hosts: int = 1, network: str = "", speed: Sequence[float] = ()
+) -> list[str]:
+    """Command that runs a module on so many ranks of this machine; the rest as in `check_hosts`."""
+    if hosts == 1 and not speed:
+        return _torchrun(ranks, "--standalone", "--local-addr", "127.0.0.1", "-m", module, *arguments)
+    spread = [ranks, hosts, network, ",".join(map(str, speed)), module, *arguments]
+    return [*_unshare(), sys.executable, "-m", "madmax_lib.runs.testbed", *map(str, spread)]
+
+
+def _torchrun(ranks: int, *options: object) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *map(str, options)]
+
+
+def join(rank: int) -> None:
+    """Enter the control group of a slowed device, where this run has one."""
+    if prefix := os.environ.get("MADMAX_GROUPS"):
+        Path(f"{prefix}{rank}", "cgroup.procs").write_text(str(os.getpid()))
+
+
+def main(ranks: str, hosts: str, network: str, speed: str, module: str, *arguments: str) -> int:
+    """Run what `command` says; the exit status of the first agent that failed."""
+    _die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with _groups([float(share) for share in speed.split(",") if share]) as environment:
+        addresses, agents = _join_hosts(int(hosts), network), []
+        try:
+            for host, address in enumerate(addresses):
+                place = ("--nnodes", hosts, "--node-rank", host, "--local-addr", address)
+                master = ("--master-addr", addresses[0], "--master-port", _PORT)
+                agent = _torchrun(int(ranks) // int(hosts), *place, *master, "-m", module, *arguments)
+                inside = ["nsenter", f"--net=/run/netns/host{host}", *agent]
+                agents.append(subprocess.Popen(inside, env=environment, preexec_fn=_die_with_parent))
+            return _first_failure(agents)
+        finally:
+            _end(agents)
+
+
+def _unshare() -> list[str]:
+    """Prefix of a command whose mounts and network namespaces nobody else sees."""
+    return ["unshare", "--mount", "--net", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--"]
+
+
+def _join_hosts(hosts: int, network: str) -> list[str]:
+    """Make the hosts and their links; addresses of the hosts."""
+    _call("mount -t tmpfs tmpfs /run")  # where ip keeps the names of its namespaces
+    Path("/run/netns").mkdir()
+    _call("ip netns add switch", "ip -n switch link add joint type bridge", "ip -n switch link set joint up")
+    addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
+    for host, address in enumerate(addresses):
+        on_host, on_switch = f"host{host}", f"port{host}"
+        _call(
+            f"ip netns add {on_host}",
+            f"ip -n {on_host} link add eth0 type veth peer name {on_switch} netns switch",
+            f"ip -n {on_host} addr add {address}/24 dev eth0",
+            f"ip -n {on_host} link set lo up",
+            f"ip -n {on_host} link set eth0 up",
+            f"ip -n switch link set {on_switch} master joint up",
+        )
+        if network:
+            bucket = f"tbf rate {_rate_bits_per_s(network):.0f}bit burst {_BURST_BYTES} latency {_QUEUE_MS}ms"
+            _call(f"tc -n {on_host} qdisc add dev eth0 root {bucket}")
+            _call(f"tc -n switch qdisc add dev {on_switch} root {bucket}")
+    return addresses
+
+
+def _call(*lines: str) -> None:
+    for line in lines:
+        done = subprocess.run(line.split(), capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{line}: {done.stderr.strip()}")
+
+
+def _group_root() -> Path:
+    root = Path("/sys/fs/cgroup")
+    return root if (root / "cgroup.controllers").exists() else root / "cpu"
+
+
+@contextmanager
+def _groups(speed: Sequence[float]) -> Iterator[dict[str, str]]:
+    """Environment of the agents, with the control groups of slowed devices while they run; stale groups are removed."""
+    root, environment = _group_root(), {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
+    for stale in root.glob("madmax-*-*"):
+        if not Path("/proc", stale.name.split("-")[1]).exists():
+            with suppress(OSError):
+                stale.rmdir()
+    if not speed:
+        yield environment
+        return
+    prefix = root / f"madmax-{os.getpid()}-"
+    groups = [Path(f"{prefix}{rank}") for rank in range(len(speed))]
+    try:
+        if root.name != "cpu" and "cpu" not in (root / "cgroup.subtree_control").read_text().split():
+            (root / "cgroup.subtree_control").write_text("+cpu")
+        for group, share in zip(groups, speed, strict=True):
+            group.mkdir()
+            quota_us = round(share * _PERIOD_US)
+            if root.name == "cpu":
+                (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+                (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+            else:
+                (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
+        yield environment | {"MADMAX_GROUPS": str(prefix)}
+    finally:
+        for group in groups:
+            for _ in range(int(_GRACE_S / _POLL_S)):  # until the last rank has left
+                if not group.exists():
+                    break
+                with suppress(OSError):
+                    group.rmdir()
+                    break
+                time.sleep(_POLL_S)
+
+
+def _first_failure(agents: list[subprocess.Popen]) -> int:
+    """Wait until all agents ended well, or one did not; its status."""
+    while True:
+        codes = [agent.poll() for agent in agents]
+        if failed := [code for code in codes if code]:
+            return failed[0]
+        if None not in codes:
+            return 0
+        time.sleep(_POLL_S)
+
+
+def _end(agents: list[subprocess.Popen]) -> None:
+    """End agents, which end their ranks."""
+    until_s = time.monotonic() + _GRACE_S
+    for agent in agents:
+        agent.terminate()
+    for agent in agents:
+        try:
+            agent.wait(max(until_s - time.monotonic(), _POLL_S))
+        except subprocess.TimeoutExpired:
+            agent.kill()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
