@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         strongest_pairs as strongest_pairs,
     )
     from madmax_lib.calibration.intervals import coverage as coverage, coverage_by_class as coverage_by_class
+    from madmax_lib.calibration.link_logs import read_link_log as read_link_log
     from madmax_lib.calibration.overlap import overlap_errors as overlap_errors, overlap_facts as overlap_facts
     from madmax_lib.calibration.published_rows import read_rows as read_rows, to_steps as to_steps
     from madmax_lib.calibration.trace import (

@@ -48,7 +48,7 @@ def ring_steps(nodes):
 
 
 class MeasuredCollectives:
-    """Seconds of collectives that were measured, by nccl-tests, by a vendor or in one's own traces.
+    """Seconds of collectives that were measured, by nccl-tests (`read_link_log`), by a bench or in one's own traces.
 
     table: at least two sizes for every group, and several rows of a size count by their median. Its columns:
       collective: all_reduce, all_gather, reduce_scatter, all_to_all, send_recv, or broadcast, which no step has.
@@ -61,6 +61,8 @@ class MeasuredCollectives:
     def __init__(self, table: pd.DataFrame):
         if missing := [name for name in (*_KEYS, *_VALUES) if name not in table.columns]:
             raise ValueError(f"measured collectives: column {missing[0]!r} is missing")
+        if missing := [name for name in _KEYS if table[name].isna().any()]:
+            raise ValueError(f"measured collectives: {missing[0]} is missing in some rows")
         if unknown := sorted(set(table["collective"]) - set(_KINDS)):
             raise ValueError(f"measured collectives: {unknown[0]!r} is not one of {', '.join(_KINDS)}")
         if not (table[_VALUES].to_numpy(float) > 0).all():
