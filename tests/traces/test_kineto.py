@@ -122,7 +122,16 @@ CPU = {  # events of a trace without a device; compute, comm, exposed and total 
     # torch 2.14: gloo:send begins inside of c10d::send, on its thread, and ends at wait(); mm runs meanwhile
     "send in flight": (
         [op("c10d::send", 0, 10), op("gloo:send", 5, 95, **GLOO), op("aten::matmul", 20, 60), op("aten::mm", 21, 50)],
-        (70, 95, 30, 100)),
+        (60, 95, 35, 95)),
+    "waiting inside of the operator that needs the result": (
+        [op("aten::add", 0, 100), op("_c10d_functional::wait_tensor", 5, 85), op("aten::add", 90, 9),
+         op("gloo:all_reduce", 0, 89, 101, **GLOO)], (9, 89, 89, 99)),
+    "waiting inside of a node of the backward pass": (
+        [op("evaluate_function: PostBackward", 0, 100), op("PostBackward", 1, 98), op("aten::copy_", 2, 10),
+         op("gloo:all_gather", 8, 82, 101, **GLOO)], (10, 82, 78, 88)),
+    "computing while a collective ends": (
+        [op("evaluate_function: MmBackward0", 0, 100), op("aten::mm", 10, 80),
+         op("gloo:all_reduce", 0, 50, 101, **GLOO)], (100, 50, 0, 100)),
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support import make_timeline
 
-from madmax_lib.traces.operators.nesting import Nest, thread_of
+from madmax_lib.traces.read.nesting import Nest, thread_of
 
 
 @pytest.mark.parametrize("closed", [False, True])

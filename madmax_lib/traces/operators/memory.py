@@ -20,8 +20,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.timeline import Timeline, with_origin
-from madmax_lib.traces.operators.nesting import Nest, thread_of
 from madmax_lib.traces.operators.ops import OUTSIDE
+from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.units import NS_PER_S
 
 __all__ = [

@@ -13,8 +13,8 @@ import pandas as pd
 
 from madmax_lib.intervals import pack, union
 from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
-from madmax_lib.traces.operators.nesting import Nest, thread_of
 from madmax_lib.traces.operators.op_flops import operator_costs
+from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.units import NS_PER_S
 

@@ -1,8 +1,7 @@
 """What do the rows of a trace mean? EventColumns of one file in, its `Timeline` out.
 
 Rows of the device are recognised by category, never by the presence of a stream. On traces without a device (CPU with
-gloo) communication is the c10d annotations and compute the top-level operators, so the same analyses apply. The rules
-"hta" follow HTA 0.5.0 instead: rows by stream, its kernel kinds and rounding.
+gloo) see `cpu_kinds`. The rules "hta" follow HTA 0.5.0 instead: rows by stream, its kernel kinds and rounding.
 """
 
 import re
@@ -15,6 +14,7 @@ import pandas as pd
 
 from madmax_lib.kinds import collective_names, kernel_kinds, load_kinds
 from madmax_lib.timeline import KINDS, Meta, Timeline
+from madmax_lib.traces.read.cpu_kinds import classify_cpu
 from madmax_lib.traces.read.event_columns import EventColumns, read_columns
 from madmax_lib.traces.read.events import SOURCE_KEY, RawTrace
 from madmax_lib.traces.read.files import rank_in_name
@@ -135,28 +135,10 @@ def _exact_kinds(columns: EventColumns, table: pd.DataFrame) -> tuple[np.ndarray
         kind[device] = _kind_of_name(columns, device, "exact", table)
         kind[copies[columns.category] & (kind == KINDS.index("compute"))] = KINDS.index("memcpy")
     else:
-        _classify_cpu(columns, kind, category, table)
+        comm = kind == KINDS.index("annotation")
+        comm[comm] = _kind_of_name(columns, comm, "exact", table) == KINDS.index("comm")
+        classify_cpu(columns, kind, comm)
     return kind, stream
-
-
-def _classify_cpu(columns: EventColumns, kind: np.ndarray, category: np.ndarray, table: pd.DataFrame) -> None:
-    """On a trace without device: annotations of a backend are comm, top-level operators outside of them compute."""
-    annotation = kind == KINDS.index("annotation")
-    comm = annotation.copy()
-    comm[annotation] = _kind_of_name(columns, annotation, "exact", table) == KINDS.index("comm")
-    kind[comm] = KINDS.index("comm")
-    operator = np.isin(category, ("cpu_op", "operator"))[columns.category]
-    c10d = np.array([name.startswith("c10d::") for name in columns.names], dtype=bool)[columns.name]
-    in_flight = np.isin(columns.thread, columns.thread[operator & c10d])  # the span of an asynchronous send or receive
-    rows = np.flatnonzero(operator | (comm & ~in_flight))
-    end = columns.start_ns + np.maximum(columns.dur_ns, 0)
-    order = np.lexsort((~comm[rows], -end[rows], columns.start_ns[rows], columns.thread[rows]))
-    rows = rows[order]
-    for part in np.split(rows, np.flatnonzero(np.diff(columns.thread[rows])) + 1):
-        reach = np.maximum.accumulate(end[part])
-        inside = np.r_[False, columns.start_ns[part[1:]] < reach[:-1]][: len(part)]
-        top = part[~inside]
-        kind[top[~comm[top]]] = KINDS.index("compute")
 
 
 def _hta_kinds(columns: EventColumns, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
