@@ -1,7 +1,8 @@
 """What does a kernel's name say about its work? One table, `data/kernel_kinds.csv`, first matching row wins.
 
-`rules="exact"` patterns are searched anywhere in the name, ignoring case; `rules="hta"` are HTA 0.5.0's own, matched
-with case from the start of the name. An empty pattern matches everything. A user's table is put in front of ours.
+`rules="exact"` patterns are searched anywhere in the name, ignoring case, and so are those of rules "device", which
+hold for what runs on a device and not for annotations; `rules="hta"` are HTA 0.5.0's own, matched with case from the
+start of the name. An empty pattern matches everything. A user's table is put in front of ours.
 """
 
 import re
@@ -18,7 +19,7 @@ from madmax_lib.timeline import BUSY_KINDS, Timeline
 __all__ = ["COLLECTIVES", "collective_names", "collectives_of", "kernel_kinds", "load_kinds"]
 
 _COLUMNS = ["rules", "kind", "collective", "pattern", "source"]
-_RULES = ("exact", "hta")
+_RULES = {"exact": ("exact", "device"), "annotation": ("exact",), "hta": ("hta",)}  # rules and their rows
 _LONGEST = 4096  # letters of a name that patterns see; theirs is not linear
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv", "broadcast", "reduce",
                "gather", "scatter", "dispatch", "combine", "barrier", "generic")  # fmt: skip
@@ -68,7 +69,7 @@ def _first_match(names: list[str], rules: str, table: pd.DataFrame | None) -> pd
     table = load_kinds() if table is None else table
     if rules not in _RULES:
         raise ValueError(f"rules={rules!r} is not one of {', '.join(_RULES)}")
-    table = table[table["rules"] == rules]
+    table = table[table["rules"].isin(_RULES[rules])]
     if rules == "hta":
         compiled = [re.compile(p).match for p in table["pattern"]]
     else:
@@ -87,7 +88,7 @@ def _read_csv(path: Path | Traversable) -> pd.DataFrame:
     table = table.reindex(columns=_COLUMNS, fill_value="")
     table["rules"] = table["rules"].replace("", "exact")
     for row in table.itertuples():
-        for name, known in (("kind", BUSY_KINDS), ("rules", _RULES)):
+        for name, known in (("kind", BUSY_KINDS), ("rules", ("exact", "device", "hta"))):
             if getattr(row, name) not in known:
                 raise ValueError(f"{path}: {name} {getattr(row, name)!r} is not one of {', '.join(known)}")
         try:

@@ -18,7 +18,7 @@ NAMES = [
     ("one_shot_all_reduce_kernel", "comm", "all_reduce"),
     ("void deep_ep::internode::dispatch<false, 8>", "comm", "dispatch"),
     ("void dpsk::ep::internode::combine<false, 8>", "comm", "combine"),
-    ("void deep_ep::intranode::cached_notify_combine<2>", "comm", "dispatch"),
+    ("void deep_ep::intranode::cached_notify_combine<2>", "comm", "combine"),
     ("gloo:all_reduce", "comm", "all_reduce"),
     ("gloo:send", "comm", "send_recv"),
     ("gloo:barrier", "comm", "barrier"),
@@ -34,7 +34,29 @@ NAMES = [
     ("groupnorm_kernel_dispatch_up<__hip_bfloat16>", "compute", ""),
     ("triton_poi_fused_all_reduce_0", "compute", ""),
     ("FSDP::all_gather (layers.0)", "compute", ""),
+    ("triton_red_fused_add_all_reduce_wait_tensor_2", "compute", ""),
+    ("void LayerNormWarpImpl<WarpAllReduceSum>", "compute", ""),
+    ("void at::native::vectorized_gather_kernel<16>", "compute", ""),
+    ("moe_combine_kernel", "compute", ""),
+    ("__amd_rocclr_fillBufferAligned", "memcpy", ""),
+    ("event_wait", "other", ""),
 ]
+LIBRARIES = {  # kernels of communication libraries, by collective
+    "all_reduce": """oneShotAllReduceKernel oneshotAllreduceFusionKernel ddaAllReduceFlatIpc ddaAllReduceTreeIpc
+        one_shot_mc_allreduce_kernel mscclpp::collective::allreduceNvlsPacket allreduceRsAg allreduce_prototype_twoshot
+        userbuffers_fp16_sum_inplace_gpu_rr allreduce_one_shot_intra_node_kernel hcom_allReduce__123
+        OneShotAllReduceSdmaKernel""",
+    "all_gather": "ddaAllGatherIpc allgatherFullmesh allgather_vec allgather_lastdim OneShotAllGatherSdma",
+    "reduce_scatter": "reduce_scatter_cross_device_store",
+    "all_to_all": """_mxfp8_all_to_all_expert_major_kernel _combine_all_to_all_kernel moeAllToAllKernel allToAllV
+        helixAllToAllKernel ulysses_a2a_kernel ddaAllToAllIpc all2all_single a2a_single_kernel""",
+    "dispatch": "moeA2ADispatchKernel EpDispatchIntraNodeKernel deep_ep::elastic::hybrid_dispatch_impl",
+    "combine": "moeA2ACombineKernel EpCombineInterNodeKernel deep_ep::elastic::combine_impl",
+    "send_recv": "deep_ep::elastic::pp_send_impl put_signal_kernel wait_signal_kernel",
+    "barrier": "barrier_all_intra_node CudaIpcBarrierAllKernel barrier_kernel deep_ep::internode::barrier",
+    "generic": "kuserbuffers_pushrecv ubx_kernel_combine mscclKernel_Sum_half_Ring oneccl_kernel",
+}
+NAMES += [(name, "comm", collective) for collective, names in LIBRARIES.items() for name in names.split()]
 
 
 @pytest.mark.parametrize(("name", "kind", "collective"), NAMES)
@@ -71,7 +93,7 @@ def test_user_rows_come_first(tmp_path):
         ("kind\ncomm\n", "needs the columns kind and pattern"),
         ("kind,pattern\nmagic,x\n", "kind 'magic' is not one of"),
         ("kind,pattern\ncomm,(\n", "is not a regular expression"),
-        ("kind,pattern,rules\ncomm,x,Exact\n", "rules 'Exact' is not one of exact, hta"),
+        ("kind,pattern,rules\ncomm,x,Exact\n", "rules 'Exact' is not one of exact, device, hta"),
         ("", "not a table of kernel kinds"),
     ],
 )
@@ -83,7 +105,7 @@ def test_bad_user_tables_are_refused(tmp_path, text, message):
 
 
 def test_unknown_rules_are_refused():
-    with pytest.raises(ValueError, match="rules='hat' is not one of exact, hta"):
+    with pytest.raises(ValueError, match="rules='hat' is not one of exact, annotation, hta"):
         kernel_kinds(["x"], rules="hat")
 
 

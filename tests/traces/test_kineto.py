@@ -115,6 +115,8 @@ CPU = {  # events of a trace without a device; compute, comm, exposed and total 
          op("aten::add_", 70, 10, 101), op("ProfilerStep#1", 0, 500, **GLOO), op("FSDP::pre", 0, 90, **GLOO)],
         (100, 100, 60, 160)),
     "2020 operators": ([op("mm", 0, 100, cat="Operator"), op("t", 10, 20, cat="Operator")], (100, 0, 0, 100)),
+    "steps of 2020 are operators": (
+        [op("ProfilerStep#5", 0, 100, cat="Operator"), op("mm", 10, 20, cat="Operator")], (20, 0, 0, 20)),
     "two overlapping collectives": (
         [op("gloo:all_gather", 0, 60, 101, **GLOO), op("gloo:all_reduce", 40, 60, 102, **GLOO)], (0, 100, 100, 100)),
     "blocking send": (

@@ -65,6 +65,12 @@ def test_recorded_flops_are_those_of_torch(name, tmp_path):
     assert table["flops"].sum() == counter.get_total_flops() > 0
 
 
+@pytest.mark.parametrize("integer", ["long int", "long long", "__int64", "int64_t"])
+def test_integers_of_all_systems_are_read(integer):
+    assert cost("aten::add_", [[4, 8], [4, 8], []], types=[integer, integer, "Scalar"]).moved_bytes == 3 * 4 * 8 * 8
+    assert pd.isna(cost("aten::add_", [[], [], []], types=["no", "no", "Scalar"]).moved_bytes)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_recorded_attention_counts_as_on_gpus(causal, tmp_path):
     """torch's counter knows the fused kernels of GPUs, not the one of CPUs, and counts causal attention dense."""

@@ -101,7 +101,7 @@ def _operator_cost(name: str, shapes: str, types: str = "", inputs: str = "") ->
         call, dtype = _read(shapes, types, inputs)
         flops, moved_bytes = _RULES[bare](bare, call)
         return _Cost(float(flops), float(moved_bytes) if dtype is not None else nan, dtype or "")
-    except (ValueError, TypeError, IndexError, AttributeError, ArithmeticError, RecursionError):
+    except (ValueError, TypeError, IndexError, AttributeError, ArithmeticError, RecursionError, StopIteration):
         return _Cost()
 
 

@@ -20,13 +20,13 @@ __all__ = ["classify_cpu"]
 _OPERATOR = ("cpu_op", "operator")
 _CALLS = ("c10d::", "_c10d_functional::")  # they start a collective or wait for one
 _WORKS = "aten::"  # operators that compute for as long as they are open
-_COMM, _COMPUTE = KINDS.index("comm"), KINDS.index("compute")
+_ANNOTATION, _COMM, _COMPUTE = map(KINDS.index, ("annotation", "comm", "compute"))
 
 
 def classify_cpu(columns: EventColumns, kind: np.ndarray, comm: np.ndarray) -> None:
     """Set in kind (n,) what is communication and compute. comm: (n,) annotations that a kind of communication names."""
+    operator = np.isin(np.array(columns.categories, dtype=object), _OPERATOR)[columns.category] & (kind != _ANNOTATION)
     kind[comm] = _COMM
-    operator = np.isin(np.array(columns.categories, dtype=object), _OPERATOR)[columns.category]
     c10d = _begins(columns, _CALLS[0])
     in_flight = np.isin(columns.thread, columns.thread[operator & c10d])  # the span of an asynchronous send or receive
     rows = np.flatnonzero(operator | (comm & ~in_flight))

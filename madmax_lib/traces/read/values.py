@@ -20,7 +20,10 @@ _BYTES = {"float": 4, "int": 4, "double": 8, "long": 8, "half": 2, "bfloat16": 2
 _AS_COLLECTIVES = {
     "unsigned char": "byte",
     "signed char": "char",
+    "unsigned short": "short",
     "int64_t": "long",
+    "long long": "long",
+    "__int64": "long",
     "complex<float>": "complexfloat",
     "complex<double>": "complexdouble",
 }
