@@ -81,13 +81,14 @@ def command(
 ) -> list[str]:
     """Command that runs a module on so many ranks of this machine; the rest as in `check_hosts`."""
     if hosts == 1 and not speed:
-        return _torchrun(ranks, "--standalone", "--local-addr", "127.0.0.1", "-m", module, *arguments)
+        return _torchrun(["--standalone", "--local-addr", "127.0.0.1"], ranks, module, *arguments)
     spread = [ranks, hosts, network, ",".join(map(str, speed)), module, *arguments]
     return [*_unshare(), sys.executable, "-m", "madmax_lib.runs.testbed", *map(str, spread)]
 
 
-def _torchrun(ranks: int, *options: object) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *map(str, options)]
+def _torchrun(place: list, ranks: int, module: str, *arguments: object) -> list[str]:
+    agent = [sys.executable, "-m", "torch.distributed.run", *map(str, place), "--nproc-per-node", str(ranks)]
+    return [*agent, "-m", module, *map(str, arguments)]
 
 
 def join(rank: int) -> None:
@@ -104,9 +105,9 @@ def main(ranks: str, hosts: str, network: str, speed: str, module: str, *argumen
         addresses, agents = _join_hosts(int(hosts), network), []
         try:
             for host, address in enumerate(addresses):
-                place = ("--nnodes", hosts, "--node-rank", host, "--local-addr", address)
-                master = ("--master-addr", addresses[0], "--master-port", _PORT)
-                agent = _torchrun(int(ranks) // int(hosts), *place, *master, "-m", module, *arguments)
+                place = ["--nnodes", hosts, "--node-rank", host, "--local-addr", address]
+                place += ["--master-addr", addresses[0], "--master-port", _PORT]
+                agent = _torchrun(place, int(ranks) // int(hosts), module, *arguments)
                 inside = ["nsenter", f"--net=/run/netns/host{host}", *agent]
                 agents.append(subprocess.Popen(inside, env=environment, preexec_fn=_die_with_parent))
             return _first_failure(agents)
