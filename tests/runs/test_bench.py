@@ -11,8 +11,8 @@ import torch
 
 import madmax_lib as mm
 from madmax_lib.runs import bench, measure_links
-from madmax_lib.runs.testbed import command as command_of
 from madmax_lib.runs.measure import bench as benching, links
+from madmax_lib.runs.testbed import command as command_of
 from madmax_lib.simulator import MeasuredCollectives
 
 BLOCK = (64, 128, 256)
