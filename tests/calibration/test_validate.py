@@ -132,10 +132,10 @@ def test_bloom_layouts_are_ranked(rows, held_out):
 
 
 def test_folds_keep_source_and_model_together_and_stay_as_good_as_they_are(held_out, published):
-    """Of all rows of a repository's model left out: dense 7.7 %, 4.5 % in the median, mixtures 20 %."""
+    """Of all rows of a repository's model left out: dense 8.0 %, 4.6 % in the median, mixtures 15 %."""
     assert held_out.groupby("group")["fold"].nunique().max() == 1 and held_out["fold"].nunique() == 10
     reached = score(published)
-    assert reached["dense mape"] < 0.085 and reached["dense median"] < 0.05 and reached["mixture mape"] < 0.21
+    assert reached["dense mape"] < 0.085 and reached["dense median"] < 0.05 and reached["mixture mape"] < 0.16
     assert (errors(published, "repository")["mape"] > 0.20).sum() <= 2
     with pytest.raises(ValueError, match="by='day' is not one of group, source, random"):
         folds(held_out, by="day")
@@ -164,7 +164,7 @@ def columns(part):
 def test_folds_beat_one_rate_per_device(rows, dense):
     measured = dense["measured_s"].to_numpy(float)
     seen, unseen = (np.abs(baseline(dense, fold) / measured - 1) for fold in (None, dense["fold"].to_numpy()))
-    assert unseen.mean() > seen.mean() > 2 * score(dense)["dense mape"]  # 24 %, 18 % and 7.7 %
+    assert unseen.mean() > seen.mean() > 2 * score(dense)["dense mape"]  # 24 %, 18 % and 8.0 %
     same = pd.concat([rows.head(1)] * 3)  # exact on equal rows
     assert np.allclose(baseline(same), same["measured_s"].astype(float))
     assert np.isfinite(baseline(rows, np.arange(len(rows)))).all()
@@ -173,10 +173,10 @@ def test_folds_beat_one_rate_per_device(rows, dense):
 def test_intervals_cover_sources_that_the_fit_has_not_seen(held_out, left_out):
     """Asked: 85 to 95 % inside, at least 75 % of each source of eight rows or more; half-widths of 30 and 15 %."""
     apart, known = coverage_by_class(left_out), coverage_by_class(held_out, left_out)
-    assert 0.85 < apart.at["all", "inside"] < 0.97 and apart.at["all", "half_width"] < 0.30
-    assert 0.80 < known.at["all", "inside"] < 0.97 and known.at["all", "half_width"] < 0.20
+    assert 0.85 < apart.at["all", "inside"] < 0.97 and apart.at["all", "half_width"] < 0.25
+    assert 0.80 < known.at["all", "inside"] < 0.97 and known.at["all", "half_width"] < 0.16
     inside = coverage(left_out)["inside"].groupby(left_out["repository"])
-    assert (inside.mean()[inside.size() >= 8] < 0.75).sum() <= 3
+    assert (inside.mean()[inside.size() >= 8] < 0.75).sum() <= 2
 
 
 def test_shipped_spread_is_that_of_sources_left_out(left_out):

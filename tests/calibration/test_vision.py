@@ -31,6 +31,6 @@ def test_mean_relative_error():
     """By constants that have not seen the run; the paper's own model 38.5 %."""
     errors = vision_errors()
     assert errors["paper_error"].abs().mean() == pytest.approx(0.385, abs=0.001)
-    assert errors["ours_error"].abs().mean() < 0.22  # 20.7 %
-    assert errors["ours_error"].abs().median() < 0.15  # 13.3 %
+    assert errors["ours_error"].abs().mean() < 0.215  # 20.9 %
+    assert errors["ours_error"].abs().median() < 0.15  # 13.7 %
     assert (errors["ours_error"].abs() > 0.3).sum() == 2  # ViT-10B on 128 GPUs, ViT-25B on 32
