@@ -28,10 +28,8 @@ __all__ = ["StepBuilder"]
 class StepBuilder:
     """Lays out one training step; `build` returns its Program.
 
-    case: the step, as `normalised` gives it where it offloads.
-    batch: the work of each micro-batch; last: of the last one, where it is shorter.
-    measured: seconds that replace the prices of collectives.
-    offloaded: what lies beside the device.
+    case: the step, as `normalised` gives it where it offloads. batch: the work of each micro-batch; last: of the last
+    one, where it is shorter. measured: seconds that replace the prices of collectives. offloaded: what lies beside.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class StepBuilder:
         gathered = self._gathers(pass_, blocks, "forward", first)
         previous, exchanged, unit = [MESSAGE, BEFORE], [], ""
         for block in blocks:
-            after = [*previous, *gathered(block), *([] if block.beside else exchanged)]
+            after = [*previous, *gathered(block, previous), *([] if block.beside else exchanged)]
             if block.recomputed and block.unit != unit:
                 self.sharding.keep(pass_, block, previous)
             if block.unit != unit:
@@ -126,17 +124,17 @@ class StepBuilder:
         previous, exchanged = [MESSAGE, BEFORE], []
         reduce = self.sharding.reducer(pass_, last)
         for unit in _units(blocks)[::-1]:
-            ready = [*previous, *gathered(unit[0])] if self.batch.prices.habits.on_host else previous
+            ready = [*previous, *gathered(unit[0], previous)] if self.batch.prices.habits.on_host else previous
             previous = self._launch(pass_, unit, "backward", 2 + float(self.batch.prices.repeats), ready)
             if unit[0].recomputed:
                 previous = [*previous, *self.sharding.restore(pass_, unit[0])]
             for block in unit:
                 if self._block_s(block)["recompute"]:
-                    previous = self._work_of(unit, pass_, block, "recompute", [*previous, *gathered(block)])
+                    previous = self._work_of(unit, pass_, block, "recompute", [*previous, *gathered(block, previous)])
             for block in unit[::-1]:
                 if table and not exchanged and (block.table or block.beside):
                     exchanged = pass_.comms(mirror(table.after), f"{table.name} backward", previous)
-                after = exchanged if block.table else [*previous, *gathered(block)]
+                after = exchanged if block.table else [*previous, *gathered(block, previous)]
                 previous = self._work_of(unit, pass_, block, "backward", after, split)
                 if not split:
                     reduce(block, pass_.last, end=block is blocks[0], unit_end=block is unit[0])
@@ -182,7 +180,8 @@ class StepBuilder:
         if block.ring_bytes and self.plan.cp > 1:
             after = pass_.comms(before, name, after)
             return pass_.comms(behind, name, self._ring(pass_, block, phase, duration_s, after))
-        lead_s, tail_s = self._hidden_s(before), self._hidden_s(behind)
+        slower = pass_.slowdown(block.unit)
+        lead_s, tail_s = self._hidden_s(before) / slower, self._hidden_s(behind) / slower
         scale = min(1.0, duration_s / (lead_s + tail_s)) if lead_s + tail_s else 0.0
         ready = pass_.comms(before, name, after)
         if lead_s:
@@ -216,19 +215,21 @@ class StepBuilder:
             ready = coming
         return [op, *returned]
 
-    def _gathers(self, pass_: Pass, blocks: list[Block], phase: str, first: bool) -> Callable[[Block], list[int]]:
-        """Function from a block to the gathers of parameters that it waits for, issued `prefetch` units ahead."""
+    def _gathers(self, pass_: Pass, blocks: list[Block], phase: str, first: bool) -> Callable[..., list[int]]:
+        """Function from a block, and what it follows, to its gathers of parameters, issued `prefetch` units ahead."""
         ahead = self.sharding.gathers_ahead(phase, first, len(blocks))
         if ahead is None:
-            return lambda block: []
+            return lambda block, previous: []
         units = _units(blocks)
         number = {unit[0].unit: i for i, unit in enumerate(units)}
         issued: list[list[int]] = []
 
-        def gather(block: Block) -> list[int]:
+        def gather(block: Block, previous: list[int]) -> list[int]:
             at = number[block.unit]
             while len(issued) <= min(at + ahead, len(units) - 1):
-                after = [] if phase == "forward" and first and pass_.last < 0 else pass_.after_compute()
+                after = previous
+                if pass_.last < 0:  # what comes before the pass: its message is not waited for
+                    after = [] if phase == "forward" and first else pass_.after_compute()
                 issued.append(self.sharding.gather(pass_, units[len(issued)], phase, after))
             return issued[at]
 

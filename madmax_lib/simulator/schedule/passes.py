@@ -31,14 +31,10 @@ class MicroBatch:
 class Pass:
     """The ops of one pass of a chunk, numbered from 0.
 
-    comm_s: seconds of a collective (kind, size in bytes, group, calls); 0 for a group of one.
-    slowdown: of compute beside the traffic of weights, by unit.
-    program: the ops.
-    waits: (op, what it waits for outside: MESSAGE or BEFORE).
-    last: its last op on the compute stream, -1 before there is one; computed: its last that computes.
-    sends: op that sends the result on, -1 if none does.
-    ends: ops that the optimizer waits for.
-    launches: what the host issued.
+    comm_s: seconds of a collective (kind, size in bytes, group, calls); 0 for a group of one. slowdown: of compute
+    beside the traffic of weights, by unit. program: the ops. waits: (op, what it waits for outside: MESSAGE or BEFORE).
+    last: its last op on the compute stream, -1 before there is one; computed: its last that computes. sends: op that
+    sends the result on, -1 if none does. ends: ops that the optimizer waits for. launches: what the host issued.
     gathers, restores: what each gather of parameters, and each return of a checkpoint, waited for so far.
     """
 

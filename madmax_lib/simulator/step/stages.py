@@ -10,34 +10,26 @@ from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.layer_time import LayerTime
 from madmax_lib.simulator.step.pieces import Pieces
-from madmax_lib.simulator.step.traffic import Sharded, beside_s, slowed_s
+from madmax_lib.simulator.step.traffic import beside_s, slowed_s
 
 __all__ = ["Stages", "bubble_s", "sends_s", "stages_of"]
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Stages of a pipeline, a micro-batch in both passes.
-
-    slowest_s: of the slowest; sum_s: of all.
-    edges_s: of each, traffic of weights at the ends of passes, for which no other stage waits.
-    first_s: (forward, backward) of the first; first_layers: that it has.
-    layers, dense: of the slowest, and dense ones of a mixture among them.
-    fullest: layers of the fullest stage; mixed: with experts of that which has most.
-    in_first, in_last: 1 where the slowest has the embedding, the head.
-    """
+    """Stages of a pipeline, a micro-batch in both passes."""
 
     slowest_s: Number
-    sum_s: Number
-    edges_s: Number
-    first_s: tuple[Number, Number]
-    first_layers: Number
-    layers: Number
-    dense: Number
-    fullest: Number
-    mixed: Number
-    in_first: Number
-    in_last: Number
+    sum_s: Number  # of all
+    edges_s: Number  # of each, traffic of weights at the ends of passes, for which no other stage waits
+    first_s: tuple[Number, Number]  # (forward, backward) of the first
+    first_layers: Number  # that it has
+    layers: Number  # of the slowest
+    dense: Number  # of a mixture among them
+    fullest: Number  # layers of the fullest stage
+    mixed: Number  # with experts of that which has most
+    in_first: Number  # 1 where the slowest has the embedding
+    in_last: Number  # and the head
 
 
 def stages_of(steps: Steps, pieces: Pieces) -> Stages:
@@ -121,19 +113,21 @@ def _ends_s(steps: Steps, pieces: Pieces) -> tuple[Number, Number, Number]:
     if np.any(prices.gathers_late):
         ends_s = np.where(prices.gathers_late, 0.0, ends_s)
         beside_head_s = np.where(prices.gathers_late, 0.0, beside_head_s)
-    last = pieces.last_traffic
+    first, last = pieces.first_traffic, pieces.last_traffic
     last_s = last.backward_s + last.reduce_s + np.maximum(last.forward_s - forward_s, 0.0) - beside_head_s
-    return ends_s, _whole_s(pieces.first_traffic), last_s
+    return ends_s, first.forward_s + first.backward_s + first.reduce_s, last_s
 
 
 def _edges_s(pieces: Pieces, ends_s: Number) -> Number:
-    """Gathers before a stage gets a message, and reductions after it has sent its own."""
-    late, whole_s = pieces.prices.gathers_late, pieces.prices.plan.interleave * _whole_s(pieces.layer_traffic)
-    return np.where(late, whole_s, ends_s) if np.any(late) else ends_s
-
-
-def _whole_s(traffic: Sharded) -> Number:
-    return traffic.forward_s + traffic.backward_s + traffic.reduce_s
+    """Gathers before a stage gets a message, of two layers in each pass, and reductions after it has sent its own."""
+    prices, traffic, plan = pieces.prices, pieces.layer_traffic, pieces.prices.plan
+    if not np.any(np.asarray(plan.zero) >= 3):
+        return 0.0
+    late, moved = prices.gathers_late, (traffic.forward_s, traffic.backward_s + traffic.reduce_s)
+    ahead = np.minimum(np.asarray(prices.steps.work.shape.layers) / plan.pp, 2 * plan.interleave)
+    busy = (one + slowed_s(one, more, prices) for one, more in zip(pieces.layer.passes_s, moved, strict=True))
+    ahead_s = ends_s + ahead * sum(np.maximum(more - one, 0.0) for one, more in zip(busy, moved, strict=True))
+    return np.where(late, plan.interleave * sum(moved), ahead_s)
 
 
 def _layers_of_stages(steps: Steps) -> tuple[Number, Number, Number]:

@@ -50,10 +50,11 @@ class Body:
     end: Number  # of the ends in the first stage
     layers: Number  # of the first stage
     first_s: tuple[Number, Number]  # its (forward, backward) pass
-    layer_s: Number  # backward pass of a layer
+    last_s: tuple[Number, Number]  # of the last micro-batch, backward the part that ends with gradients
+    layer_s: Number  # of that part for a layer
     head_s: Number  # and of the head if it is there
     launched_s: Number  # of the host for a backward pass
-    host_s: Number  # and for all
+    host_s: Number  # and for all, with the way back through the pipeline
 
 
 def bodies_of(steps: Steps, parameters: Parameters) -> Callable[[slice], Body] | None:
@@ -123,55 +124,63 @@ def _harmonic(count: Number) -> Number:
     return digamma(np.asarray(count) + 1.0) + np.euler_gamma
 
 
-def _short(steps: Steps) -> Number:
-    """Length of the last micro-batch over that of the others."""
-    plan = steps.work.plan
-    return np.asarray(steps.global_batch) / (plan.dp * plan.micro_batch) - (steps.micro_batches - 1)
+def _batches(steps: Steps, parameters: Parameters) -> tuple[Pieces, Pieces]:
+    """Pieces of all micro-batches but the last, and of that one, which may be shorter; one alone is the last."""
+    plan, count = steps.work.plan, steps.micro_batches
+    samples = steps.global_batch / np.asarray(plan.dp) - (count - 1) * plan.micro_batch
+    if np.all(samples == plan.micro_batch):
+        return (pieces_of(steps, parameters),) * 2
+    sizes = np.where(count == 1, samples, plan.micro_batch), samples
+    works = (replace(steps.work, plan=Plans(**vars(plan) | {"micro_batch": size})) for size in sizes)
+    return tuple(pieces_of(replace(steps, work=work), parameters) for work in works)
 
 
-def _steady_s(steps: Steps, pieces: Pieces, stages: Stages) -> Number:
-    """Seconds of the slowest stage over all micro-batches; weights travel for a short one too."""
-    traffic = pieces.layer_traffic
-    moved_s = stages.layers * (traffic.forward_s + traffic.backward_s + traffic.reduce_s)
-    last_s = np.maximum(_short(steps) * stages.slowest_s, np.minimum(moved_s, stages.slowest_s))
-    return (steps.micro_batches - 1) * stages.slowest_s + last_s
-
-
-def _inside(steps: Steps, pieces: Pieces, stages: Stages, steady_s: Number) -> dict[str, Number]:
-    """Parts of the slowest stage over all micro-batches, steady_s."""
-    count, layer, dense = steps.micro_batches - 1 + _short(steps), pieces.layer, pieces.dense
-    mixed, dense_layers = count * (stages.layers - stages.dense), count * stages.dense
+def _inside(stages: Stages, pieces: Pieces) -> dict[str, Number]:
+    """Parts of a micro-batch in the slowest stage; all else there is traffic of weights."""
+    layer, dense, mixed = pieces.layer, pieces.dense, stages.layers - stages.dense
     parts = {
         name: mixed * (layer.forward[name] + layer.backward[name])
-        + dense_layers * (dense.forward[name] + dense.backward[name])
+        + stages.dense * (dense.forward[name] + dense.backward[name])
         for name in LAYER_PARTS
     }
-    parts["pointwise_s"] = parts["pointwise_s"] + count * stages.in_first * sum(pieces.embedding.passes_s)
-    parts["head_s"] = count * stages.in_last * sum(pieces.head.passes_s)
-    shown_s = np.maximum(steady_s - sum(parts.values()), 0.0)
-    return parts | {"fsdp_s": np.where(np.asarray(steps.work.plan.zero) >= 3, shown_s, 0.0)}
+    parts["pointwise_s"] = parts["pointwise_s"] + stages.in_first * sum(pieces.embedding.passes_s)
+    parts["head_s"] = stages.in_last * sum(pieces.head.passes_s)
+    shown_s = np.maximum(stages.slowest_s - sum(parts.values()), 0.0)
+    return parts | {"fsdp_s": np.where(np.asarray(pieces.prices.plan.zero) >= 3, shown_s, 0.0)}
 
 
 def _body(steps: Steps, parameters: Parameters, *, inside: bool = True) -> Body:
-    pieces = pieces_of(steps, parameters)
-    stages, prices, single = stages_of(steps, pieces), pieces.prices, np.asarray(steps.work.plan.pp) == 1
+    pieces, last = _batches(steps, parameters)
+    prices, count, p, pp = pieces.prices, steps.micro_batches, steps.work.plan, np.asarray(steps.work.plan.pp)
+    stages = ends = stages_of(steps, pieces)
+    single, bubble = pp == 1, bubble_s(steps, pieces, stages)
+    if last is not pieces:  # under 1F1B the last stage takes the short one while the one before drains the pipeline
+        ends = stages_of(steps, last)
+        earlier_s = np.minimum((pp - 1) * (stages.first_s[1] - ends.first_s[1]), ends.first_s[0])
+        all_first = (np.asarray(p.interleave) > 1) | np.equal(p.schedule, "gpipe")
+        bubble = np.maximum(bubble - np.where(all_first, 0.0, earlier_s), 0.0)
     launches_s = stages.fullest * prices.launch_s + stages.mixed * prices.routing_s
     launches_s = (1 - prices.habits.on_host) * launches_s
-    steady_s, waits = _steady_s(steps, pieces, stages), {"bubble_s": bubble_s, "pp_s": sends_s}
-    parts = {name: waiting_s(steps, pieces, stages) for name, waiting_s in waits.items()}
+    parts = {"bubble_s": bubble, "pp_s": sends_s(steps, pieces, stages)}
+    passes_s = (count - 1) * stages.slowest_s + ends.slowest_s + sum(parts.values())
+    if inside:
+        full, short = _inside(stages, pieces), _inside(ends, last)
+        parts |= {name: (count - 1) * full[name] + short[name] for name in full}
+    split, weight_s = prices.split > 0, last.layer.weight_s
     return Body(
         prices=prices,
-        passes_s=steady_s + sum(parts.values()),
-        parts=parts | (_inside(steps, pieces, stages, steady_s) if inside else {}),
+        passes_s=passes_s,
+        parts=parts,
         layer=pieces.layers,
         stage=pieces.stage,
         end=pieces.first + np.where(single, pieces.last, 0.0),
         layers=stages.first_layers,
         first_s=stages.first_s,
-        layer_s=pieces.layer.passes_s[1],
-        head_s=np.where(single, pieces.head.passes_s[1], 0.0),
+        last_s=(ends.first_s[0], np.where(split, stages.first_layers * weight_s, ends.first_s[1])),
+        layer_s=np.where(split, weight_s, last.layer.passes_s[1]),
+        head_s=np.where(single, last.head.passes_s[1], 0.0),
         launched_s=(2 + prices.repeats) * launches_s,
-        host_s=steps.micro_batches * (3 + prices.repeats) * launches_s,
+        host_s=count * (3 + prices.repeats) * launches_s + (pp - 1) / p.interleave * ends.first_s[1],
     )
 
 
@@ -208,13 +217,12 @@ def _data_s(body: Body) -> tuple[Number, Number, Number]:
 def _reduced_s(body: Body, moved: Gradients) -> tuple[Number, Number, Number]:
     """Reductions that show: of all micro-batches but the last, after the last pass, and after that of the host."""
     prices, steps, p = body.prices, body.prices.steps, body.prices.plan
-    (forward_s, backward_s), layers = body.first_s, body.layers
+    (forward_s, backward_s), (last_forward_s, last_s), layers = body.first_s, body.last_s, body.layers
     pp, chunks, zero = np.asarray(p.pp), np.asarray(p.interleave), np.asarray(p.zero)
     beside = (moved.ready < layers) | (layers <= 1)
-    short = _short(steps)
-    slower_s = np.where(beside, slowed_s(short * backward_s, moved.reduce_s, prices), 0.0)
-    begun_s = short * (moved.ready * body.layer_s + body.head_s)
-    rest_s = _left_s(moved, short * backward_s, slower_s, begun_s, p)
+    slower_s = np.where(beside, slowed_s(last_s, moved.reduce_s, prices), 0.0)
+    begun_s = moved.ready * body.layer_s + body.head_s
+    rest_s = _left_s(moved, last_s, slower_s, begun_s, p)
     rest_s = rest_s + (1 + (pp - 1) / chunks) * slower_s  # last passes follow each other
     host_s = _left_s(moved, body.launched_s, 0.0, moved.ready * body.launched_s / np.maximum(layers, 1), p)
     hides = (prices.habits.hides_dp > 0) | (zero >= 3)
@@ -223,7 +231,7 @@ def _reduced_s(body: Body, moved: Gradients) -> tuple[Number, Number, Number]:
     if not np.any(each):
         return 0.0, after_s, after_host_s
     beside_s = np.where(beside, slowed_s(backward_s, moved.each_s, prices), 0.0)
-    between = [forward_s + backward_s, short * forward_s + backward_s]  # two backward passes, the last two
+    between = [forward_s + backward_s, last_forward_s + backward_s]  # two backward passes, the last two
     over_s = [np.where(hides, np.maximum(moved.each_s - gap_s, beside_s), moved.each_s) for gap_s in between]
     count = steps.micro_batches
     return each * (np.maximum(count - 2, 0) * over_s[0] + (count > 1) * over_s[1]), after_s, after_host_s
