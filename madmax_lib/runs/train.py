@@ -37,6 +37,7 @@ from madmax_lib.runs.watch import guard, write_to
 
 __all__ = ["main"]
 
+_MOST_DRAWERS = 8  # threads that draw data; each holds a batch, in pinned memory for a GPU
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory")
 
 
@@ -113,7 +114,7 @@ def _loop(spec: RunSpec, trainer, data: Data, power: meter.Meter, directory: Pat
     device, steps = trainer.device.type, range(trainer.steps_done, spec.steps)
     trace = directory / f"trace_rank{os.environ['RANK']}.json.gz"
     draw = partial(_draw, data, spec, trainer)
-    batches = draw_ahead(draw, steps, max(int(cores_per_rank()), 1))
+    batches = draw_ahead(draw, steps, min(max(int(cores_per_rank()), 1), _MOST_DRAWERS))
     with profiler(trace, device) if spec.profile and not trainer.steps_done else nullcontext() as recorder:
         for step in steps:
             start_s = time.perf_counter()

@@ -54,3 +54,9 @@ def test_ci_is_one_script():
     assert re.findall(r"run: (.*)", workflow) == ["bash .ci/run"]
     script = (PROJECT / ".ci" / "run").read_text()
     assert "make lint" in script and "make test" in script
+
+
+def test_runs_take_the_torch_of_colab():
+    colab = names((PROJECT / ".ci" / "colab.txt").read_text().splitlines())
+    assert colab["torch"] == PYPROJECT["project"]["optional-dependencies"]["run"][0].replace("torch>", "=") + ".0"
+    assert "-c .ci/colab.txt torch" in (PROJECT / ".ci" / "run").read_text()
