@@ -38,7 +38,8 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     `.attrs["one_group_assumed"]` is true for three or more ranks without named process groups.
     """
     spans = timeline.spans
-    row = np.flatnonzero(spans["kind"] == "comm")
+    awaited = (spans["size_bytes"] == 0) & (timeline.meta.source == "simulated")  # a wait for what another call moves
+    row = np.flatnonzero((spans["kind"] == "comm") & ~awaited)
     comm = spans[["name", "rank", "stream", "step", "start_ns", "dur_ns"]].iloc[row].reset_index(drop=True)
     table = comm[["rank", "stream", "step"]].join(call_metadata(timeline, row)[list(_TELLS)])
     table.insert(0, "row", row)
