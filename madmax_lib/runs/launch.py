@@ -4,8 +4,9 @@
 each) and waits. Whatever happens, the directory stays readable and no process is left: torchrun ends the other ranks
 when one dies, `launch` ends torchrun when it is interrupted, and ranks end themselves when torchrun or the launcher has
 vanished (`runs.train`). torch is imported by the ranks only.
-On several machines, `prepare` a directory that all of them see and start `torchrun -m madmax_lib.runs.train DIRECTORY`
-on each, with one process per rank in all.
+On several machines, `prepare(spec, directory, nodes=N)` a directory that all of them see and start on each `torchrun
+--nnodes N --node-rank K --nproc-per-node RANKS --master-addr HOST -m madmax_lib.runs.train DIRECTORY`; under Slurm by
+`srun --ntasks-per-node 1`, K being $SLURM_NODEID. Power is then that of the machine of rank 0.
 """
 
 import os
@@ -93,12 +94,13 @@ def sweep(specs: Iterable[RunSpec], folder: str | Path) -> dict[str, Run]:
     return runs
 
 
-def prepare(spec: RunSpec, directory: str | Path) -> Path:
+def prepare(spec: RunSpec, directory: str | Path, *, nodes: int = 1) -> Path:
     """Check a spec and write the spec.json of its directory, with what follows from it under "resolved".
 
+    nodes: machines it will run on; with several, this one may lack their GPUs, so that the spec must name the device.
     Raises as `launch` does before it starts a process.
     """
-    resolved = resolve(spec)
+    resolved = resolve(spec, nodes)
     directory = Path(directory).expanduser().resolve()
     resolved = replace(resolved, starts=_starts(directory, spec))
     (directory / "logs").mkdir(parents=True, exist_ok=True)
@@ -106,10 +108,11 @@ def prepare(spec: RunSpec, directory: str | Path) -> Path:
     return directory
 
 
-def resolve(spec: RunSpec) -> Resolved:
+def resolve(spec: RunSpec, nodes: int = 1) -> Resolved:
     """What a launch of a spec would run here. Raises as `launch` does before it starts a process; writes nothing."""
-    device = check(spec, gpu_count() if spec.device != "cpu" else 0)
-    if (device, spec.dtype) == ("cuda", "bf16"):  # where a GPU does not compute in it, torch would emulate it
+    gpus = gpu_count() if spec.device != "cpu" else 0
+    device = check(spec, gpus, nodes)
+    if gpus and (device, spec.dtype) == ("cuda", "bf16"):  # where a GPU does not compute in it, torch would emulate it
         import torch
 
         if not torch.cuda.is_bf16_supported(including_emulation=False):

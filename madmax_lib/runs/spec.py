@@ -149,8 +149,8 @@ class RunSpec(Settings):
         return cls(**values)
 
 
-def check(spec: RunSpec, gpus: int) -> str:
-    """The device the run will use, cpu or cuda; gpus: CUDA devices of this machine.
+def check(spec: RunSpec, gpus: int, nodes: int = 1) -> str:
+    """The device the run will use, cpu or cuda; gpus: CUDA devices of this machine, of which there are `nodes`.
 
     Raises ValueError, FileNotFoundError, or ModuleNotFoundError for a missing package, in one line, for what cannot
     work.
@@ -175,6 +175,8 @@ def check(spec: RunSpec, gpus: int) -> str:
     testbed.check_hosts(spec.hosts, spec.network, spec.speed, ranks)
     if device == "cuda" and (spec.hosts > 1 or spec.speed):
         raise ValueError("hosts and speed spread processes on a CPU; give device='cpu'")
-    if device == "cuda" and ranks > gpus:
-        raise ValueError(f"{spec.strategy} needs {ranks} GPUs, {gpus} present; device='cpu' runs it on a CPU")
+    if nodes > 1 and not gpus and spec.device == "auto":
+        raise ValueError(f"{nodes} nodes, and no GPU here: say device='cuda' or 'cpu', as this may be none of them")
+    if device == "cuda" and ranks > gpus * nodes and (gpus or nodes == 1):
+        raise ValueError(f"{spec.strategy} needs {ranks} GPUs, {gpus * nodes} present; device='cpu' runs it on a CPU")
     return device

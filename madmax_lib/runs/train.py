@@ -50,7 +50,10 @@ def main(directory: Path) -> None:
     try:
         _train(directory, rank)
     except BaseException as error:
-        read.write_json(directory / "logs" / f"failure_rank{rank}.json", _failure(error, rank))
+        failure = _failure(error, rank)
+        read.write_json(directory / "logs" / f"failure_rank{rank}.json", failure)
+        if "MADMAX_LAUNCHER" not in os.environ and not (directory / "summary.json").exists():  # nobody else tells
+            write_summary(directory, failure["status"], failure["error"])
         raise
 
 

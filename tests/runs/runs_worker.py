@@ -91,7 +91,6 @@ def run(model: str, text: str, options: dict, directory: Path, device: str) -> d
     columns = ("loss", "grad_norm", "accuracy", "overflow", "loss_scale")
     return row | {
         **{name: [step[name] for step in steps] for name in columns},
-        "seconds": steps[-1]["seconds"],
         "tokens": steps[0]["tokens"],
         "evaluated": job.evaluate(batch(job, STEPS))["loss"],
         "steps_done": job.steps_done,

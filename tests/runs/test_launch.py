@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -177,6 +178,22 @@ def test_traces_of_a_run_are_readable(run):
         assert set(labels.loc[labels["name"] == name, "step"]) >= {2, 3, 4}
     table = mm.breakdown(timeline)
     assert (table["compute_s"] > 0).all() and (table["comm_s"] > 0).all()
+
+
+@pytest.mark.parametrize(("vocab", "ended"), [(264, "completed"), (10**12, "out-of-memory")])
+def test_two_machines_run_together(tmp_path, vocab, ended):
+    """Two agents of torchrun that know each other by address; the ranks alone can say how it ended."""
+    spec = RunSpec(strategy="dp2", sizes=SMALL | {"vocab": vocab}, steps=2, device="cpu", profile=False)
+    directory = prepare(spec, tmp_path, nodes=2)
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--master-addr=127.0.0.1"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        agent.append(f"--master-port={free.getsockname()[1]}")
+    places = [(f"--node-rank={number}", f"--local-addr=127.0.0.{number + 1}") for number in (0, 1)]
+    commands = [[*agent, *place, "-m", "madmax_lib.runs.train", str(directory)] for place in places]
+    for process in [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]:
+        process.wait()
+    assert read_run(directory).summary["status"] == ended
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:

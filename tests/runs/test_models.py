@@ -62,18 +62,6 @@ def test_parameters_of_other_sizes(norm, gated, bias, experts):
     assert model(TOKENS).shape == (2, 12, model.spec.vocab)
 
 
-@pytest.mark.parametrize(
-    ("text", "sizes", "message"),
-    [
-        ("gpt-tiny", {"name": "x"}, "'name' is not a size of gpt-tiny"),
-        ("vit-tiny", {"patch": 5}, "patch=5 does not divide image=32"),
-    ],
-)
-def test_unknown_sizes(text, sizes, message):
-    with pytest.raises(ValueError, match=message):
-        models.spec(text, **sizes)
-
-
 def test_names_are_kebab_case_and_forgiving():
     assert models.name(" GPT2_Large") == "gpt2-large" and models.name("Qwen2.5_3B") == "qwen2.5-3b"
     assert models.spec("gpt2-large", hidden=64, heads=4).head_dim == 16

@@ -20,7 +20,6 @@ from madmax_lib.runs.model import models
 from madmax_lib.runs.parallel import mesh
 from madmax_lib.runs.parallel.gradients import LossScale
 from madmax_lib.runs.parallel.trainer import parallelize
-from madmax_lib.runs.read import PHASES
 from madmax_lib.runs.settings import Settings
 
 BATCH, SEQUENCE, LAYERS = 8, 16, 4  # as in runs_worker
@@ -229,6 +228,8 @@ def test_a_job_describes_itself(rows):
     expected = {"dp2.mb4": "ddp", "dp2.tp2.mb4": "replicate", "dp4.z3.hs2.mb1": "hsdp", "pp2.mb2": "none"}
     assert {plan: kinds[plan]["data_parallel"] for plan in expected} == expected
     assert kinds["dp2.z1.mb4"]["optimizer"] == "AdamW" and kinds["cp2.mb8"]["context"] == "ulysses"
+    adapted = rows["vit dp2.mb4 lora_rank=4"]["describe"]
+    assert adapted["trained_local_parameters"] == 65 * 100 + LAYERS * 2 * 4 * (64 + 64)
     schedules = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
     plans = ("pp2.gpipe.mb2", "pp2.mb2", "pp2.v2.mb2", "pp2.zb.mb2")
     assert tuple(kinds[plan]["schedule"] for plan in plans) == schedules
@@ -240,16 +241,6 @@ def test_a_job_describes_itself(rows):
 def test_shards_hold_their_share(rows, plan, shards):
     job = rows[case_name("gpt2", plan, {"check": "counts"})]["describe"]
     assert job["local_parameters"] == pytest.approx(job["parameters"] / shards, rel=0.03)  # norms are on every tp rank
-
-
-def test_low_rank_training_leaves_most_frozen(rows):
-    job = rows["vit dp2.mb4 lora_rank=4"]["describe"]
-    assert job["trained_local_parameters"] == 65 * 100 + LAYERS * 2 * 4 * (64 + 64)
-
-
-def test_phases_take_time(rows):
-    for row in rows.values():
-        assert all(row["seconds"][phase] > 0 for phase in PHASES)
 
 
 def test_a_plan_needs_its_ranks():
@@ -275,9 +266,6 @@ def test_the_loss_scale_falls_at_once_and_rises_slowly():
     scale = LossScale(8.0, dynamic=True, growth_interval=3)
     overflows = (True, False, False, True, False, False, False, False)
     assert [scale.update(overflow) or scale.value for overflow in overflows] == [4, 4, 4, 2, 2, 2, 4, 4]
-    constant = LossScale()
-    constant.update(True)
-    assert constant.value == 1.0
 
 
 class Names(TorchDispatchMode, list):  # of the operators that run inside

@@ -85,6 +85,15 @@ def test_what_cannot_run_here_is_refused_before_a_process_starts(fields, gpus, m
     assert not (tmp_path / "run").exists()
 
 
+def test_several_machines_have_their_gpus_together():
+    spec = RunSpec(strategy="dp16", global_batch=16, device="cuda")
+    assert check(spec, 8, nodes=2) == check(spec, 0, nodes=2) == "cuda"
+    with pytest.raises(ValueError, match="dp16 needs 16 GPUs, 14 present"):
+        check(spec, 7, nodes=2)
+    with pytest.raises(ValueError, match="2 nodes, and no GPU here: say device='cuda' or 'cpu'"):
+        check(RunSpec(), 0, nodes=2)
+
+
 def test_data_that_is_not_here_is_replaced_by_as_many_classes_as_the_model_has(tmp_path):
     spec = RunSpec("vit-tiny", data="cifar-100", sizes={"classes": 10}, device="cpu")
     with pytest.warns(DataWarning, match="synthetic-images in place of cifar-100"):

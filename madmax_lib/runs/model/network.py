@@ -5,8 +5,6 @@ depend on neither the layout nor the order. Weights N(0, 0.02), those that end a
 sqrt(2 layers) [Radford et al. 2019].
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable
 
@@ -106,7 +104,7 @@ class Network(nn.Module):
         children = ((name, getattr(self, name)) for name in ("embedding", "norm", "head"))
         return ((name, child) for name, child in children if child is not None)
 
-    def materialise(self, seed: int, device: Device, weights: Weights | None = None) -> Network:
+    def materialise(self, seed: int, device: Device, weights: Weights | None = None) -> "Network":
         """Allocate and draw all parameters, or read them from published weights."""
         for name, part in (*self.units(), *self.ends()):
             draw(part, name, self.spec, seed, device, weights)

@@ -111,6 +111,6 @@ class DataParallel:
 
 
 def _sum_bucket(group, bucket):
-    """All-reduce a bucket without dividing it. DDP refuses annotations that are text, as all are in this module."""
+    """All-reduce a bucket without dividing it."""
     buffer = bucket.buffer()
     return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda _: buffer)

@@ -5,8 +5,6 @@ optimizer, then the schedule. Losses and gradients are those of one process what
 tests/runs/test_parallel.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -34,22 +32,6 @@ from madmax_lib.specs import Transformer
 __all__ = ["Trainer", "parallelize"]
 
 _FIRST_SCALE = 2.0**16  # of fp16 losses
-
-
-def parallelize(
-    model: str, plan: Plan, settings: Settings, *, device: str = "cpu", sizes: Mapping[str, object] | None = None
-) -> Trainer:
-    """Lay a model over the ranks of the running process group; collective over all of them.
-
-    device: cpu or cuda. sizes: changed sizes of the model. Raises ValueError, in one line, for what does not fit
-    together.
-    """
-    spec = models.spec(model, **(sizes or {}))
-    checks.check(plan, spec, settings)
-    sequence = spec.sequence if spec.image else settings.sequence or spec.sequence
-    settings = replace(settings, sequence=sequence, dtype=native_dtype(settings.dtype, device))
-    current = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    return Trainer(spec, plan, mesh.build(plan, device), current, settings)
 
 
 @dataclass(frozen=True)
@@ -206,3 +188,19 @@ class Trainer:
 
     def _progress(self) -> Tensor:
         return torch.tensor([self.steps_done, self.scale.value, self.scale.good_steps], dtype=torch.float64)
+
+
+def parallelize(
+    model: str, plan: Plan, settings: Settings, *, device: str = "cpu", sizes: Mapping[str, object] | None = None
+) -> Trainer:
+    """Lay a model over the ranks of the running process group; collective over all of them.
+
+    device: cpu or cuda. sizes: changed sizes of the model. Raises ValueError, in one line, for what does not fit
+    together.
+    """
+    spec = models.spec(model, **(sizes or {}))
+    checks.check(plan, spec, settings)
+    sequence = spec.sequence if spec.image else settings.sequence or spec.sequence
+    settings = replace(settings, sequence=sequence, dtype=native_dtype(settings.dtype, device))
+    current = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    return Trainer(spec, plan, mesh.build(plan, device), current, settings)
