@@ -34,6 +34,7 @@ NAMES = [
     ("groupnorm_kernel_dispatch_up<__hip_bfloat16>", "compute", ""),
     ("triton_poi_fused_all_reduce_0", "compute", ""),
     ("FSDP::all_gather (layers.0)", "compute", ""),
+    ("c10d::_allgather_base_", "compute", ""),
     ("triton_red_fused_add_all_reduce_wait_tensor_2", "compute", ""),
     ("void LayerNormWarpImpl<WarpAllReduceSum>", "compute", ""),
     ("void at::native::vectorized_gather_kernel<16>", "compute", ""),
