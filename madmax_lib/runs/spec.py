@@ -6,6 +6,7 @@ imported. The strategy is the text form of a `Plan`, perhaps with an engine: `dp
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
@@ -127,6 +128,11 @@ class RunSpec(Settings):
         adapters = f"_lora{self.lora_rank}" if self.lora_rank else ""
         spread = f"_{self.hosts}x{self.network or 'host'}" if self.hosts > 1 else ""
         return f"{self.model}_{self.strategy.strip().lower().replace('@', '_')}{adapters}{spread}"
+
+    @property
+    def digest(self) -> str:
+        """Eight letters that differ from those of any other spec."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
 
     def get_data(self, allow_download: bool = False) -> batches.Data:
         """The data of the run, in the shape that the model takes; falls back as `batches.get_data` does."""

@@ -16,7 +16,7 @@ from madmax_lib.runs.spec import RunSpec, check
 def test_json_round_trip():
     spec = RunSpec(model="ViT_tiny", strategy="dp2.z3@deepspeed", steps=9, sizes={"layers": 2}, wandb=True)
     again = RunSpec.from_dict(json.loads(json.dumps(asdict(spec))))
-    assert again == spec and hash(spec)
+    assert again == spec and hash(spec) and spec.digest == again.digest != RunSpec().digest
     assert (spec.model, spec.kind, spec.data, spec.engine) == ("vit-tiny", "images", "synthetic-images", "deepspeed")
     assert spec.name == "vit-tiny_dp2.z3_deepspeed"
 

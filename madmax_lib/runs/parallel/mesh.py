@@ -49,9 +49,8 @@ class Mesh:
 
 def join(device_type: str, **options) -> None:
     """Enter a process group of gloo, or of NCCL bound to the current GPU: links are made, and break, here."""
-    on_gpu = device_type == "cuda"
-    bound = {"device_id": torch.device("cuda", torch.cuda.current_device())} if on_gpu else {}
-    dist.init_process_group("nccl" if on_gpu else "gloo", **bound, **options)
+    bound = {"device_id": torch.device("cuda", torch.cuda.current_device())} if device_type == "cuda" else {}
+    dist.init_process_group("nccl" if bound else "gloo", **bound, **options)
 
 
 def build(plan: Plan, device_type: str) -> Mesh:
@@ -71,8 +70,7 @@ def build(plan: Plan, device_type: str) -> Mesh:
         fsdp = root["dp"] if plan.cp == 1 else root["cp"]
     else:
         fsdp = root["dp", "cp"]._flatten("fsdp")
-    dense = edp = fsdp
-    ep = None
+    dense, edp, ep = fsdp, fsdp, None
     if plan.ep > 1:
         both = fsdp._unflatten(0, (fsdp.size() // plan.ep, plan.ep), ("edp", "ep"))
         edp, ep = both["edp"], both["ep"]
