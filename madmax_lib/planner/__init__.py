@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         shortlist as shortlist,
         variants as variants,
     )
+    from madmax_lib.planner.layouts import layouts as layouts
     from madmax_lib.planner.search import SearchResult as SearchResult, search as search
     from madmax_lib.planner.space import Space as Space, plan_of as plan_of
 
