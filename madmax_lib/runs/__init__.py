@@ -9,6 +9,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from madmax_lib.runs.launch import (
         RunError as RunError,
+        gpu_count as gpu_count,
         launch as launch,
         measure_links as measure_links,
         prepare as prepare,

@@ -42,7 +42,7 @@ _SIGNALLED = re.compile(r"rank\s+: (\d+) .*\n\s+exitcode\s+: -(\d+)")  # in torc
 _ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
 _TORCHRUN = re.compile(r"^[EWI]\d{4} \d\d:", re.MULTILINE)  # begins what torchrun itself logs
 _FILES_OF_A_START = ("env.json", "power.csv", "summary.json", "logs")
-_FILES_OF_A_RUN = (*_FILES_OF_A_START, "spec.json", "steps.csv", "trace_rank*.json.gz", "checkpoints")
+_FILES_OF_A_RUN = (*_FILES_OF_A_START, "spec.json", "steps.csv", "trace_rank*.json.gz", "memory_rank*", "checkpoints")
 
 
 class RunError(RuntimeError):
@@ -81,15 +81,20 @@ def launch(spec: RunSpec, directory: str | Path, *, check: bool = True) -> Path:
 def sweep(specs: Iterable[RunSpec], folder: str | Path) -> dict[str, Run]:
     """Run specs one after another, each in the directory of its name, and read them; what is complete there is kept.
 
-    A run that fails does not stop the others: its summary.json says why. Raises as `launch` does for a spec that
-    cannot run.
+    A run that fails, or that cannot run here, does not stop the others: its summary.json says why. Raises
+    FileExistsError for a directory with another run.
     """
     runs = {}
     for spec in specs:
         directory = Path(folder) / spec.name
         earlier = read_run(directory) if (directory / "spec.json").exists() else None
         if not earlier or earlier.spec != spec or earlier.summary.get("status") != "completed":
-            launch(spec, directory, check=False)
+            try:
+                launch(spec, directory, check=False)
+            except (ValueError, OSError, ImportError) as error:  # before a process was started
+                _starts(directory, spec)
+                write_json(directory / "spec.json", asdict(spec))
+                write_json(directory / "summary.json", {"status": "refused", "error": str(error)})
         runs[spec.name] = read_run(directory)
     return runs
 
@@ -237,7 +242,9 @@ def _run(spec: RunSpec, directory: Path, environment: dict[str, str]) -> tuple[s
             raise
         if stalled:
             _end(process)
-            return "stalled", _stall_reason(spec)
+            locks = ", ".join(map(str, deepspeed_locks() if spec.engine == "deepspeed" else ()))
+            why = f"; DeepSpeed waits for stale lock files, delete them: {locks}" if locks else ""
+            return "stalled", f"{spec.name}: no step within timeout_s={spec.timeout_s:g} s{why}"
         if process.returncode < 0:  # torchrun itself was killed, its ranks see that within a second
             time.sleep(_ALONE_S)
             return "failed", f"{spec.name}: torchrun was ended by signal {-process.returncode}"
@@ -252,9 +259,7 @@ def _wait(process: subprocess.Popen, steps: Path, timeout_s: float) -> bool:
         now_bytes = steps.stat().st_size if steps.exists() else 0
         if now_bytes != size_bytes:
             changed_s, size_bytes = time.monotonic(), now_bytes
-        if (
-            time.monotonic() - changed_s > timeout_s + _GRACE_S
-        ):  # ranks that wait for another end at the timeout themselves
+        if time.monotonic() - changed_s > timeout_s + _GRACE_S:  # ranks that wait for another end themselves
             return True
     return False
 
@@ -269,13 +274,6 @@ def _end(process: subprocess.Popen) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _stall_reason(spec: RunSpec) -> str:
-    text = f"{spec.name}: no step within timeout_s={spec.timeout_s:g} s"
-    if spec.engine == "deepspeed" and (locks := deepspeed_locks()):
-        text += f"; DeepSpeed waits for stale lock files, delete them: {', '.join(map(str, locks))}"
-    return text
 
 
 def _failure(spec: RunSpec, directory: Path) -> tuple[str, str]:

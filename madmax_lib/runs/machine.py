@@ -4,7 +4,7 @@ import os
 import platform
 import resource
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ def environment(device: str, dtype: str) -> dict:
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": {name: installed for name in _PACKAGES if (installed := _version(name))},
+        "packages": {found.name: found.version for found in distributions() if found.name in _PACKAGES},
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "backend": dist.get_backend(),
@@ -53,10 +53,3 @@ def _host_rss_bytes() -> int:
         return int(statm.read_text().split()[1]) * resource.getpagesize()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

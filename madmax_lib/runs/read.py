@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 
 import pandas as pd
@@ -52,7 +52,8 @@ COLUMNS = (
     "utilization",  # of them, 0..1, by NVML
 )
 _NEW_COLUMNS = ("validation_accuracy", "utilization")  # that earlier runs do not have
-_QUANTITIES = ("samples_per_s", "tokens_per_s", "mfu", "hfu", "loss_last", "host_rss_bytes", "energy_per_sample_j")
+_QUANTITIES = ("samples_per_s", "tokens_per_s", "mfu", "hfu", "utilization", "loss_last", "validation_accuracy_last",
+               "host_rss_bytes", "energy_per_sample_j")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,8 @@ def read_run(directory: str | Path) -> Run:
     spec, resolved = read_spec(directory)
     env, summary = (read_json(directory / f"{name}.json") for name in ("env", "summary"))
     if (mfu := summary.get("mfu") or 0.0) > 1:
-        warnings.warn(
-            f"{directory}: MFU {mfu:.0%} against a peak that is too low, {env.get('peak_source')}", stacklevel=2
-        )
+        low = f"a peak that is too low, {env.get('peak_source')}"
+        warnings.warn(f"{directory}: MFU {mfu:.0%} against {low}", stacklevel=2)
     return Run(directory, spec, resolved, env, read_steps(directory), summary)
 
 
@@ -138,14 +138,17 @@ def read_runs(folder: str | Path) -> dict[str, Run]:
 def runs_table(runs: dict[str, Run]) -> pd.DataFrame:
     """One row per run of `read_runs`, by the number of dimensions that its strategy splits.
 
-    dimensions: how many of dp, tp, pp, cp and ep are above 1. step_s with its quartiles, samples_per_s, tokens_per_s,
-    mfu, hfu (0..1), loss_last, host_rss_bytes of rank 0, energy_per_sample_j; NaN where a run does not tell.
+    dimensions: how many of dp, tp, pp, cp and ep are above 1. reason: of a run that did not complete. step_s with its
+    quartiles. bubble: share of a step that rank 0 of a pipeline neither computes nor updates. scaling: samples/s per
+    rank over that of the run with the fewest. samples_per_s, tokens_per_s, mfu, hfu, utilization (of GPUs), losses and
+    accuracies, host_rss_bytes of rank 0, energy_per_sample_j; NaN where a run does not tell. Shares are 0..1.
     """
     rows = []
     for name, run in runs.items():
         plan, summary = run.spec.plan, run.summary
         degrees = (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
-        step_s = summary.get("step_s", {})
+        step_s, busy_s = summary.get("step_s", {}), (summary.get("phases_s") or {}).values()
+        median_s = step_s.get("median")
         row = {
             "run": name,
             "model": run.spec.model,
@@ -153,13 +156,17 @@ def runs_table(runs: dict[str, Run]) -> pd.DataFrame:
             "ranks": plan.world_size,
             "dimensions": sum(degree > 1 for degree in degrees),
             "status": summary.get("status", "unfinished"),
-            "step_s": step_s.get("median"),
+            "reason": summary.get("error", ""),
+            "step_s": median_s,
             "step_p25_s": step_s.get("p25"),
             "step_p75_s": step_s.get("p75"),
+            "bubble": max(1 - sum(busy_s) / median_s, 0.0) if plan.pp > 1 and median_s else nan,
         }
         rows.append(row | {quantity: summary.get(quantity) for quantity in _QUANTITIES})
     numbers = ["step_s", "step_p25_s", "step_p75_s", *_QUANTITIES]
-    table = pd.DataFrame(rows).astype(dict.fromkeys(numbers, float))
+    table = pd.DataFrame(rows).astype(dict.fromkeys(numbers, float)).sort_values(["ranks", "run"])
+    speeds = table["samples_per_s"] / table["ranks"]
+    table["scaling"] = speeds / speeds.bfill().iloc[0]
     return table.sort_values(["dimensions", "ranks", "run"]).reset_index(drop=True)
 
 

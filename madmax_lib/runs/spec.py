@@ -38,6 +38,7 @@ class RunSpec(Settings):
     sizes: fields of the model to change, such as {"layers": 2} ({}).
     warmup: first steps that the summary leaves out (2).
     profile: whether steps 2 to 4 are traced (True).
+    profile_memory: whether the trace has the allocator's events, with a snapshot on a GPU (False).
     validate_every: steps between two validation losses, 0 for none (0).
     checkpoint_every: steps between two checkpoints, 0 for none (0).
     device: cpu, cuda, or auto for CUDA where it is present (auto).
@@ -62,6 +63,7 @@ class RunSpec(Settings):
     sizes: dict = field(default_factory=dict, hash=False)
     warmup: int = 2
     profile: bool = True
+    profile_memory: bool = False
     validate_every: int = 0
     checkpoint_every: int = 0
     device: str = "auto"
@@ -79,9 +81,8 @@ class RunSpec(Settings):
         if self.device not in _DEVICES:
             raise ValueError(f"device={self.device!r} is not one of {', '.join(_DEVICES)}")
         if self.engine not in _ENGINES:
-            raise ValueError(
-                f"engine {self.engine!r} in strategy {self.strategy!r} is not one of {', '.join(_ENGINES)}"
-            )
+            known = ", ".join(_ENGINES)
+            raise ValueError(f"engine {self.engine!r} in strategy {self.strategy!r} is not one of {known}")
         object.__setattr__(self, "model", models.name(self.model))
         object.__setattr__(self, "data", batches.canonical(self.data or batches.default_name(self.kind)))
         plan = self.plan

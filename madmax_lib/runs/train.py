@@ -7,6 +7,7 @@ logs/failure_rank{r}.json; one that loses torchrun or the launcher ends itself.
 """
 
 import csv
+import math
 import os
 import shutil
 import sys
@@ -32,7 +33,7 @@ from madmax_lib.runs.measure.peak_rates import cores_per_rank, native_dtype
 from madmax_lib.runs.measure.phases import profiler
 from madmax_lib.runs.parallel import mesh, trainer as torch_trainer
 from madmax_lib.runs.spec import RunSpec
-from madmax_lib.runs.summary import PROFILED, write_summary
+from madmax_lib.runs.summary import PROFILED, flops_per_sample, write_summary
 from madmax_lib.runs.watch import guard, write_to
 
 __all__ = ["main"]
@@ -118,7 +119,8 @@ def _loop(spec: RunSpec, trainer, data: Data, power: meter.Meter, directory: Pat
     trace = directory / f"trace_rank{os.environ['RANK']}.json.gz"
     draw = partial(_draw, data, spec, trainer)
     batches = draw_ahead(draw, steps, min(max(int(cores_per_rank()), 1), _MOST_DRAWERS))
-    with profiler(trace, device) if spec.profile and not trainer.steps_done else nullcontext() as recorder:
+    traced = spec.profile and not trainer.steps_done
+    with profiler(trace, device, spec.profile_memory) if traced else nullcontext() as recorder:
         for step in steps:
             start_s = time.perf_counter()
             with record_function("data"):
@@ -176,11 +178,16 @@ def _draw(data: Data, spec: RunSpec, trainer, step: int, split: str = "train") -
 
 @contextmanager
 def _writer(spec: RunSpec, directory: Path) -> Iterator[Callable[[dict], None]]:
-    """A function that appends a row to steps.csv, where it can be read at once, and sends it to Weights & Biases."""
+    """A function that appends a row to steps.csv, where it can be read at once, and sends it to Weights & Biases.
+
+    There it has the rates of the step too: samples and tokens per second, and MFU.
+    """
     log = None
     if spec.wandb:
         import wandb
 
+        peak = read.read_json(directory / "env.json").get("peak_flops") or math.nan
+        flops = flops_per_sample(spec.shapes, spec.sequence, frozen=spec.lora_rank > 0)["model"]
         log = wandb.init(project="madmax-workbench", name=spec.name, dir=str(directory), config=asdict(spec))
     with (directory / "steps.csv").open("a", newline="", buffering=1) as file:
         table = csv.writer(file, lineterminator="\n")
@@ -191,7 +198,10 @@ def _writer(spec: RunSpec, directory: Path) -> Iterator[Callable[[dict], None]]:
             values = [read.with_nulls(row[name]) for name in read.COLUMNS]
             table.writerow(values)
             if log:
-                log.log({key: value for key, value in zip(read.COLUMNS, values, strict=True) if value is not None})
+                rates = {f"{name}_per_s": row[name] / row["total_s"] for name in ("samples", "tokens")}
+                rates["mfu"] = read.with_nulls(rates["samples_per_s"] * flops / (spec.plan.world_size * peak))
+                live = dict(zip(read.COLUMNS, values, strict=True)) | rates
+                log.log({name: value for name, value in live.items() if value is not None})
 
         yield write
     if log:

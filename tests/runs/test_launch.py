@@ -22,7 +22,7 @@ import torch
 
 import madmax_lib as mm
 from madmax_lib import Plan, RunSpec, launch
-from madmax_lib.runs import RunError, prepare, read_run, read_runs, sweep, train
+from madmax_lib.runs import RunError, prepare, read_run, read_runs, runs_table, sweep, train
 from madmax_lib.runs.data.batches import get_data
 from madmax_lib.runs.measure import meter
 from madmax_lib.runs.parallel import trainer
@@ -57,7 +57,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "power.csv").write_text("t_s,power_w,cap_w\n0,50,70\n1000,50,70\n")
     options = {"sizes": SMALL, "sequence": 96, "power": str(folder / "power.csv"), "learning_rate": 3e-3}
-    options |= {"validate_every": 3, "checkpoint_every": 4, "device": "cpu", "timeout_s": 60.0}
+    options |= {"validate_every": 3, "checkpoint_every": 4, "device": "cpu", "timeout_s": 60.0, "profile_memory": True}
     return read_run(launch(RunSpec("gpt_tiny", "dp2.z3", **options), folder / "run"))
 
 
@@ -103,7 +103,9 @@ def test_rows_of_steps(run):
     assert (steps["samples"] == 8).all() and (steps["tokens"] == 8 * 96).all() and not steps["overflow"].any()
     phases = steps[[f"{name}_s" for name in PHASES]]
     assert (phases > 0).all(axis=None) and (phases.sum(axis=1) <= steps["total_s"] * 1.001).all()
-    assert steps["validation_loss"].notna().tolist() == [False, False, True] * 2
+    for name in ("validation_loss", "validation_accuracy"):
+        assert steps[name].notna().tolist() == [False, False, True] * 2
+    assert run.summary["validation_accuracy_last"] == pytest.approx(steps["validation_accuracy"].iloc[-1])
     assert steps["memory_peak_bytes"].isna().all() and (steps["host_rss_bytes"] > 1e7).all()
     assert steps["power_w"].to_numpy() == pytest.approx(50, rel=1e-6)
     assert steps["energy_j"].to_numpy() == pytest.approx(50 * steps["total_s"].to_numpy(), rel=1e-6)
@@ -168,6 +170,38 @@ def test_a_sweep_keeps_what_is_complete(run, monkeypatch):
     target.unlink()
 
 
+def test_a_sweep_goes_on_after_what_fails_and_what_is_refused(tmp_path, monkeypatch):
+    def end(spec, directory, environment):
+        return ("out-of-memory", "CUDA out of memory") if spec.strategy == "dp2" else ("completed", "")
+
+    monkeypatch.setattr(launching, "_run", end)
+    specs = [RunSpec(strategy=text, device="cpu") for text in ("dp3", "dp2", "dp1")]
+    for _ in range(2):  # what was refused or failed is tried again
+        runs = sweep(specs, tmp_path)
+        statuses = {run.spec.strategy: run.summary.get("status") for run in runs.values()}
+        assert statuses == {"dp3": "refused", "dp2": "out-of-memory", "dp1": None}
+    table = runs_table(runs).set_index("strategy")
+    assert table.loc["dp3", "reason"].startswith("global_batch=8 is not a multiple of dp x micro_batch = 3")
+    assert table.loc["dp2", "reason"] == "CUDA out of memory" and table["scaling"].isna().all()
+    (tmp_path / "gpt-tiny_dp3" / "spec.json").write_text(json.dumps({"steps": 7}))
+    with pytest.raises(FileExistsError, match="holds another run"):
+        sweep(specs, tmp_path)
+
+
+def test_weights_and_biases_has_the_rates_of_a_step(tmp_path, monkeypatch):
+    logged = []
+    log = SimpleNamespace(log=logged.append, finish=lambda: logged.append("finished"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **about: log))
+    spec = RunSpec(strategy="dp2", wandb=True)
+    (tmp_path / "env.json").write_text(json.dumps({"peak_flops": 1e9}))
+    with train._writer(spec, tmp_path) as write:
+        write(dict.fromkeys(COLUMNS, 1.0) | {"total_s": 0.5, "samples": 8, "tokens": 1024, "power_w": float("nan")})
+    row, end = logged
+    assert (row["samples_per_s"], row["tokens_per_s"], end) == (16.0, 2048.0, "finished") and "power_w" not in row
+    assert row["mfu"] == pytest.approx(16 * 3 * spec.shapes.forward_flops(1) / 2e9)
+    assert len((tmp_path / "steps.csv").read_text().splitlines()) == 2
+
+
 def test_traces_of_a_run_are_readable(run):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -178,6 +212,7 @@ def test_traces_of_a_run_are_readable(run):
         assert set(labels.loc[labels["name"] == name, "step"]) >= {2, 3, 4}
     table = mm.breakdown(timeline)
     assert (table["compute_s"] > 0).all() and (table["comm_s"] > 0).all()
+    assert set(timeline.side_tables["memory"]["device"]) == {"cpu"}
 
 
 @pytest.mark.parametrize(("vocab", "ended"), [(264, "completed"), (10**12, "out-of-memory")])

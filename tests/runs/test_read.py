@@ -70,3 +70,18 @@ def test_one_row_per_run_by_dimensions():
     assert table["status"].tolist() == ["unfinished", "completed"]
     assert table["samples_per_s"].isna().tolist() == [True, False]
     assert table["step_s"].iloc[1] == run.summary["step_s"]["median"]
+
+
+def test_scaling_and_bubbles_side_by_side():
+    """Each rank of a perfect run is as fast as one alone; the phases of an equal pipeline leave its bubble."""
+    recorded = read_runs(PROJECT / "traces" / "runs" / "llm")
+    summaries = {"moe-tiny_dp1": 10.0, "moe-tiny_dp2": 20.0, "moe-tiny_pp2": 15.0, "moe-tiny_dp2.tp2": None}
+    runs = {}
+    for name, rate in summaries.items():
+        summary = {"samples_per_s": rate, "step_s": {"median": 1.0}, "phases_s": {"forward": 0.2, "backward": 0.4}}
+        runs[name] = replace(recorded[name], summary=summary)
+    table = runs_table(runs).set_index("strategy")
+    assert table["scaling"].dropna().to_dict() == {"dp1": 1.0, "dp2": 1.0, "pp2": 0.75}
+    assert table["bubble"].dropna().to_dict() == {"pp2": pytest.approx(0.4)}
+    del runs["moe-tiny_dp1"]  # the one that does not fit
+    assert runs_table(runs).set_index("strategy")["scaling"].dropna().to_dict() == {"dp2": 1.0, "pp2": 0.75}

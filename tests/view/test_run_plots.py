@@ -31,8 +31,8 @@ def test_pictures_of_runs_keep_their_numbers(runs):
     parts = table[[*PHASES, "other"]].sum(axis=1)
     assert parts.to_numpy() == pytest.approx(run.steps["total_s"].to_numpy(), rel=1e-3)
     assert figure_data(run_plots.plot_losses(runs))["difference"].max() < 1e-3
-    with pytest.raises(ValueError, match=r"none of the runs moe-tiny_dp2\.z3 is on one process"):
-        run_plots.plot_losses({SHARDED: run})
+    alone = run_plots.plot_losses({SHARDED: run})  # the run on the fewest processes is what others are compared with
+    assert alone.get_legend_handles_labels()[1] == ["dp2.z3"] and figure_data(alone)["difference"].max() == 0
     medians = [one.summary["step_s"]["median"] for one in runs.values()]
     assert figure_data(run_plots.plot_speed(runs))["step_s"].tolist() == medians
     assert len(figure_data(run_plots.plot_run_phases(runs))) == 2

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES, device_name, memory_bytes_per_s, peak_flops
+from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES, device_name, memory_bytes_per_s, native_dtype, peak_flops
 from madmax_lib.runs.measure.phases import between_s, mark
 from madmax_lib.runs.model.kernels import bias_gelu, unavailable
 
-__all__ = ["append_row", "bench", "timing", "training_dtype"]
+__all__ = ["append_row", "bench", "timing"]
 
 _SIZES = {"quick": (2, 0.05), "normal": (4, 0.4), "detailed": (9, 1.0)}  # how many of those below, seconds for repeats
 _BLOCKS = {  # tokens, hidden, ffn: GPT-2 Large with 8 x 1,024 tokens, Llama 8B, ...
@@ -42,7 +42,7 @@ def bench(
 ) -> pd.DataFrame:
     """Time kernels (linear, attention, layer_norm, rms_norm, bias_gelu, dropout, mlp), copy, launch and adam.
 
-    parts: of these, all by default, in bf16 on a GPU, fp16 on one without, fp32 on a CPU. size: quick, normal or
+    parts: of these, all by default, in bf16 on a GPU that computes in it, else in fp32. size: quick, normal or
     detailed. threads: of a CPU, as they are if 0. path: CSV that takes each row when it is timed. A part that
     fails here (no memory, no compiler) ends with a warning. Columns: kernel, how it was computed, machine, threads,
     dtype, shape, seconds with quartiles, repeats, flops, moved_bytes (that must move between memory and device), their
@@ -110,18 +110,11 @@ def _times_s(run: Callable, count: int, on_gpu: bool, flush: torch.Tensor | None
     return np.array([between_s(*pair) for pair in pairs])
 
 
-def training_dtype(device: str) -> str:
-    """What matrix products are trained in on a device: bf16, fp16 or fp32."""
-    if device == "cpu":
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-
-
 def _row(
     kernel: str, run: Callable, size: str, *, device, shape="", how="eager", flops=0.0, moved=nan, calls=1
 ) -> dict:
     """Time a kernel. moved: bytes. calls: of it in a run."""
-    dtype, threads = training_dtype(device), torch.get_num_threads()
+    dtype, threads = native_dtype("auto", device), torch.get_num_threads()
     row = {"kernel": kernel, "how": how, "machine": device_name(device), "threads": threads, "dtype": dtype}
     row |= {"shape": shape, "flops": float(flops), "moved_bytes": float(moved)}
     peaks, flush = _ready(device, dtype, threads)
@@ -138,10 +131,6 @@ def _ready(device: str, dtype: str, threads: int) -> tuple[np.ndarray, torch.Ten
     return peaks, torch.empty(_FLUSH_BYTES[device] // 4, device=device)
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
 def _norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return functional.layer_norm(x, weight.shape, weight, bias)
 
@@ -150,6 +139,7 @@ def _mlp(x: torch.Tensor, up: torch.Tensor, bias: torch.Tensor, down: torch.Tens
     return functional.dropout(functional.linear(bias_gelu(functional.linear(x, up), bias), down), 0.1)
 
 
+_attention = partial(functional.scaled_dot_product_attention, is_causal=True)
 _KERNELS = {  # function, shapes of its operands and FLOPs for t tokens, s of a sample, hidden h and ffn f
     "linear": (functional.linear, lambda t, s, h, f: ([(t, h), (h, h)], 2 * t * h * h)),
     "linear up": (functional.linear, lambda t, s, h, f: ([(t, h), (f, h)], 2 * t * h * f)),
@@ -166,7 +156,7 @@ _KERNELS = {  # function, shapes of its operands and FLOPs for t tokens, s of a 
 def _kernel(name: str, device: str, size: str) -> _Work:
     """Forward and backward; shape: of the block. What must move is operands, result and what their gradients take."""
     function, layout = _KERNELS[name]
-    ways, dtype = {"eager": function}, TORCH_DTYPES[training_dtype(device)]
+    ways, dtype = {"eager": function}, TORCH_DTYPES[native_dtype("auto", device)]
     if name in ("bias_gelu", "mlp") and size != "quick":  # to compile takes seconds
         ways["compiled"] = torch.compile(function)
     if name == "bias_gelu" and device != "cpu" and not unavailable("triton", device):

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from madmax_lib.runs.measure.bench import append_row, timing, training_dtype
-from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES, device_name
+from madmax_lib.runs.measure.bench import append_row, timing
+from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES, device_name, native_dtype
 from madmax_lib.runs.watch import guard
 
 __all__ = ["main"]
@@ -60,9 +60,9 @@ def _groups(world: int, on_node: int) -> list[list[int]]:
 
 def _time_group(group, members: list[int], device: str, size: str, path: Path | None) -> None:
     """Time every kind and size on the ranks of a group; the first of them writes."""
-    ranks, dtype = len(members), TORCH_DTYPES[training_dtype(device)]
+    ranks, dtype = len(members), TORCH_DTYPES[native_dtype("auto", device)]
     nodes = len({rank // int(os.environ["LOCAL_WORLD_SIZE"]) for rank in members})
-    here = {"backend": dist.get_backend(), "machine": device_name(device), "dtype": training_dtype(device)}
+    here = {"backend": dist.get_backend(), "machine": device_name(device), "dtype": native_dtype("auto", device)}
     for asked in (number for number in _BYTES if number <= _MOST_BYTES[size]):
         count = max(asked // dtype.itemsize // ranks, 1) * ranks
         whole, other = (torch.zeros(count, dtype=dtype, device=device) for _ in range(2))

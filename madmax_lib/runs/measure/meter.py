@@ -4,8 +4,6 @@ A thread reads every 50 ms. NVML's energy counter is refreshed only every 20 to 
 energy of a window is the difference of the counter where the window is longer than 1 s, else the integral of the power.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -61,7 +59,7 @@ class Meter:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> "Meter":
         if self.read:
             self.readings.append(self.read())
             self._thread.start()

@@ -24,6 +24,8 @@ from madmax_lib.runs.read import PHASES
 
 __all__ = ["Phases", "between_s", "mark", "profiler"]
 
+_EVENTS = 1_000_000  # of the allocator that a snapshot keeps
+
 
 def mark(on_gpu: bool):
     """Now: an event that the GPU passes, or a time of the clock."""
@@ -63,17 +65,27 @@ class Phases:
         return result
 
 
-def profiler(path: Path, device: str) -> profile:
-    """Profiler of one rank that writes to `path` (.json.gz) without the machine's name; `step` it after each step."""
+def profiler(path: Path, device: str, memory: bool = False) -> profile:
+    """Profiler of one rank that writes to `path` (.json.gz) without the machine's name; `step` it after each step.
+
+    memory: with the allocator's events; of a GPU a snapshot too, beside the trace as memory_rank{r}.pickle.
+    """
+    if memory and device == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
     return profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])],
         schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
-        on_trace_ready=lambda done: _write(done, path),
+        on_trace_ready=lambda done: _write(done, path, memory and device == "cuda"),
         record_shapes=True,
+        profile_memory=memory,
     )
 
 
-def _write(done: profile, path: Path) -> None:
+def _write(done: profile, path: Path, snapshot: bool) -> None:
+    if snapshot:
+        name = path.name.replace("trace", "memory").replace(".json.gz", ".pickle")
+        torch.cuda.memory._dump_snapshot(str(path.with_name(name)))
+        torch.cuda.memory._record_memory_history(enabled=None)
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "trace.json"
         done.export_chrome_trace(str(raw))

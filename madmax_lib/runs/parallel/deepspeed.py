@@ -4,8 +4,6 @@
 with the methods of `trainer.Trainer`. DeepSpeed is optional; `checks.check_deepspeed` tells why it cannot start.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping
@@ -66,7 +64,7 @@ def _zero(plan: Plan, element_bytes: int) -> dict[str, object]:
 
 def parallelize(
     model: str, plan: Plan, settings: Settings, *, device: str = "cpu", sizes: Mapping[str, object] | None = None
-) -> _DeepSpeedTrainer:
+) -> "_DeepSpeedTrainer":
     """As `trainer.parallelize`, on DeepSpeed; collective over all ranks. Raises as the two checks do."""
     sizes = dict(sizes or {})
     checks.check(plan, models.spec(model, **sizes), settings, "deepspeed")

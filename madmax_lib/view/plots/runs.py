@@ -58,20 +58,19 @@ def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
 
 
 def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
-    """Loss by step of all runs over that of the run on one process; the title tells the largest difference.
+    """Loss by step of all runs over that of the run on the fewest processes; the title tells the largest difference.
 
-    Runs with LoRA train another model and are left out. Raises ValueError if no run is on one process.
+    Runs with LoRA train another model; they are left out where others do not have it.
     """
-    runs = {name: run for name, run in runs.items() if not run.spec.lora_rank}
-    reference = next((name for name, run in runs.items() if run.spec.plan.world_size == 1), None)
-    if reference is None:
-        raise ValueError(f"none of the runs {', '.join(runs)} is on one process")
+    runs = {name: run for name, run in runs.items() if not run.spec.lora_rank} or runs
+    reference = min(runs, key=lambda name: runs[name].spec.plan.world_size)
+    first = "one process" if runs[reference].spec.plan.world_size == 1 else runs[reference].spec.strategy
     ax = ax or draw.new_axes(height=3.0, width=5.6)
     rows = [run.steps[["step", "loss"]].assign(run=name) for name, run in runs.items()]
     table = pd.concat(rows, ignore_index=True)
     alone = table[table["run"] == reference]
     table["difference"] = (table["loss"] - table["step"].map(alone.set_index("step")["loss"])).abs()
-    ax.plot(alone["step"], alone["loss"], color=draw.COLORS["compute"], linewidth=3, alpha=0.6, label="one process")
+    ax.plot(alone["step"], alone["loss"], color=draw.COLORS["compute"], linewidth=3, alpha=0.6, label=first)
     others = table[table["run"] != reference].sort_values("run", kind="stable")
     labels = dict.fromkeys(others["run"].head(1), "each of the others")
     ring = {"marker": "o", "markersize": 3, "markerfacecolor": "none", "linewidth": 0.8, "color": draw.COLORS["comm"]}
