@@ -210,9 +210,8 @@ def measure_links(
 ) -> int:
     """Time the collectives of all GPUs here, or of two processes, into a CSV; without a path only see if they answer.
 
-    hosts, network: as in `RunSpec`.
-
-    Returns the number of ranks. Raises RuntimeError, or TimeoutExpired, with the reason of the first that failed.
+    hosts, network: as in `RunSpec`. Returns the number of ranks. Raises RuntimeError with the reason of the first rank
+    that failed, or TimeoutExpired.
     """
     device, ranks = "cuda" if gpu_count() else "cpu", ranks or gpu_count() or 2
     if path:
