@@ -200,13 +200,7 @@ def train_command(spec: RunSpec, directory: str | Path) -> list[str]:
 
 
 def measure_links(
-    path: str | Path = "",
-    size: str = "normal",
-    *,
-    ranks: int = 0,
-    hosts: int = 1,
-    network: str = "",
-    timeout_s: float = 600.0,
+    path: Path | str = "", size: str = "normal", *, ranks: int = 0, hosts: int = 1, network: str = "", timeout_s=600.0
 ) -> int:
     """Time the collectives of all GPUs here, or of two processes, into a CSV; without a path only see if they answer.
 
