@@ -178,10 +178,7 @@ def _draw(data: Data, spec: RunSpec, trainer, step: int, split: str = "train") -
 
 @contextmanager
 def _writer(spec: RunSpec, directory: Path) -> Iterator[Callable[[dict], None]]:
-    """A function that appends a row to steps.csv, where it can be read at once, and sends it to Weights & Biases.
-
-    There it has the rates of the step too: samples and tokens per second, and MFU.
-    """
+    """A function that appends a row to steps.csv, and sends it with rates of the step to Weights & Biases."""
     log = None
     if spec.wandb:
         import wandb

@@ -24,8 +24,6 @@ from madmax_lib.runs.read import PHASES
 
 __all__ = ["Phases", "between_s", "mark", "profiler"]
 
-_EVENTS = 1_000_000  # of the allocator that a snapshot keeps
-
 
 def mark(on_gpu: bool):
     """Now: an event that the GPU passes, or a time of the clock."""
@@ -71,7 +69,7 @@ def profiler(path: Path, device: str, memory: bool = False) -> profile:
     memory: with the allocator's events; of a GPU a snapshot too, beside the trace as memory_rank{r}.pickle.
     """
     if memory and device == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     return profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])],
         schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
