@@ -23,8 +23,8 @@ def on_a_cpu(case):
 
 
 # (kind of plans, cases, share of them within 3 %, median difference, what else the cases have)
-AGREEMENT = [("ordinary", 400, 0.96, 0.01, replace), ("random", 400, 0.92, 0.01, replace),
-             ("software", 100, 0.85, 0.01, replace), ("ordinary", 100, 0.96, 0.01, partial(replace, imbalance=3.0)),
+AGREEMENT = [("ordinary", 300, 0.985, 0.003, replace), ("random", 300, 0.94, 0.003, replace),
+             ("software", 300, 0.94, 0.003, replace), ("ordinary", 100, 0.96, 0.01, partial(replace, imbalance=3.0)),
              ("ordinary", 100, 0.96, 0.01, partial(replace, software="megatron-core")),
              ("ordinary", 60, 0.96, 0.01, on_a_cpu), ("random", 60, 0.85, 0.01, on_a_cpu)]  # fmt: skip
 
