@@ -63,7 +63,7 @@ class Plan(Plans):
     first_layers, last_layers: layers of the first and last pipeline stage, of whose chunks the very first and very last
         are shorter (default 0: as the others).
     embedding_as_layer, head_as_layer: they count as a layer when stages are made equal [Megatron-LM] (default False).
-    capacity: tokens an expert takes over its even share (default 0: all that come).
+    capacity: tokens an expert takes over its even share; as text in percent, cap125 is 1.25 (default 0: all that come).
     lora_rank: of the adapters that are trained beside frozen weights [LoRA, arXiv 2106.09685] (default 0: all weights
         are trained).
     overlap_tp, overlap_ep, overlap_dp: what runs beside compute: communication of tp, exchanges of tokens (DualPipe,
@@ -92,6 +92,8 @@ class Plan(Plans):
         """
         if isinstance(text, Plan):
             return text
+        if not isinstance(text, str):
+            raise ValueError(f"a plan is a Plan or its text, such as dp2.tp2.z3, not a {type(text).__name__}")
         values: dict = {}
         for part in filter(None, text.strip().lower().split(".")):
             match = re.fullmatch(r"([a-z]+)(\d+)", part)

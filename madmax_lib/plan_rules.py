@@ -226,6 +226,11 @@ def _shape_rule(name: str, what: str, count: Callable, unit: str) -> Rule:
 
 
 _TRANSFORMER = (
+    Rule(
+        "a model needs tokens",
+        lambda p, c: (p.dp > 0) & (not c.sequence or not (c.model.vocab or c.model.image)),
+        lambda p, c: f"{c.model.name} needs tokens: sequence={c.sequence}, vocab={c.model.vocab}",
+    ),
     _shape_rule("tp", "the attention heads", lambda c: c.model.heads, "attention heads"),
     Rule(  # where tp is a multiple of them, each tp rank holds one of the heads
         "tp must divide the key-value heads, or be a multiple",

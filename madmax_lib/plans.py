@@ -100,6 +100,11 @@ class Plans:
         """Shape that all columns broadcast to, () for a single plan."""
         return np.broadcast_shapes(*{column.shape for column in vars(self).values() if hasattr(column, "shape")})
 
+    def busiest(self, imbalance, model):
+        """Tokens of the busiest expert device over the mean: at most all tokens, each once per active expert."""
+        most = np.minimum(self.ep, model.experts / np.maximum(model.active_experts, 1))
+        return np.minimum(imbalance, np.maximum(most, 1))
+
     @property
     def world_size(self) -> Ints:
         """Devices that a plan needs."""

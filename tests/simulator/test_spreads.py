@@ -28,6 +28,12 @@ def test_experts_out_of_balance_hold_more():
     assert room[1] < room[0]
 
 
+@pytest.mark.parametrize(("plan", "most"), [("dp32.z1", 1.0), ("dp32.ep2.z1", 2.0), ("dp32.ep8.z1", 4.0)])
+def test_a_device_has_at_most_all_tokens_on_its_experts(plan, most):
+    """Nothing is uneven without ep; with it a device may have all tokens, each once for each of its two experts."""
+    assert step_s(plan, imbalance=50.0) == step_s(plan, imbalance=most)
+
+
 def test_a_capacity_limits_the_busiest_device_and_measured_spreads_have_names():
     limited = [step_s("dp32.ep8.cap150", imbalance=imbalance) for imbalance in (1.5, 4.0)]
     assert limited[0] == pytest.approx(limited[1], rel=1e-12)

@@ -27,9 +27,8 @@ def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Bl
     """Feed-forward part of a mixture layer: one block, or where tokens are exchanged (ep > 1) one between exchanges."""
     m, p, width, tokens = work.shape, work.plan, work.width, work.tokens
     etp = p.tp // p.expert_spread
-    busiest = np.minimum(
-        work.imbalance, np.where(np.asarray(p.capacity) > 0, p.capacity, np.inf)
-    )  # the rest is dropped
+    kept = np.where(np.asarray(p.capacity) > 0, p.capacity, np.inf)  # the rest is dropped
+    busiest = np.minimum(p.busiest(work.imbalance, m), kept)
     used = tokens * m.active_experts * busiest
     local = m.experts / p.ep
     router = gemm("router", tokens / work.spread, m.experts, m.hidden, width.wide, weights=True, wide=True)

@@ -67,7 +67,7 @@ def layer_bytes(
     """
     model, p, tokens, tp = case.model, case.plan, case.tokens, case.plan.tp
     h, heads = model.hidden, model.heads
-    flash, load = p.attention == "flash", np.where(p.capacity > 0, p.capacity, case.imbalance)
+    flash, load = p.attention == "flash", np.where(p.capacity > 0, p.capacity, p.busiest(case.imbalance, model))
     operand = width if product_width is None else product_width
     dropout = dropout_bytes(model, further)
     shards = np.where(p.sequence_parallel, tp, 1)

@@ -45,6 +45,9 @@ class Parameters:
     # rows, sha256 of the data and figures of the fit; scale: devices and tokens of most rows, by device family
     provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
 
+    def __repr__(self) -> str:
+        return f"Parameters({len(self.fitted)} fitted constants of {self.provenance.get('rows', 'no')} rows)"
+
     def __post_init__(self):
         for name in _SHARES:
             if not 0 < getattr(self, name) <= 1:
