@@ -228,8 +228,8 @@ def _shape_rule(name: str, what: str, count: Callable, unit: str) -> Rule:
 _TRANSFORMER = (
     Rule(
         "a model needs tokens",
-        lambda p, c: (p.dp > 0) & (not c.sequence or not (c.model.vocab or c.model.image)),
-        lambda p, c: f"{c.model.name} needs tokens: sequence={c.sequence}, vocab={c.model.vocab}",
+        lambda p, c: (p.dp > 0) & (not c.sequence),
+        lambda p, c: f"{c.model.name} has no sequence of its own; give sequence=, the tokens per sample",
     ),
     _shape_rule("tp", "the attention heads", lambda c: c.model.heads, "attention heads"),
     Rule(  # where tp is a multiple of them, each tp rank holds one of the heads

@@ -73,7 +73,7 @@ def fit_timeline(timeline: Timeline, case: Case, begin: Parameters | None = None
     machine, kernels = steps.machine, steps.habits.kernels
     start = dict(begin.constants) | _link_share(timeline, case, machine.near)
     classes = {"gemm_efficiency": machine.gemm, "attention_efficiency": machine.attention}
-    names = [_constant(name, of) for name, of in (classes | dict.fromkeys(_OF_KERNELS, kernels)).items()]
+    names = [of.keys(name, bounds().index)[0] for name, of in (classes | dict.fromkeys(_OF_KERNELS, kernels)).items()]
     solution, edges = _solve(steps, start, names, measured)
     covariance, *ends = posterior(solution)
     ends = np.exp(np.clip(ends, *edges)).T.tolist()
@@ -137,12 +137,6 @@ def _steps(case: Case) -> Steps:
     return Steps.of(replace(case, plan=replace(case.plan, overlap_tp=False)))
 
 
-def _constant(name: str, of: Coded) -> str:
-    """The constant of a class, or of all classes without one."""
-    key = f"{name}:{of.names[0]}"
-    return key if key in bounds().index else f"{name}:other"
-
-
 def _seconds(steps: Steps, parameters: Parameters) -> dict[str, float]:
     """Seconds of a step by cause; the head's matrix products count as such."""
     seconds = {name: float(value[0]) for name, value in step_time(steps, parameters).items()}
@@ -171,6 +165,9 @@ def _link_share(timeline: Timeline, case: Case, near: Coded) -> dict[str, float]
     if spans.empty:
         return {}
     rates = 2 * (ranks - 1) / ranks * spans["size_bytes"].astype(float) / (spans["dur_ns"] / 1e9)
-    name, share = _constant("link_share", near), float(rates.median() / case.cluster.intra.bandwidth_bytes_per_s)
+    name, share = (
+        near.keys("link_share", bounds().index)[0],
+        float(rates.median() / case.cluster.intra.bandwidth_bytes_per_s),
+    )
     low, high = bounds().loc[name, ["low", "high"]]
     return {name: min(max(share, low), high)}

@@ -117,5 +117,5 @@ def test_a_log_takes_the_place_of_the_formulas(tmp_path):
         mm.simulate("gpt2-large", "dgx-a100", "dp8.z0", global_batch=8, collectives=table) for table in (None, rows)
     )
     assert mm.breakdown(measured)["total_s"].max() != mm.breakdown(plain)["total_s"].max()
-    with pytest.raises(ValueError, match="measured collectives: nodes is missing"):
+    with pytest.raises(ValueError, match="measured collectives: nodes must be a positive number in every row"):
         mm.simulate("gpt2-large", "dgx-a100", "dp8", global_batch=8, collectives=rows.assign(nodes=pd.NA))

@@ -42,7 +42,7 @@ HEAVY = ["torch", "hta", "matplotlib", "dask", "ipywidgets", "pandas", "pyarrow"
 # and planner: software, hosts, networks, intervals, few shots, the bench, the testbed and the logs of links have not
 # yet made room for themselves
 TOTAL, TESTS, LONGEST_MODULE, UNFORMATTED = 27_750, 17_620, 330, 60
-CEILINGS = {"core": 3000, "simulator": 5376, "traces": 5600, "runs": 5150, "calibration": 2015, "planner": 2950,
+CEILINGS = {"core": 3000, "simulator": 5381, "traces": 5600, "runs": 5150, "calibration": 2015, "planner": 2950,
             "view": 3740, "papers": 4920}  # fmt: skip
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 ROOMS = [name for name in MODULES if name.endswith("__init__.py") and "open_room" in (PACKAGE / name).read_text()]

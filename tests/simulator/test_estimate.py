@@ -8,6 +8,7 @@ import pytest
 from oracles.random_cases import drawn_cases
 
 import madmax_lib as mm
+from madmax_lib import catalog
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.plans import Plans
@@ -153,6 +154,22 @@ def test_stacked_cases_are_timed_as_alone():
     for i, case in enumerate(cases):
         for name, seconds in step_time(Steps.of(case), shipped()).items():
             assert together[name][i] == pytest.approx(seconds[0], rel=1e-12, abs=1e-12), (name, case)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        (catalog.device("rtx-5090"), "nvfp4"),
+        (replace(catalog.device("h100"), family="rubin"), "fp8"),
+        (replace(catalog.device("b200"), family="rubin"), "nvfp4"),
+    ],
+)
+def test_families_without_constants_are_as_wide_as_others(device, dtype):
+    cluster = replace(mm.cluster("dgx-h100"), device=device)
+    row = mm.estimate("llama3-8b", cluster, "dp8.z3", global_batch=8, dtype=dtype).iloc[0]
+    known = mm.estimate("llama3-8b", "dgx-b200", "dp8.z3", global_batch=8).iloc[0]
+    assert 0 < row["low_s"] < row["step_s"] < row["high_s"]
+    assert row["high_s"] / row["low_s"] > known["high_s"] / known["low_s"]
 
 
 def test_parameters_are_checked_written_and_read(tmp_path):

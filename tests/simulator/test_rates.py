@@ -87,7 +87,9 @@ def test_a_measured_group_replaces_its_formula_alone():
     [
         (TABLE.drop(columns="nodes"), "column 'nodes' is missing"),
         (TABLE.assign(collective="gossip"), "'gossip' is not one of all_reduce"),
-        (TABLE.assign(seconds=0), "size_bytes and seconds must be positive"),
+        (TABLE.assign(seconds=0), "seconds must be a positive number in every row"),
+        (TABLE.assign(seconds=np.inf), "seconds must be a positive number in every row"),
+        (TABLE.assign(ranks="eight"), "ranks must be a positive number in every row"),
         (TABLE[:1], "all_reduce of 8 ranks needs at least two sizes"),
     ],
 )

@@ -233,7 +233,7 @@ def test_dlrm_step_has_its_exchanges_and_hides_bottom_layers():
         ({"imbalance": 0.5, "model": replace(TINY, experts=2, active_experts=1)}, "imbalance=0.5 must be at least 1"),
         ({"imbalance": "x", "model": replace(TINY, experts=2, active_experts=1)}, "imbalance='x' must be at least 1"),
         ({"global_batch": "8"}, "global_batch='8' must be a number of samples"),
-        ({"model": replace(TINY, vocab=0)}, "needs tokens: sequence="),
+        ({"model": replace(TINY, sequence=0)}, "has no sequence of its own; give sequence="),
         ({"plan": ["dp8"]}, "a plan is a Plan or its text, such as dp2.tp2.z3, not a list"),
         ({"sequence": "x"}, "sequence='x' must be a number of tokens"),
         ({"global_batch": 12}, "global_batch=12 is not a multiple of dp x micro_batch = 8 x 1"),

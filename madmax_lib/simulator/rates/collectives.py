@@ -61,12 +61,12 @@ class MeasuredCollectives:
     def __init__(self, table: pd.DataFrame):
         if missing := [name for name in (*_KEYS, *_VALUES) if name not in table.columns]:
             raise ValueError(f"measured collectives: column {missing[0]!r} is missing")
-        if missing := [name for name in _KEYS if table[name].isna().any()]:
-            raise ValueError(f"measured collectives: {missing[0]} is missing in some rows")
+        numbers = table[[*_KEYS[1:], *_VALUES]].apply(pd.to_numeric, errors="coerce")
+        table = table.assign(**numbers)
+        if wrong := [name for name in numbers if not (np.isfinite(numbers[name]) & (numbers[name] > 0)).all()]:
+            raise ValueError(f"measured collectives: {wrong[0]} must be a positive number in every row")
         if unknown := sorted(set(table["collective"]) - set(_KINDS)):
             raise ValueError(f"measured collectives: {unknown[0]!r} is not one of {', '.join(_KINDS)}")
-        if not (table[_VALUES].to_numpy(float) > 0).all():
-            raise ValueError("measured collectives: size_bytes and seconds must be positive")
         self.curves = {}
         for key, part in table.groupby(_KEYS):
             points = part.groupby("size_bytes")["seconds"].median()

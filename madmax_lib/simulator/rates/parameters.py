@@ -21,7 +21,7 @@ from madmax_lib.atomic import replacing
 __all__ = ["Parameters", "bounds", "load", "save", "shipped", "start"]
 
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
-_DIGITS = 5  # of a number in a file
+_DIGITS = 6  # of a number in a file
 _SHARES = ("compute_efficiency", "memory_efficiency", "network_efficiency")
 
 

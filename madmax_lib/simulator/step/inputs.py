@@ -6,7 +6,7 @@ model, machine and software. All entries broadcast, so what depends on one thing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -37,11 +37,17 @@ class Coded:
         names, code = np.unique(np.asarray(texts, dtype=str), return_inverse=True)
         return cls(tuple(names.tolist()), code.reshape(-1))
 
+    def keys(self, name: str, known: Container[str]) -> list[str]:
+        """`name:class` of each class, or that of other classes, of its width in bits where they differ."""
+        keys = []
+        for own in self.names:
+            classes = (own, "other", f"other-{own.rpartition('-')[2]}", "other-8")
+            keys.append(next(key for key in (f"{name}:{of}" for of in classes) if key in known))
+        return keys
+
     def constant(self, parameters: Parameters, name: str) -> Number:
-        """For each step, the constant `name:class`, or `name:other` where its class has none."""
-        constants = parameters.constants
-        keys = (f"{name}:{known}" for known in self.names)
-        values = [constants[key] if key in constants else constants[f"{name}:other"] for key in keys]
+        """For each step, the constant of that name of its class."""
+        values = [parameters.constants[key] for key in self.keys(name, parameters.constants)]
         if len(values) == 1:
             return values[0]
         return np.concatenate(np.broadcast_arrays(*map(np.atleast_1d, values)), axis=-1)[..., self.code]

@@ -59,8 +59,7 @@ def places_of(steps: Steps, name: str, places: Mapping[str, int]) -> int | np.nd
     if not field:
         return places[name]
     coded: Coded = getattr(steps.machine if hasattr(steps.machine, field) else steps.habits, field)
-    other = places.get(f"{name}:other")
-    known = [places.get(f"{name}:{known}", other) for known in coded.names]
+    known = [places[key] for key in coded.keys(name, places)]
     return known[0] if len(known) == 1 else np.array(known)[coded.code]
 
 
