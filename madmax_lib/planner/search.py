@@ -6,6 +6,7 @@ A search deals the degrees of a `space` out in parts (`distribute`), each of whi
 import time
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pandas as pd
 
 from madmax_lib.case import Case
@@ -16,6 +17,9 @@ from madmax_lib.planner.space import SEARCHED, Space, legal_degrees, plan_of
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.simulator.step.inputs import Steps
+from madmax_lib.simulator.step.step_time import step_time
+from madmax_lib.simulator.step.uncertainty import log_width
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Transformer
 
@@ -26,8 +30,8 @@ __all__ = ["SearchResult", "search"]
 class SearchResult:
     """What a search has shown; tables in order of the objective.
 
-    table: the best `top` plans, with the fields of Plan, plan (its text), step_s, memory_bytes (of the fullest device),
-        mfu, tokens_per_s, cost_usd (per step, NaN without a price) and energy_j (all devices).
+    table: the best `top` plans, with the fields of Plan, plan (its text), step_s, low_s and high_s (90 % interval),
+        memory_bytes (of the fullest device), mfu, tokens_per_s, cost_usd (per step, NaN without a price) and energy_j (all devices).
     pareto: plans that no other one beats in time and memory, same columns.
     evaluated: legal plans that were timed.
     feasible: those of them that fit.
@@ -114,15 +118,20 @@ def search(
 
 
 def _finished(case: Case, parameters: Parameters, table: pd.DataFrame) -> pd.DataFrame:
-    """With the text of each plan, MFU, tokens per second and energy."""
+    """With the text of each plan, its interval, MFU, tokens per second and energy."""
     if not len(table):
         return table
     tokens = case.global_batch * case.sequence
     flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
     peak = case.cluster.world_size * case.cluster.device.peak(case.dtype)
     table = table.drop(columns="place").reset_index(drop=True)
+    case = replace(case, plan=Plans.from_table(table[list(SEARCHED)]))
+    steps = Steps.of(case)
+    factor, place = np.exp(log_width(steps, step_time(steps, parameters), parameters)), table.columns.get_loc("step_s")
+    table.insert(place + 1, "low_s", table["step_s"] / factor)
+    table.insert(place + 2, "high_s", table["step_s"] * factor)
     if case.cluster.device.tdp_w > 0:
-        table["energy_j"] = energy_j(replace(case, plan=Plans.from_table(table[list(SEARCHED)])), parameters)
+        table["energy_j"] = energy_j(case, parameters)
     table.insert(0, "plan", [str(plan_of(row)) for row in table.to_dict("records")])
     return table.assign(mfu=flops / table["step_s"] / peak, tokens_per_s=tokens / table["step_s"])
 
