@@ -67,11 +67,13 @@ class Link:
 
     name: str
     bandwidth_bytes_per_s: float  # per device, one way
-    latency_s: float = 0.0  # of one hop
+    latency_s: float = 0.0  # of one hop; 0 for that of its class of links, as fitted
     in_network_reduction: bool = False  # switches add what passes, as NVLink SHARP and InfiniBand SHARP do
 
     def __post_init__(self):
         check_positive(self, "bandwidth_bytes_per_s")
+        if not self.latency_s >= 0:
+            raise ValueError(f"{self.name}: latency_s={self.latency_s} must not be negative")
 
 
 @dataclass(frozen=True)

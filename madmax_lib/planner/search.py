@@ -31,7 +31,8 @@ class SearchResult:
     """What a search has shown; tables in order of the objective.
 
     table: the best `top` plans, with the fields of Plan, plan (its text), step_s, low_s and high_s (90 % interval),
-        memory_bytes (of the fullest device), mfu, tokens_per_s, cost_usd (per step, NaN without a price) and energy_j (all devices).
+        memory_bytes (of the fullest device), mfu, tokens_per_s, cost_usd (per step, NaN without a price) and energy_j
+        (all devices).
     pareto: plans that no other one beats in time and memory, same columns.
     evaluated: legal plans that were timed.
     feasible: those of them that fit.

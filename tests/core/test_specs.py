@@ -103,6 +103,7 @@ def test_a_cluster_is_one_flat_network_unless_told():
         (lambda: replace(EIGHT, oversubscription=0.5), "c: oversubscription=0.5 must be 1 or more"),
         (lambda: Device("d", -1, 1, {}), "d: memory_bytes=-1 must be positive"),
         (lambda: Link("l", 0), "l: bandwidth_bytes_per_s=0 must be positive"),
+        (lambda: Link("l", 1, -1e-6), "l: latency_s=-1e-06 must not be negative"),
         (lambda: Transformer("t", 2, 10, 3, 40), "t: hidden=10 is not a multiple of heads=3"),
         (lambda: Transformer("t", 2, 12, 3, 40, kv_heads=2), "kv_heads=2 does not divide heads=3"),
         (lambda: Transformer("t", 2, 12, 3, 40, norm="batch"), "norm='batch' is not one of layer, rms"),

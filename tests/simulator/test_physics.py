@@ -1,6 +1,7 @@
 """What every step obeys, on plans that nobody chose: conservation, no gain from less, limits of degree and network."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -62,6 +63,15 @@ def test_faster_parts_never_make_a_slower_step(drawn, rates, factor):
     faster = {name: factor * getattr(steps.machine, name) for name in rates.split()}
     ratio = seconds(steps, **faster) / times["step_s"]
     assert_never(ratio > 1 + 1e-9, cases, ratio)
+
+
+@pytest.mark.parametrize("hop", ["near_hop", "far_hop"])
+def test_more_latency_never_makes_a_faster_step(drawn, hop):
+    cases, steps, _ = drawn
+    times = [seconds(steps, **{hop: latency_s}) for latency_s in (1e-7, 1e-5, 1e-3)]
+    for less, more in pairwise(times):
+        assert_never(more < less * (1 - 1e-9), cases, more / less)
+    assert (times[-1] > 1.01 * times[0]).mean() > 0.3  # it counts
 
 
 def test_one_device_of_a_kind_does_not_communicate(drawn):

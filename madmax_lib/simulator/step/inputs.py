@@ -66,6 +66,8 @@ class Machine:
     leaf: Number  # devices under one switch
     oversubscription: Number  # beyond which this divides the network's rate
     in_network: Number  # 1 where switches reduce
+    near_hop: Number  # seconds inside a node, 0 for those of its class of links
+    far_hop: Number  # of the network likewise
     mx: Number  # 1 for block scaling (MXFP8)
     family: Coded
     rate: Coded
@@ -164,6 +166,8 @@ def _machine(case: Case) -> dict[str, float | str]:
         "leaf": cluster.leaf_devices or float("inf"),
         "oversubscription": cluster.oversubscription,
         "in_network": float(cluster.inter.in_network_reduction),
+        "near_hop": cluster.intra.latency_s,
+        "far_hop": cluster.inter.latency_s,
         "mx": float(case.dtype == "mxfp8"),
         "family": family,
         "rate": "unlisted" if (family, device.rate_class) == ("other", "other") else device.rate_class,

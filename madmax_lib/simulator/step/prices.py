@@ -56,6 +56,7 @@ class Prices:
             self.machine.network.constant(self.parameters, name)
             for name in ("network_share", "network_s", "network_hop_s")
         )
+        call_s, hop_s = (np.where(self.machine.far_hop > 0, self.machine.far_hop, of) for of in (call_s, hop_s))
         return 1 / (self.machine.nic * self.parameters.network_efficiency * share), call_s, hop_s
 
     @cached_property
@@ -127,13 +128,14 @@ class Prices:
     def _rate(self, kind: str, group: Group) -> tuple[Number, Number]:
         """Seconds per byte of a collective, and of a call; 0 in a group of one."""
         c, nodes, (_, far_s, hop_s) = self.constants, group.nodes, self.network
+        in_node_s = np.where(self.machine.near_hop > 0, self.machine.near_hop, c["hop_s"])
         many, crosses, near, far = group.ranks > 1, nodes > 1, self.near, self._far(group)
         if kind == "send_recv":
             return many * np.where(crosses, far, near), many * (c["collective_s"] + crosses * far_s)
         if kind == "all_to_all":
-            return self._exchange(group), many * (c["collective_s"] + c["hop_s"] * (group.ranks - 1) + crosses * far_s)
+            return self._exchange(group), many * (c["collective_s"] + in_node_s * (group.ranks - 1) + crosses * far_s)
         byte_s = ring(group.ranks, group.in_node, near, far)
-        near_s = c["collective_s"] + c["hop_s"] * (group.in_node - 1)
+        near_s = c["collective_s"] + in_node_s * (group.in_node - 1)
         if kind == "all_reduce":
             steps = 2 * np.log2(np.maximum(nodes, 1))
             byte_s, near_s = (2 - crosses * self.machine.in_network) * byte_s, 2 * near_s
