@@ -49,13 +49,15 @@ _MOST, _FEW = 60, 3  # evaluations from a distance and from near the solution
 SCALE = 0.03  # log residual at which soft-L1 turns from square to absolute; repeated runs differ by 3 to 10 %
 _SILENT = 1e-9  # relative change of a time that is arithmetic
 _FULL = 40  # rows of a repository that count in full
+_FARTHEST = 10.0  # factor between measured and predicted beyond which a row of one's own is a mistake
 SLOWEST = 3.0  # slowness of a layout that is fitted; beyond, stacks fail in ways of their own
 GROUP_DAMPING = 0.15  # a row of a (source, model) with n rows weighs n to this power less
 
 
 def usable(rows: pd.DataFrame) -> pd.Series:
     """Rows that can be fitted: supported, without contradictions, with a measured time."""
-    return rows["supported"].astype(bool) & rows["consistent"].astype(bool) & (rows["measured_s"] > 0)
+    timed = (rows["measured_s"] > 0) & (rows["measured_s"] < np.inf)
+    return rows["supported"].astype(bool) & rows["consistent"].astype(bool) & timed
 
 
 def fit(
@@ -105,7 +107,12 @@ def update(rows: pd.DataFrame, begin: Parameters | None = None) -> Parameters:
         reasons = refused["reason"].where(refused["reason"] != "", "no time is measured")
         lines = [f"row {index}: {reason}" for index, reason in reasons.items()]
         raise ValueError("\n".join(lines) or "rows: there are none")
-    updated = StackPrior(begin).given(to_steps(rows), np.log(rows["measured_s"].to_numpy(float)))
+    steps, measured_s = to_steps(rows), rows["measured_s"].to_numpy(float)
+    predicted_s = step_s(steps, begin)
+    for row in np.flatnonzero(np.abs(np.log(measured_s / predicted_s)) > np.log(_FARTHEST)):
+        times = f"{measured_s[row]:.4g} s measured, {predicted_s[row]:.4g} s predicted"
+        raise ValueError(f"row {rows.index[row]}: {times}; is it in seconds, and the plan the one that ran?")
+    updated = StackPrior(begin).given(steps, np.log(measured_s))
     origin = {"update": {"rows": len(rows), "sha256": fingerprint(rows)}}
     return replace(updated, provenance={**begin.provenance, **origin})
 

@@ -66,3 +66,12 @@ def test_rows_that_cannot_be_used_are_named_in_a_line_each():
     assert [line.partition(":")[0] for line in lines] == ["row 0", "row 1"] and "abacus" in lines[1]
     with pytest.raises(ValueError, match="there are none"):
         update(rows.head(0))
+
+
+@pytest.mark.parametrize(("factor", "message"), [(1000, "is it in seconds"), (1e-3, "is it in seconds")])
+def test_times_in_another_unit_are_refused(stack, factor, message):
+    few = stack.head(2)
+    with pytest.raises(ValueError, match=rf"row 0: .* s measured, .* s predicted; {message}"):
+        update(few.assign(measured_s=factor * few["measured_s"]))
+    with pytest.raises(ValueError, match="row 1: no time is measured"):
+        update(few.assign(measured_s=[few["measured_s"].iloc[0], np.inf]))
