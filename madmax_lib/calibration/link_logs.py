@@ -14,6 +14,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from madmax_lib.traces.comm.collectives import bus_factor
+from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
+
 __all__ = ["COLUMNS", "read_link_log"]
 
 COLUMNS = ("file", "collective", "redop", "dtype", "ranks", "nodes", "size_bytes", "seconds", "placement")
@@ -27,8 +30,7 @@ _AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*([\d.e+]+)")
 _NAMES = {"alltoall": "all_to_all", "alltoallv": "all_to_all", "sendrecv": "send_recv"}  # ours for nccl-tests' names
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "sendrecv", "broadcast", "reduce")
 _SHARED = ("all_gather", "reduce_scatter", "all_to_all")  # a row's count is a rank's share of its size
-_WIDTHS = {"int8": 1, "uint8": 1, "char": 1, "f8e4m3": 1, "f8e5m2": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-_WIDTHS |= {"half": 2, "bfloat16": 2, "float": 4, "int32": 4, "uint32": 4, "double": 8, "int64": 8, "uint64": 8}
+_FLOAT8 = re.compile(r"^f(?:p)?8_?(?=e)")  # of nccl-tests, float8_ elsewhere
 _PLACEMENTS = ("out-of-place", "in-place")
 _ERROR = 0.5  # a count of wrong values, or the largest error of old logs: that of rounding is far below
 _DIGITS, _LOOSE = 0.006, 0.01  # half of the last printed digit, and what rounding of the time adds
@@ -96,7 +98,7 @@ def _runs(path: Path, notes: list[str]) -> list[_Run]:
         starts = "Using devices" in text or "Collective test starting" in text or text.startswith("size ")
         if run.rows and (starts or _NODES.match(text)):  # a further table; what is not said again holds on
             run = _Run(run.collective, [] if "size " not in text else run.devices, 0, run.columns, run.placements)
-        if len(words) > 3 and words[0].isdigit() and words[1].isdigit() and words[2] in _WIDTHS:
+        if len(words) > 3 and words[0].isdigit() and words[1].isdigit() and _width(words[2]) > 0:
             if run not in runs:
                 runs.append(run)
             try:
@@ -149,11 +151,9 @@ def _name_in(text: str) -> str:
     return ""
 
 
-def _factor(collective: str, ranks: int) -> float:
-    """Bus over algorithm bandwidth."""
-    if collective == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if collective in _SHARED else 1.0
+def _width(dtype: str) -> float:
+    """Bytes of an element, NaN for what is no type."""
+    return dtype_bytes(recorded_dtype(_FLOAT8.sub("float8_", dtype)))
 
 
 def _ranks(run: _Run, collective: str, table: pd.DataFrame, path: Path, notes: list[str]) -> int:
@@ -162,7 +162,7 @@ def _ranks(run: _Run, collective: str, table: pd.DataFrame, path: Path, notes: l
         return (max(device[0] for device in run.devices) + 1) // (max(device[1] for device in run.devices) + 1)
     row = table.loc[table["bus"].idxmax()]
     if collective in _SHARED:
-        return round(row["size_bytes"] / (row["count"] * _WIDTHS[row["dtype"]]))
+        return round(row["size_bytes"] / (row["count"] * _width(row["dtype"])))
     if row["bus"] == 0:
         return 1
     if collective != "all_reduce" or not row["bus"] < 2 * row["algorithm"]:
@@ -184,8 +184,8 @@ def _nodes(run: _Run, ranks: int) -> int | None:
 def _consistent(table: pd.DataFrame, collective: str, ranks: int, notes: list[str]) -> np.ndarray:
     """Rows whose bandwidths follow from size, time and ranks, within the printed digits."""
     algorithm = table["size_bytes"] / table["seconds"] * 1e-9
-    bus = table["algorithm"] * _factor(collective, ranks)
-    rounding = _DIGITS * (1 + _factor(collective, ranks))
+    factor = bus_factor(collective, ranks)
+    bus, rounding = table["algorithm"] * factor, _DIGITS * (1 + factor)
     fits = (table["algorithm"] - algorithm).abs() <= _DIGITS + _LOOSE * algorithm
     fits &= (table["bus"] - bus).abs() <= rounding + _LOOSE * bus
     notes += [f"{size} bytes: bandwidth and time disagree" for size in table["size_bytes"][~fits]]

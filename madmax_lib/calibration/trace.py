@@ -23,6 +23,7 @@ from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
 from madmax_lib.simulator.step.inputs import Coded, Steps
 from madmax_lib.simulator.step.step_time import step_time
 from madmax_lib.timeline import Meta, Timeline
+from madmax_lib.traces.comm.collectives import bus_factor
 
 __all__ = ["fit_timeline", "kernel_seconds", "kernel_timeline"]
 
@@ -164,10 +165,8 @@ def _link_share(timeline: Timeline, case: Case, near: Coded) -> dict[str, float]
     spans = spans[collective_names(spans["name"].astype(str).tolist()) == "all_reduce"] if len(spans) else spans
     if spans.empty:
         return {}
-    rates = 2 * (ranks - 1) / ranks * spans["size_bytes"].astype(float) / (spans["dur_ns"] / 1e9)
-    name, share = (
-        near.keys("link_share", bounds().index)[0],
-        float(rates.median() / case.cluster.intra.bandwidth_bytes_per_s),
-    )
+    rates = bus_factor("all_reduce", ranks) * spans["size_bytes"].astype(float) / (spans["dur_ns"] / 1e9)
+    (name,) = near.keys("link_share", bounds().index)
+    share = float(rates.median() / case.cluster.intra.bandwidth_bytes_per_s)
     low, high = bounds().loc[name, ["low", "high"]]
     return {name: min(max(share, low), high)}

@@ -20,7 +20,7 @@ from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.call_metadata import call_metadata
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["arrivals", "bandwidths", "by_group", "calls", "waiting"]
+__all__ = ["arrivals", "bandwidths", "bus_factor", "by_group", "calls", "waiting"]
 
 _TELLS = ("collective", "group", "group_size", "dtype", "size_bytes", "sequence", "source_rank", "target_rank")
 _TIMES = {"total_s": "sum", "mean_s": "mean", "min_s": "min", "max_s": "max"}
@@ -44,7 +44,7 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     table = comm[["rank", "stream", "step"]].join(call_metadata(timeline, row)[list(_TELLS)])
     table.insert(0, "row", row)
     duration_s = comm["dur_ns"] / NS_PER_S
-    factor = _bus_factor(table["collective"], table["group_size"])
+    factor = bus_factor(table["collective"], table["group_size"])
     table["start_s"] = (comm["start_ns"] - (spans["start_ns"].min() if len(spans) else 0)) / NS_PER_S
     table["duration_s"] = duration_s
     table["exposed_s"] = exposed_ns(timeline, comm["rank"], comm["start_ns"], comm["dur_ns"]) / NS_PER_S
@@ -145,7 +145,7 @@ def _distinct_calls(table: pd.DataFrame) -> pd.DataFrame:
     each = of_call.agg(shortest).reset_index().rename(columns={"duration_s": "transfer_s"})
     timed = each["size_bytes"].notna() & (each["transfer_s"] > 0)
     each["sized_s"], each["sent_bytes"] = each["transfer_s"].where(timed), each["size_bytes"].where(timed)
-    each["bus_bytes"] = each["sent_bytes"] * _bus_factor(each["collective"], each["group_size"])
+    each["bus_bytes"] = each["sent_bytes"] * bus_factor(each["collective"], each["group_size"])
     return each
 
 
@@ -166,11 +166,11 @@ def _arrivals(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
     return with_origin(table, every, by="start" if one_clock else "duration")
 
 
-def _bus_factor(collective: pd.Series, group_size: pd.Series) -> pd.Series:
-    """Bytes on the busiest link per byte of message, for a group of n ranks (nccl-tests)."""
+def bus_factor(collective, group_size):
+    """Bytes on the busiest link per byte of message, for a group of n ranks (nccl-tests); both numbers or (n,)."""
     share = (group_size - 1) / group_size
-    one_way = collective.isin(("all_gather", "reduce_scatter", "all_to_all"))
-    return share.where(one_way, 1.0).mask(collective == "all_reduce", 2 * share)
+    one_way = np.where(np.isin(collective, ("all_gather", "reduce_scatter", "all_to_all")), share, 1.0)
+    return np.where(collective == "all_reduce", 2 * share, one_way)
 
 
 def _match(table: pd.DataFrame, start_ns: pd.Series) -> tuple[pd.Series, pd.Series]:

@@ -15,7 +15,7 @@ from madmax_lib.timeline import KINDS
 from madmax_lib.traces.read.event_columns import EventColumns
 from madmax_lib.traces.read.nesting import Nest
 
-__all__ = ["classify_cpu"]
+__all__ = ["begins", "classify_cpu"]
 
 _OPERATOR = ("cpu_op", "operator")
 _CALLS = ("c10d::", "_c10d_functional::")  # they start a collective or wait for one
@@ -27,19 +27,19 @@ def classify_cpu(columns: EventColumns, kind: np.ndarray, comm: np.ndarray) -> N
     """Set in kind (n,) what is communication and compute. comm: (n,) annotations that a kind of communication names."""
     operator = np.isin(np.array(columns.categories, dtype=object), _OPERATOR)[columns.category] & (kind != _ANNOTATION)
     kind[comm] = _COMM
-    c10d = _begins(columns, _CALLS[0])
+    c10d = begins(columns, _CALLS[0])
     in_flight = np.isin(columns.thread, columns.thread[operator & c10d])  # the span of an asynchronous send or receive
     rows = np.flatnonzero(operator | (comm & ~in_flight))
     spans = pd.DataFrame({"rank": 0, "stream": columns.thread, "start_ns": columns.start_ns})
     nest = Nest(spans.assign(dur_ns=np.maximum(columns.dur_ns, 0)), rows)
-    calls, annotation = _begins(columns, *_CALLS)[nest.rows], comm[nest.rows]
-    waits = calls | _woken(columns, nest, comm, ~_begins(columns, _WORKS)[nest.rows])
+    calls, annotation = begins(columns, *_CALLS)[nest.rows], comm[nest.rows]
+    waits = calls | _woken(columns, nest, comm, ~begins(columns, _WORKS)[nest.rows])
     split = (nest.inclusive(waits & ~annotation) > 0) & ~calls  # it waits, or something inside of it does
     compute = ~(split | calls | annotation | nest.within(~split))
     kind[nest.rows[compute]] = _COMPUTE
 
 
-def _begins(columns: EventColumns, *prefixes: str) -> np.ndarray:
+def begins(columns: EventColumns, *prefixes: str) -> np.ndarray:
     """Whether the name of each row (n,) begins with a prefix."""
     return np.array([name.startswith(prefixes) for name in columns.names], dtype=bool)[columns.name]
 

@@ -14,7 +14,7 @@ import pandas as pd
 
 from madmax_lib.kinds import collective_names, kernel_kinds, load_kinds
 from madmax_lib.timeline import KINDS, Meta, Timeline
-from madmax_lib.traces.read.cpu_kinds import classify_cpu
+from madmax_lib.traces.read.cpu_kinds import begins, classify_cpu
 from madmax_lib.traces.read.event_columns import EventColumns, read_columns
 from madmax_lib.traces.read.events import SOURCE_KEY, RawTrace
 from madmax_lib.traces.read.files import rank_in_name
@@ -128,7 +128,7 @@ def _exact_kinds(columns: EventColumns, table: pd.DataFrame) -> tuple[np.ndarray
     on_device, copies = np.isin(category, _DEVICE), np.isin(category, _COPY)
     has_stream = on_device | np.isin(category, ("cuda_sync", "gpu_user_annotation"))
     kind = of_category[columns.category]
-    kind[_begins_step(columns)] = KINDS.index("annotation")
+    kind[begins(columns, "ProfilerStep")] = KINDS.index("annotation")  # operators until 2021 and of torch_npu
     stream = np.where(columns.stream >= 0, columns.stream, _stream_of_thread(columns))
     stream = np.where(has_stream[columns.category], stream, -1 - columns.thread)
     device = on_device[columns.category]
@@ -140,11 +140,6 @@ def _exact_kinds(columns: EventColumns, table: pd.DataFrame) -> tuple[np.ndarray
         comm[comm] = _kind_of_name(columns, comm, "annotation", table) == KINDS.index("comm")
         classify_cpu(columns, kind, comm)
     return kind, stream
-
-
-def _begins_step(columns: EventColumns) -> np.ndarray:
-    """Rows (n,) that are a profiler's step: operators in traces of 2020 and 2021 and of torch_npu."""
-    return np.array([name.startswith("ProfilerStep") for name in columns.names], dtype=bool)[columns.name]
 
 
 def _hta_kinds(columns: EventColumns, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
