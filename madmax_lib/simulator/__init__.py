@@ -8,6 +8,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from madmax_lib.case import Case as Case
+    from madmax_lib.collectives import MeasuredCollectives as MeasuredCollectives
     from madmax_lib.simulator.estimate import estimate as estimate
     from madmax_lib.simulator.memory.memory import (
         by_phase as by_phase,
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     )
     from madmax_lib.simulator.offload.fits import fits as fits, largest_model as largest_model, moments as moments
     from madmax_lib.simulator.offload.placement import METHODS as METHODS, Policy as Policy
-    from madmax_lib.simulator.rates.collectives import MeasuredCollectives as MeasuredCollectives
     from madmax_lib.simulator.rates.parameters import Parameters as Parameters, bounds as bounds, shipped as shipped
     from madmax_lib.simulator.simulate import simulate as simulate
     from madmax_lib.simulator.step.power import power_phases as power_phases, step_energy as step_energy

@@ -5,15 +5,18 @@ The formulas are those of `step_time`, with the shipped constants unless others 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib.case import Case
-from madmax_lib.plan import Plan
+from madmax_lib.fields import argument
+from madmax_lib.plan import Plan, plans_of
 from madmax_lib.plan_rules import enforce
-from madmax_lib.plans import Plans, legal, rules_of
+from madmax_lib.plans import legal, rules_of
+from madmax_lib.simulator.memory.memory import table_peak_bytes, usable_bytes
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy, normalised
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
@@ -31,12 +34,14 @@ _BLOCK = 1 << 20  # between them nothing is shared, so that memory has a bound
 _SAMPLE = 1024
 _STEP = ("step_s", "low_s", "high_s")
 _COLUMNS = (*_STEP, *PARTS)
+_SUMS = ("mfu", "tokens_per_s", "memory_bytes")
+_COUNTED = 100_000  # rows of a table whose memory is counted unasked, in less than a fifth of a second
 
 
 def estimate(
     model: Model | str,
     cluster: Cluster | str,
-    plan_or_table: Plan | str | pd.DataFrame,
+    plan_or_table: Plan | str | Sequence[Plan | str] | pd.DataFrame,
     *,
     global_batch: int,
     sequence: int | None = None,
@@ -46,62 +51,81 @@ def estimate(
     imbalance: float | str = 1.0,
     jitter: float | str = 0.0,
     policy: Policy | None = None,
+    fits: bool | None = None,
 ) -> pd.DataFrame:
     """Seconds of a training step and its parts, one row per plan.
 
-    model, cluster: or their names. plan_or_table: a Plan or its text, or a table whose columns are fields of Plan
-    (missing ones at their default); its index is kept. software: that trains, a name of `data/software.csv` or one of
-    your own; any if None. parameters: the shipped fit if None; `Parameters()` is the ideal machine.
+    model, cluster: or their names. plan_or_table: a Plan or its text, a list of them, or a table whose columns are
+    fields of Plan (missing ones at their default), or that of a search; its index is kept. software: that trains, a
+    name of `data/software.csv` or one of your own; that of the parameters or any if None. parameters: the shipped fit
+    if None; `Parameters()` is the ideal machine.
     imbalance, jitter: how uneven experts and ranks are, as in `Case`.
     Columns: step_s, low_s and high_s (90 % interval, NaN for parameters that know none), the parts named in
     `step_time.PARTS` (exposed seconds, their sum is step_s), mfu (dense model FLOPs over the peak of dtype),
-    tokens_per_s. A table's row that the cluster or batch cannot hold is NaN.
+    tokens_per_s, memory_bytes (peak of the fullest device) and fits (as `fits` says it). The last two cost as much time
+    as all others together: fits=False leaves them out, True asks for them in tables above 100,000 rows too.
+    A table's row that the cluster or batch cannot hold is NaN and does not fit.
     With offload in a plan or table there are two columns more: offload_s, a part too, and offload_share, of what may
     leave the device, found as in `offload.best_offload` if policy names none; such rows are worked out one by one, and
-    are NaN where no share fits. Raises ValueError for such a Plan, an unknown column, dtype, or a recommendation model.
+    are NaN where no share fits, as their memory_bytes always are.
+    Raises ValueError for such a Plan, an unknown column or dtype, or a recommendation model.
 
     >>> table = pd.DataFrame({"dp": [8, 4, 3], "tp": [1, 2, 1]})  # three devices of eight are no layout
     >>> steps = estimate("gpt2-large", "dgx-a100", table, global_batch=64)
     >>> (steps["low_s"] < steps["high_s"]).tolist(), steps["step_s"].isna().tolist()
     ([True, True, False], [False, False, True])
     """
-    many = isinstance(plan_or_table, pd.DataFrame)
-    plan = Plans.from_table(plan_or_table) if many else Plan.parse(plan_or_table)
-    index = plan_or_table.index if many else pd.RangeIndex(1)
-    case = Case(model, cluster, plan, global_batch, sequence or 0, dtype, software, imbalance, jitter)
+    plan, index = plans_of(plan_or_table)
+    many = index is not None
+    software = getattr(parameters, "software", None) if software is None else software
+    case = Case.of_step(model, cluster, plan, global_batch, sequence, dtype, software, imbalance, jitter)
     if isinstance(case.model, DLRM):
         raise ValueError(f"{case.model.name}: recommendation models have no closed form; use simulate")
-    parameters, policy = parameters or shipped(), policy or Policy()
+    parameters = argument("parameters", parameters, Parameters, shipped)
+    policy = argument("policy", policy, Policy, Policy)
     if not many:
         enforce(rules_of(case), case.plan, case)
-    values = _rows_of_table(case, parameters) if many else _rows(case, parameters, np.empty((len(_COLUMNS) + 2, 1)))
+    counted = not many or len(index) <= _COUNTED if fits is None else argument("fits", fits, bool)
+    if many:
+        values = _rows_of_table(case, parameters, counted)
+    else:
+        values = _rows(case, parameters, counted, np.empty((len(_COLUMNS) + len(_SUMS), 1)))
     further = {} if case.plan.offload is None else _with_offload(values, case, parameters, policy)
-    flops = 3 * case.model.forward_flops(global_batch, sequence)
-    values[-2] = flops / (values[0] * case.cluster.world_size * case.cluster.device.peak(dtype))
-    values[-1] = global_batch * case.sequence / values[0]
-    table = pd.DataFrame(values.T, columns=[*_COLUMNS, "mfu", "tokens_per_s"], index=index, copy=False)
-    for name, column in further.items():
-        table.insert(len(table.columns) - 2, name, column)
+    flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
+    values[-3] = flops / (values[0] * case.cluster.world_size * case.cluster.device.peak(case.dtype))
+    values[-2] = case.global_batch * case.sequence / values[0]
+    width = values.shape[0] - (not counted)
+    table = pd.DataFrame(values[:width].T, columns=[*_COLUMNS, *_SUMS][:width], index=index, copy=False)
+    for name, column in reversed(further.items()):
+        table.insert(len(_COLUMNS), name, column)
+    if counted:
+        offloaded = np.isnan(values[-1]) & ~np.isnan(values[0])
+        table["fits"] = (values[-1] <= usable_bytes(case.cluster.device)) | offloaded
     return table
 
 
-def _rows_of_table(case: Case, parameters: Parameters) -> np.ndarray:
+def _rows_of_table(case: Case, parameters: Parameters, counted: bool) -> np.ndarray:
     """`_rows` of a table, NaN where a plan is not legal; equal rows are worked out once."""
     plan, (size,) = case.plan, case.plan.shape
     if size > _BLOCK:
         blocks = (plan[start : start + _BLOCK] for start in range(0, size, _BLOCK))
-        return np.hstack([_rows_of_table(replace(case, plan=block), parameters) for block in blocks])
+        return np.hstack([_rows_of_table(replace(case, plan=block), parameters, counted) for block in blocks])
     if size > _SAMPLE and kinds_of(plan[:: size // _SAMPLE], vars(plan)) and (kinds := kinds_of(plan, vars(plan))):
         rows, index = kinds
-        return _rows_of_table(replace(case, plan=plan[rows]), parameters).take(index, axis=1)
-    mask, values = legal(case).mask, np.full((len(_COLUMNS) + 2, size), np.nan)
+        return _rows_of_table(replace(case, plan=plan[rows]), parameters, counted).take(index, axis=1)
+    mask, values = legal(case).mask, np.empty((len(_COLUMNS) + len(_SUMS), size))
     if mask.all():
-        return _rows(case, parameters, values)
-    return _rows(replace(case, plan=plan[mask]), parameters, values, np.flatnonzero(mask))
+        return _rows(case, parameters, counted, values)
+    values.fill(np.nan)
+    return _rows(replace(case, plan=plan[mask]), parameters, counted, values, np.flatnonzero(mask))
 
 
-def _rows(case: Case, parameters: Parameters, values: np.ndarray, places: np.ndarray | None = None) -> np.ndarray:
-    """`_COLUMNS` of legal plans, put in their places among values (all places if None)."""
+def _rows(
+    case: Case, parameters: Parameters, counted: bool, values: np.ndarray, places: np.ndarray | None = None
+) -> np.ndarray:
+    """`_COLUMNS` of legal plans, and their memory if it is counted, put in their places among values (all if None)."""
+    if counted and case.plan.shape != (0,):
+        values[-1, slice(None) if places is None else places] = _device_bytes(case)
     steps, size = Steps.of(case), values.shape[1] if places is None else len(places)
     bodies = bodies_of(steps, parameters) if size > _CHUNK else None
     for start in range(0, size, _CHUNK):
@@ -113,6 +137,13 @@ def _rows(case: Case, parameters: Parameters, values: np.ndarray, places: np.nda
         for row, name in zip(values, _COLUMNS, strict=False):
             row[rows if places is None else places[rows]] = times[name]
     return values
+
+
+def _device_bytes(case: Case) -> np.ndarray:
+    """Peak bytes of a device, NaN for plans with offload."""
+    if case.plan.offload is None:
+        return table_peak_bytes(case)
+    return np.where(np.equal(case.plan.offload, None), table_peak_bytes(case), np.nan)
 
 
 def _with_offload(values: np.ndarray, case: Case, parameters: Parameters, policy: Policy) -> dict[str, np.ndarray]:
@@ -141,7 +172,7 @@ def _offloaded(case: Case, parameters: Parameters, policy: Policy) -> dict[str, 
     """A row of one plan with offload."""
     enforce(rules_of(case), case.plan, case)
     case = normalised(case)
-    row = dict(zip(_COLUMNS, _rows(case, parameters, np.empty((len(_COLUMNS), 1)))[:, 0].tolist(), strict=True))
+    row = dict(zip(_COLUMNS, _rows(case, parameters, False, np.empty((len(_COLUMNS), 1)))[:, 0].tolist(), strict=True))
     factor, (_, times) = row["high_s"] / row["step_s"], best_offload(case, parameters, policy)
     row["optimizer_s"] = float(times.update_s[0])
     row["offload_s"] = float(times.total_s[0]) - row["optimizer_s"]

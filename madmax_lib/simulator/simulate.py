@@ -1,21 +1,23 @@
 """What would this step look like? Model, cluster and plan in, a simulated `Timeline` out."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib.case import Case
+from madmax_lib.collectives import MeasuredCollectives
+from madmax_lib.fields import argument, whole
 from madmax_lib.plan import Plan
 from madmax_lib.plan_rules import enforce
 from madmax_lib.plans import rules_of
 from madmax_lib.simulator.layers.workload import chunk_blocks
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy, normalised
-from madmax_lib.simulator.rates.collectives import MeasuredCollectives
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.rates.topology import Groups, member_name
-from madmax_lib.simulator.schedule.engine import Program, received, run_apart, to_timeline
+from madmax_lib.simulator.schedule.engine import Program, received, run_apart, share, to_timeline
 from madmax_lib.simulator.schedule.layout import StepBuilder
 from madmax_lib.simulator.schedule.passes import MicroBatch
 from madmax_lib.simulator.step.inputs import Steps
@@ -50,11 +52,11 @@ def simulate(
     """One training step of a model on a cluster under a plan, or of what their names and its text say.
 
     global_batch: samples over all devices. sequence: tokens per sample, the model's own if None. software: that trains,
-    a name of `data/software.csv` or one of your own; any if None. parameters: constants of the step-time model, the
+    a name of `data/software.csv` or one of your own; that of the parameters or any if None. parameters: constants, the
     shipped fit if None; `Parameters()` is the ideal machine (recommendation models: the data sheet, or the shares of it
     that parameters name). imbalance, jitter: how uneven experts and ranks are, as in `Case`; seed: of the delays drawn.
-    collectives: measured seconds that replace the formulas, as in `MeasuredCollectives`. policy: how
-    states leave the device under offload; the share that makes the step shortest is found if it names none.
+    collectives: measured seconds that replace the formulas, and those of parameters, as in `MeasuredCollectives`.
+    policy: how states leave the device under offload; the share that makes the step shortest is found if it names none.
     Ranks: one per pipeline stage, standing for all devices of the stage (meta.represents); all ranks of up to 64
     devices. Streams, and with offload threads of the host, are numbered by `schedule.streams.Stream`.
     Raises ValueError, in the field's words, for a plan that cannot be laid over model and cluster.
@@ -64,9 +66,14 @@ def simulate(
     >>> {rank: len(devices) for rank, devices in step.meta.represents.items()}
     {0: 64, 64: 64}
     """
-    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence or 0, dtype, software, imbalance, jitter)
-    plan = case.plan
-    step, program = _lay_out(case, parameters, collectives=collectives, policy=policy)
+    software = getattr(parameters, "software", None) if software is None else software
+    step = (Plan.parse(plan), global_batch, sequence, dtype, software, imbalance, jitter)
+    case, seed = Case.of_step(model, cluster, *step), whole("seed", seed)
+    parameters = argument("parameters", parameters, Parameters, partial(_default, case))
+    policy, plan = argument("policy", policy, Policy, Policy), case.plan
+    if collectives is not None:
+        parameters = replace(parameters, collectives=MeasuredCollectives(collectives).curves)
+    step, program = _lay_out(case, parameters, policy=policy)
     offloaded = step.offloaded
     width = plan.world_size // plan.pp
     meta = Meta(
@@ -79,12 +86,14 @@ def simulate(
             "cluster": case.cluster.name,
             "nodes": case.cluster.nodes,
             "plan": str(plan),
-            "global_batch": global_batch,
+            "global_batch": case.global_batch,
             **({"jitter": case.jitter, "seed": seed} if case.jitter else {}),
             **({"software": case.software.name} if case.software else {}),
             **({"offloaded": vars(offloaded.split)} if offloaded else {}),
         },
     )
+    if (alone := float(step.batch.prices.alone)) != 1 and plan.pp > 1:
+        share(program, alone)
     timeline = to_timeline(program, meta)
     if not case.jitter:
         return _with_device_ranks(received(timeline), plan, step.groups)
@@ -96,7 +105,6 @@ def _lay_out(
     case: Case,
     parameters: Parameters | None = None,
     *,
-    collectives: pd.DataFrame | None = None,
     policy: Policy | None = None,
 ) -> tuple[StepBuilder, Program]:
     """Operations of `simulate` before they are timed, one rank per pipeline stage; arguments and errors as there."""
@@ -108,23 +116,25 @@ def _lay_out(
     plan = case.plan
     sizes = dict.fromkeys((plan.micro_batch, plan.last_micro_batch(case.global_batch)))
     batches = [_micro_batch(case, samples, parameters) for samples in sizes]
-    measured = None if collectives is None else MeasuredCollectives(collectives)
-    step = StepBuilder(case, batches[0], batches[-1], measured, offloaded)
+    step = StepBuilder(case, batches[0], batches[-1], offloaded)
     return step, step.build(plan.micro_batches(case.global_batch))
 
 
-def _micro_batch(case: Case, samples: int, parameters: Parameters | None) -> MicroBatch:
-    """Blocks of a micro-batch of so many samples per device, their prices and the message between stages.
+def _default(case: Case) -> Parameters:
+    """The shipped constants; recommendation models are priced by the data sheet."""
+    return Parameters() if isinstance(case.model, DLRM) else shipped()
 
-    Recommendation models are priced by the data sheet where no parameters are given.
-    """
+
+def _micro_batch(case: Case, samples: int, parameters: Parameters | None) -> MicroBatch:
+    """Blocks of a micro-batch of so many samples per device, their prices and the message between stages."""
+    parameters = parameters or _default(case)
     case = replace(case, plan=replace(case.plan, micro_batch=samples))
     chunks = chunk_blocks(case)
     if isinstance(case.model, DLRM):
-        return MicroBatch(chunks, Prices(Steps.of(replace(case, model=_NOTHING)), parameters or Parameters()), 0.0)
+        return MicroBatch(chunks, Prices(Steps.of(replace(case, model=_NOTHING)), parameters), 0.0)
     steps = Steps.of(case)
     sent_bytes = steps.work.moved_bytes / case.plan.tp  # each tp rank sends its part [arXiv 2104.04473]
-    return MicroBatch(chunks, Prices(steps, parameters or shipped()), float(sent_bytes))
+    return MicroBatch(chunks, Prices(steps, parameters), float(sent_bytes))
 
 
 def _with_device_ranks(timeline: Timeline, plan: Plan, groups: Groups) -> Timeline:

@@ -14,8 +14,8 @@ import numpy as np
 
 from madmax_lib.case import Case
 from madmax_lib.plan_rules import RECOMMENDATION, enforce
-from madmax_lib.simulator.layers.ops import Block, Comm, Op, gemm, pointwise, precision
-from madmax_lib.simulator.layers.work import Work
+from madmax_lib.simulator.layers.ops import Block, Comm, Op, gemm, mirror, pointwise, precision
+from madmax_lib.simulator.layers.work import Work, existing
 from madmax_lib.simulator.rates.compute import Number
 
 __all__ = ["dlrm_blocks", "mixture_blocks"]
@@ -48,6 +48,8 @@ def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Bl
     if not exchanged:
         ops = (work.norm(), router, permute, *shared, *experts, unpermute)
         held = own + shared_parameters + expert_parameters
+        if np.any(work.sums_rows):
+            whole = _row_sums(work, used)
         return [Block(f"feed-forward {number}", ops, held, **whole, **common)]
     moved = used * m.hidden * width.storage_bytes
     exchange = Comm("all_to_all", "ep", moved / work.spread)
@@ -60,6 +62,23 @@ def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Bl
     blocks += [Block(f"router {number}", (work.norm(), router, permute), own, **common)]
     ends = {"before": enter, "after": leave, "expert": True}
     return [*blocks, Block(f"experts {number}", (*experts, unpermute), expert_parameters, **ends, **common)]
+
+
+def _row_sums(work: Work, rows: Number) -> dict[str, tuple]:
+    """Collectives of a mixture whose tp ranks sum the rows of experts, and their gradients, before tokens are added."""
+    rows_bytes = work.sums_rows * rows * work.shape.hidden * work.width.storage_bytes
+    others, moved = 1 - work.sums_rows, work.sums_rows * work.moved_bytes
+    enter, leave = (
+        tuple(replace(comm, size_bytes=others * comm.size_bytes) for comm in comms)
+        for comms in (work.enter, work.leave)
+    )
+    summed, parts = existing(("all_reduce", "tp", rows_bytes)), np.asarray(work.plan.sequence_parallel, float)
+    gathered = existing(("all_gather", "tp", moved * parts))
+    return {
+        "before": work.enter,
+        "after": (*leave, *summed),
+        "reverse": ((*mirror(leave), *gathered, *summed), mirror(enter)),
+    }
 
 
 def _expert_biases(work: Work, tokens: Number) -> Op:

@@ -98,6 +98,7 @@ class Block:
     unit: str = ""  # blocks of one unit are sharded and recomputed together; the block's own if empty
     before: tuple[Comm, ...] = ()  # collectives of the forward pass, whose mirror images the backward pass runs
     after: tuple[Comm, ...] = ()
+    reverse: tuple[tuple[Comm, ...], tuple[Comm, ...]] | None = None  # those of the backward pass, if no mirror images
     ring_bytes: float = 0.0  # keys and values that cp devices pass on while the block is computed in cp steps
     expert: bool = False  # its parameters are laid over the experts' data-parallel group
     recomputed: bool = False  # by full recompute
@@ -106,6 +107,11 @@ class Block:
 
     def __post_init__(self):
         object.__setattr__(self, "unit", self.unit or self.name)
+
+    @property
+    def back(self) -> tuple[tuple[Comm, ...], tuple[Comm, ...]]:
+        """Collectives before and after the backward pass."""
+        return self.reverse or (mirror(self.after), mirror(self.before))
 
 
 def wide(dtype: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from madmax_lib.simulator.layers.moe import mixture_blocks
-from madmax_lib.simulator.layers.ops import Block, Comm, Op, attention, gemm, pointwise
+from madmax_lib.simulator.layers.ops import Block, Comm, Op, attention, gemm, mirror, pointwise
 from madmax_lib.simulator.layers.work import Work, existing, has
 from madmax_lib.simulator.rates.compute import Number, attention_flops
 
@@ -50,7 +50,9 @@ def head_block(work: Work) -> Block:
     loss = Op("loss", "pointwise", 0.0, read, written, wide=True)
     tied_copy = m.table_parameters * (np.asarray(p.pp) > 1)  # a tied table is held twice
     held = np.where(np.asarray(m.head_parameters) > 0, m.head_parameters, tied_copy) / p.tp + m.norm_parameters
-    return Block("head", (work.norm(), logits, loss), held, before=work.enter)
+    whole = existing(("all_gather", "tp", work.gathers_logits * rows * m.outputs * work.width.storage_bytes))
+    reverse = ((), mirror(work.enter)) if whole else None  # of the gradient of the logits a rank takes its part
+    return Block("head", (work.norm(), logits, loss), held, before=work.enter, after=whole, reverse=reverse)
 
 
 def _attention(work: Work, number: int | str, windowed: bool) -> list[Block]:
@@ -82,14 +84,19 @@ def _attention(work: Work, number: int | str, windowed: bool) -> list[Block]:
 
 
 def _adapters(work: Work) -> list[Op]:
-    """What LoRA adds to attention's products: inputs are read once more, outputs read and written [2106.09685]."""
-    adapted = np.asarray(work.plan.lora_rank) > 0
-    if not has(adapted):
+    """What LoRA adds to attention's products: inputs are read once more, outputs read and written [2106.09685].
+
+    Beside them stand the two products of an adapter, whose operands these are.
+    """
+    rank = np.asarray(work.plan.lora_rank)
+    if not has(adapted := rank > 0):
         return []
     ends = [*((inputs, outputs / work.plan.tp) for _, inputs, outputs in work.shape.matrices)]
     ends.append((work.shape.projection / work.plan.tp, work.shape.hidden))
     read, written = (adapted * work.tokens * sum(part) for part in zip(*((i + o, o) for i, o in ends), strict=True))
-    return [pointwise("adapters", read, written, work.width)]
+    both = sum(sum(part) for part in ends)
+    products = Op("adapter products", "gemm", 2 * work.tokens * rank * both, shape=(1.0, work.tokens, rank, both))
+    return [pointwise("adapters", read, written, work.width), products]
 
 
 def _core(work: Work, windowed: bool) -> tuple[Op, ...]:

@@ -16,7 +16,9 @@ from madmax_lib.simulator.layers.ops import Comm, Op, Precision, gemm, pointwise
 from madmax_lib.simulator.layers.shape import Shape
 from madmax_lib.simulator.rates.compute import Number
 
-__all__ = ["Work", "existing", "has"]
+__all__ = ["HABITS", "Work", "existing", "has"]
+
+HABITS = ("gathers_logits", "sums_rows")  # of software, of which the collectives of a block depend
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,14 @@ class Work:
     sequence: Number  # tokens per sample
     width: Precision  # of the products
     imbalance: Number = 1.0  # tokens of the busiest expert device over the mean
+    gathers_logits: Number = 0.0  # 1 where tp ranks gather the logits
+    sums_rows: Number = 0.0  # 1 where they sum the rows of experts
 
     @classmethod
     def of(cls, case: Case) -> Work:
         """Of a case: one model, and a plan or many."""
-        return cls(Shape.of(case.model), case.plan, case.sequence, precision(case.dtype), case.imbalance)
+        habits = (float(getattr(case.software, name)) for name in HABITS)
+        return cls(Shape.of(case.model), case.plan, case.sequence, precision(case.dtype), case.imbalance, *habits)
 
     @cached_property
     def tokens(self) -> Number:

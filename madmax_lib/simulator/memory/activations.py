@@ -125,9 +125,10 @@ def in_flight(schedule, stage, pp, interleave=1, micro_batches=np.inf):
     >>> [float(in_flight("1f1b", stage, 4)) for stage in range(4)]
     [4.0, 3.0, 2.0, 1.0]
     """
-    schedule, stage, pp, v = np.asarray(schedule), np.asarray(stage), np.asarray(pp), np.asarray(interleave)
+    stage, pp, v = np.asarray(stage), np.asarray(pp), np.asarray(interleave)
     chunks = np.where(micro_batches <= pp, np.inf, 2 * (pp - stage - 1) + (v - 1) * pp + 1)
     in_order = np.where(v > 1, chunks / v, pp - stage)
     first = np.where(v > 1, pp + (pp - 1) / v, pp)
-    held = np.select([schedule == "gpipe", schedule == "zero-bubble"], [micro_batches, first], in_order)
+    gpipe, zero_bubble = np.asarray(schedule == "gpipe"), np.asarray(schedule == "zero-bubble")
+    held = np.select([gpipe, zero_bubble], [micro_batches, first], in_order)
     return np.minimum(held, micro_batches)

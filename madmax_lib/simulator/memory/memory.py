@@ -7,17 +7,20 @@ their way) and the optimizer (its temporaries); `peak_bytes` takes the largest o
 `plans_peak_bytes` the peak of millions of plans.
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.case import Case
+from madmax_lib.fields import argument, is_number, shown
 from madmax_lib.plan import Plan
 from madmax_lib.plan_layers import chunk_layers
-from madmax_lib.plan_rules import RECOMMENDATION, enforce
+from madmax_lib.plan_rules import RECOMMENDATION, enforce, rules_of
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.simulator.layers.workload import ends_by_flops
@@ -44,6 +47,7 @@ __all__ = [
     "peak_bytes",
     "plans_peak_bytes",
     "stage_bytes",
+    "table_peak_bytes",
     "usable_bytes",
 ]
 
@@ -54,10 +58,10 @@ PHASES = {
 }  # fmt: skip
 _FUSED_LOGITS = 4  # logits and their gradient in 16 bits, the rest stays in registers [flash-attn cross_entropy]
 # The three below are round; with them the 37 published peaks of whole devices (BLOOM, torchtitan) have little bias.
-_CUDA_BYTES = (
-    0.5e9  # context and kernels of a process, loaded as needed; 1.3e9 all at once [Hugging Face, model memory]
-)
+_CUDA_BYTES = 0.5e9  # context and kernels of a process, loaded as needed; 1.3e9 all at once [HF, model memory]
 _COMMUNICATOR_BYTES = 0.5e9  # per group: 4 MiB (NCCL_BUFFSIZE) and half for LL128, 32 channels, both ways [NCCL docs]
+_STAGED = ("pp", "interleave", "first_layers", "last_layers", "embedding_as_layer", "head_as_layer")  # cut the layers
+_CHUNK = 1 << 14  # plans at a time
 FRAGMENTATION = 0.07  # of the allocated peak: held by the caching allocator, in no tensor
 
 
@@ -83,20 +87,21 @@ def memory(
     experts, as in `Case`. fused_loss: cross entropy without fp32 logits. trainable: share of the parameters with
     gradients. phase: when the bytes are there, see `peak_bytes`. Offload is not counted, all lies on the device: see
     `fits` for it.
-    Raises ValueError for unknown optimizer, software or dtype, impossible sizes, gpipe without global_batch, DLRM with
-    tp or pp.
+    Raises ValueError for unknown optimizer, software or dtype, a plan that cannot be laid over model and batch or that
+    the software does not run, gpipe without global_batch.
 
     >>> parts = memory("gpt2-large", "dp4.z3").set_index("component")["size_bytes"]  # FSDP: 4 + 4 + 8 bytes
     >>> gpt = catalog.model("gpt2-large")
     >>> (parts[["weights", "gradients", "optimizer"]] / gpt.parameters).tolist()  # of which each rank holds a quarter
     [1.0, 1.0, 2.0]
     """
-    if global_batch is not None and global_batch < 1:
-        raise ValueError(f"global_batch={global_batch} must be at least 1")
-    if not 0 <= trainable <= 1:
-        raise ValueError(f"trainable={trainable} must be a share of the parameters, 0..1")
-    case = Case(model, None, Plan.parse(plan), global_batch, sequence or 0, dtype, software or stack, imbalance)
+    if not (is_number(trainable) and trainable <= 1):
+        raise ValueError(f"trainable={shown(trainable)} must be a share of the parameters, 0..1")
+    argument("fused_loss", fused_loss, bool)
+    software = stack if software is None else software
+    case = Case(model, None, Plan.parse(plan), global_batch, sequence, dtype, software, imbalance)
     model, plan = case.model, case.plan
+    enforce(rules_of(case), plan, case)
     if isinstance(model, DLRM):
         stages, parts = np.zeros(1, dtype=int), _dlrm_bytes(case, optimizer=optimizer, trainable=trainable)
     else:
@@ -151,11 +156,45 @@ def plans_peak_bytes(case: Case) -> np.ndarray:
     usual = {z: case.software or default_software(replace(plans, zero=z)) for z in np.unique(zero)}
     result = np.empty(plans.shape)
     for software in dict.fromkeys(usual.values()):
-        stages = _differing_stages(case.model, plans.pp, software)
+        stages = _differing_stages(case.model, Plan(pp=plans.pp), software)
         columns = np.flatnonzero([usual[z] == software for z in zero])
         part = replace(case, plan=_with_columns(plans, columns), software=software)
-        result[:, columns] = np.max(moment_peak(by_phase(stage_bytes(part, *stages).items())), axis=0)
+        result[:, columns] = _fullest(part, stages[..., None, None])
     return result
+
+
+def table_peak_bytes(case: Case) -> np.ndarray:
+    """Peak bytes (n,) of the plans of a table, or of one Plan, as `peak_bytes(memory(model, plan, ...))` gives them.
+
+    case: of legal plans; offload is not counted. Plans with the same stages and software are worked out together.
+    """
+    plans = case.plan
+    if isinstance(plans, Plan):
+        software = case.software or default_software(plans)
+        return np.atleast_1d(_fullest(case, _differing_stages(case.model, plans, software)))
+    size, code = plans.shape[0], np.zeros(plans.shape[0], np.int64)
+    usual = np.where(plans.tp * plans.pp * plans.ep > 1, 2, np.isin(plans.zero, (0, 3)))
+    for column in (0 if case.software else usual, *(getattr(plans, name) for name in _STAGED)):
+        if np.ndim(column):
+            code = pd.factorize(code * (int(column.max()) + 1) + column)[0]
+    order, ends = np.argsort(code, kind="stable"), np.cumsum(np.bincount(code))
+    result = np.empty(size)
+    for rows in np.split(order, ends[:-1]):
+        first = plans[int(rows[0])]
+        staged = {name: getattr(first, name) for name in _STAGED}
+        software = case.software or default_software(first)
+        stages = _differing_stages(case.model, Plan(**staged), software)[..., None]
+        for start in range(0, len(rows), _CHUNK):
+            part = rows[start : start + _CHUNK]
+            alike = replace(case, plan=replace(plans[part], **staged), software=software)
+            result[part] = _fullest(alike, stages)
+    return result
+
+
+def _fullest(case: Case, stages: np.ndarray) -> np.ndarray:
+    """Peak bytes of the fullest of some stages, their first axis; what `_overhead` adds is alike in all."""
+    tensors_bytes = np.max(moment_peak(by_phase(_tensor_bytes(case, *stages).items())), axis=0)
+    return (1 + FRAGMENTATION) * tensors_bytes + _overhead(case.plan, {})["context"]
 
 
 def _with_columns(plans: Plans, columns: np.ndarray) -> Plans:
@@ -164,12 +203,12 @@ def _with_columns(plans: Plans, columns: np.ndarray) -> Plans:
     return replace(plans, **{name: choice[:, columns] for name, choice in choices.items()})
 
 
-def _differing_stages(model: Transformer, pp: int, software: str) -> np.ndarray:
-    """Stage, layers and mixtures of the stages that can be the fullest, each (k, 1, 1): the first of equal ones."""
+def _differing_stages(model: Transformer, plan: Plan, software: str | Software) -> np.ndarray:
+    """Stage, layers and mixtures of the stages that can be the fullest, each (k,): the first of equal ones."""
     kinds: dict[tuple, int] = {}
-    for stage, held in enumerate(zip(*held_layers(model, Plan(pp=pp), software), strict=True)):
-        kinds.setdefault((*held, stage == 0, stage == pp - 1), stage)
-    return np.array([(stage, *key[:2]) for key, stage in kinds.items()]).T[:, :, None, None]
+    for stage, held in enumerate(zip(*held_layers(model, plan, software), strict=True)):
+        kinds.setdefault((*held, stage == 0, stage == plan.pp - 1), stage)
+    return np.array([(stage, *key[:2]) for key, stage in kinds.items()]).T
 
 
 def fullest_stage(table: pd.DataFrame) -> pd.DataFrame:
@@ -179,20 +218,34 @@ def fullest_stage(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def usable_bytes(device: Device) -> float:
-    """Memory a process can have, where someone has published it, else the data sheet's."""
+    """Memory a process can have: the share that was published of a device of this name, else what the device has."""
+    name = argument("device", device, Device).name
+    return _published_shares(os.environ.get(catalog.USER_FOLDER)).get(name, 1.0) * device.memory_bytes
+
+
+@lru_cache(maxsize=2)
+def _published_shares(folder: str | None) -> dict[str, float]:
+    """Usable memory over the data sheet's by device, the tables of the user's folder among ours."""
     known = catalog.table("published_memory")
-    known = known[(known["quantity"] == "usable") & (known["device"] == device.name)]
-    return float(known["value"].iloc[-1]) * 2**30 if len(known) else device.memory_bytes
+    known = known[known["quantity"] == "usable"]
+    usable = zip(known["device"], known["value"], strict=True)
+    return {name: float(gib) * 2**30 / catalog.device(name).memory_bytes for name, gib in usable}
 
 
-def stage_bytes(
-    case: Case, stage, layers, mixtures=0, *, optimizer: str = "adam", fused_loss: bool = False, trainable: float = 1.0
-) -> dict[str, np.ndarray]:
+def stage_bytes(case: Case, stage, layers, mixtures=0, **options) -> dict[str, np.ndarray]:
     """Bytes by component of a pipeline stage; the plans of the case, stage, layers and mixtures may be arrays.
 
-    layers: of the stage; `mixtures` of them have experts. Other options as in `memory`.
+    layers: of the stage; `mixtures` of them have experts. options: optimizer, fused_loss and trainable as in `memory`.
     Raises ValueError for unknown software, optimizer or dtype.
     """
+    parts = _tensor_bytes(case, stage, layers, mixtures, **options)
+    return parts | _overhead(case.plan, parts)
+
+
+def _tensor_bytes(
+    case: Case, stage, layers, mixtures, *, optimizer: str = "adam", fused_loss: bool = False, trainable: float = 1.0
+) -> dict[str, np.ndarray]:
+    """`stage_bytes` of tensors."""
     model, p, tokens, micro_batches = case.model, case.plan, case.tokens, case.micro_batches
     software, width = software_of(case.software or default_software(p), case.dtype), width_of(case.dtype)
     stage, layers, mixtures = np.asarray(stage), np.asarray(layers), np.asarray(mixtures)
@@ -200,15 +253,13 @@ def stage_bytes(
     product_width = min(BYTES[case.dtype], width) if software.stored_8bit else width
     widths = {"width": width, "product_width": product_width, "further": software.keeps}
     kept, moving = 0.0, 0.0
-    for mixture, number in ((False, layers - mixtures), (True, mixtures)):
-        layer = layer_bytes(case, **widths, mixture=mixture and model.experts > 0)
+    for mixture, count in ((False, layers - mixtures), (True, mixtures))[: 1 + (model.experts > 0)]:
+        layer = layer_bytes(case, **widths, mixture=mixture)
         one = layer.kept(p.recompute, by_products=software.selective_products > 0)
         again = np.where(p.recompute == "none", 0.0, layer.whole - one)
-        kept = kept + number * one
-        moving = np.maximum(moving, np.where(number > 0, again + layer.passing, 0.0))
-    masks = (
-        dropout_bytes(model, software.keeps) * tokens * model.hidden / layer.shards
-    )  # of the embedding, in the first chunk only
+        kept = kept + count * one
+        moving = np.maximum(moving, np.where(count > 0, again + layer.passing, 0.0))
+    masks = dropout_bytes(model, software.keeps) * tokens * model.hidden / layer.shards  # of the embedding
     masks = np.where(stage == 0, masks * in_flight(p.schedule, stage, p.pp, 1, micro_batches), 0.0)
     sent = np.where(p.pp > 1, layer.input, 0.0) * software.engine
     outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
@@ -221,12 +272,11 @@ def stage_bytes(
         earlier = np.where(p.pp > 1, np.where(np.isfinite(micro_batches), micro_batches, p.pp) - 1, 0)
         logits = logits + earlier * width * outputs / p.tp
     count = stage_parameters(model, p, stage, layers, mixtures)
-    parts = state_bytes(p, count, software, optimizer, trainable) | {
+    return state_bytes(p, count, software, optimizer, trainable) | {
         "activations": held * (kept + sent) + masks,
         "logits": np.where(stage == p.pp - 1, logits, 0.0),
         "block at work": moving,
     }
-    return parts | _overhead(p, parts)
 
 
 def _dlrm_bytes(case: Case, *, optimizer: str = "adam", trainable: float = 1.0) -> dict[str, np.ndarray]:
@@ -254,8 +304,8 @@ def _dlrm_bytes(case: Case, *, optimizer: str = "adam", trainable: float = 1.0) 
 def _overhead(p: Plans, parts: dict) -> dict:
     """CUDA context and communicators, and what the caching allocator cannot hand out."""
     groups = sum((np.asarray(degree) > 1).astype(int) for degree in (p.tp, p.dp * p.cp, p.pp, p.ep))
-    peak = moment_peak(by_phase(parts.items()))
-    return {"context": _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, "fragmentation": FRAGMENTATION * peak}
+    fragments = FRAGMENTATION * moment_peak(by_phase(parts.items()))
+    return {"context": _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, "fragmentation": fragments}
 
 
 def by_phase(sizes: Iterable[tuple[str, np.ndarray]], phases: dict[str, str] = PHASES) -> dict[str, np.ndarray]:

@@ -145,6 +145,6 @@ def _gathered(p: Plans, software: Software, count: StageParameters, shard, gradi
 
 
 def _known(what: str, name: str, known: dict):
-    if name not in known:
+    if name not in list(known):
         raise ValueError(f"{what}={name!r} is not one of {', '.join(known)}")
     return known[name]

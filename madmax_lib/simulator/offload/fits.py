@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.case import Case
+from madmax_lib.fields import argument, shown
 from madmax_lib.plan import Plan
 from madmax_lib.plan_rules import enforce, rules_of
 from madmax_lib.simulator.memory.memory import held_layers, memory, peak_bytes, usable_bytes
@@ -112,13 +114,14 @@ def fits(
     >>> [fits("llama2-7b", "dgx-a100", plan, global_batch=8).fits for plan in ("dp8", "dp8.z3")]
     [False, True]
     """
-    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence or 0, dtype, software, imbalance)
+    case = Case.of_step(model, cluster, Plan.parse(plan), global_batch, sequence, dtype, software, imbalance)
     model, cluster, plan = case.model, case.cluster, case.plan
     enforce(rules_of(case), plan, case)
-    policy, share, room = policy or Policy(), float("nan"), room_bytes(cluster, plan)
+    policy, share = argument("policy", policy, Policy, Policy), float("nan")
+    room = room_bytes(cluster, plan)
     if plan.offload is None:
-        run = {"sequence": sequence, "dtype": dtype, "global_batch": global_batch, "imbalance": imbalance}
-        parts = memory(model, plan, **run, software=software)
+        run = {name: getattr(case, name) for name in ("sequence", "dtype", "global_batch", "imbalance")}
+        parts = memory(model, plan, **run, software=case.software)
         parts = parts.groupby("component", sort=False)["size_bytes"]
         sizes = {(name, "device"): size.to_numpy() for name, size in parts}
     else:
@@ -185,11 +188,11 @@ def moments(
     is not given are placed dynamically: what the device has room for at a moment lies there. plan: with offload.
     Raises ValueError as `fits`, and for a plan without offload.
     """
-    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence or 0, dtype)
+    case = Case.of_step(model, cluster, Plan.parse(plan), global_batch, sequence, dtype)
     model, cluster, plan = case.model, case.cluster, case.plan
     if plan.offload is None:
         raise ValueError(f"moments are those of an offloaded step, but {plan} offloads nothing")
-    policy, case = policy or Policy(), normalised(case)
+    policy, case = argument("policy", policy, Policy, Policy), normalised(case)
     options = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
     share = fits(model, cluster, case.plan, policy=policy, **options).share
     sizes = bytes_by_place(case, share, policy)
@@ -226,7 +229,7 @@ def _others(here: dict[str, float], layers: int) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["phase", "layer", "other_bytes"])
 
 
-def largest_model(cluster: Cluster, method: str) -> tuple[Transformer, Plan, FitsResult]:
+def largest_model(cluster: Cluster | str, method: str) -> tuple[Transformer, Plan, FitsResult]:
     """The largest GPT-2-like model of a method on all devices of a cluster, by data parallelism alone; its plan, fit.
 
     method: ddp, zero-1, zero-2, zero-3, zero-offload, zero-3-offload, zero-infinity, chunks or chunks-static. Full
@@ -234,8 +237,9 @@ def largest_model(cluster: Cluster, method: str) -> tuple[Transformer, Plan, Fit
     channels.
     Raises ValueError for an unknown method, or one whose smallest model does not fit.
     """
-    if method not in _SIZE_METHODS:
-        raise ValueError(f"method={method!r} is not one of {', '.join(_SIZE_METHODS)}")
+    if method not in list(_SIZE_METHODS):
+        raise ValueError(f"method={shown(method)} is not one of {', '.join(_SIZE_METHODS)}")
+    cluster = catalog.cluster(cluster)
     choices, static = _SIZE_METHODS[method]
     plan = Plan(dp=cluster.world_size, recompute="full", **choices)
     policy = Policy(share=1.0 if static else None)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from madmax_lib.case import Case
+from madmax_lib.fields import argument
 from madmax_lib.plans import owned
 from madmax_lib.simulator.memory.memory import held_layers
 from madmax_lib.simulator.memory.states import stage_parameters
@@ -55,7 +56,7 @@ def best_offload(case: Case, parameters: Parameters, policy: Policy | None = Non
     as `normalised` gives it. Returns what the engine needs to know, and the times of that share alone.
     Raises ValueError when no share fits, with what is missing.
     """
-    policy = policy or Policy()
+    policy = argument("policy", policy, Policy, Policy)
     shares = shares_that_fit(case, policy, room_bytes(case.cluster, case.plan))
     shares = shares[shares > 0] if policy.share is None else shares  # a plan with offload offloads something
     if not len(shares):

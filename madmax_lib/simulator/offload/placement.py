@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.case import Case
+from madmax_lib.fields import is_number, number, shown
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory.memory import FRAGMENTATION, PHASES, by_phase, held_layers, moment_peak, stage_bytes
 from madmax_lib.simulator.memory.states import software_of, stage_parameters, state_bytes
@@ -92,10 +93,10 @@ class Policy:
     delayed: bool = False
 
     def __post_init__(self):
-        if self.share is not None and not 0 <= self.share <= 1:
-            raise ValueError(f"share={self.share} is not in 0..1")
-        if self.gradient_bytes is not None and not self.gradient_bytes >= 0:
-            raise ValueError(f"gradient_bytes={self.gradient_bytes} must not be negative")
+        if self.share is not None and not (is_number(self.share) and self.share <= 1):
+            raise ValueError(f"share={shown(self.share)} is not in 0..1")
+        if self.gradient_bytes is not None:
+            number("gradient_bytes", self.gradient_bytes)
 
     def method(self, plan: Plan) -> Method:
         """The plan's method with what this policy changes."""

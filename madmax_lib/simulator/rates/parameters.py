@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.atomic import replacing
+from madmax_lib.fields import argument, is_number, shown
 
-__all__ = ["Parameters", "bounds", "load", "save", "shipped", "start"]
+__all__ = ["Parameters", "bounds", "from_json", "load", "save", "shipped", "start", "to_json"]
 
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 _DIGITS = 6  # of a number in a file
@@ -42,6 +44,8 @@ class Parameters:
     # by name of a constant without its group and by part of the step: how much of a relative change of the constant
     # (log scale; its value where the scale is linear) a step feels that consists of this part
     sensitivities: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
+    # measured seconds of collectives in place of the formulas, by kind and group: see `MeasuredCollectives`
+    collectives: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict, hash=False)
     # rows, sha256 of the data and figures of the fit; scale: devices and tokens of most rows, by device family
     provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
 
@@ -50,11 +54,20 @@ class Parameters:
 
     def __post_init__(self):
         for name in _SHARES:
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not in (0, 1]")
+            if not (is_number(value := getattr(self, name)) and 0 < value <= 1):
+                raise ValueError(f"{name}={shown(value)} is not in (0, 1]")
+        argument("constants", self.constants, Mapping)
+        for name, value in self.constants.items():
+            if not isinstance(value, Real | np.ndarray) or np.any(value != value):  # arrays: many machines at once
+                raise ValueError(f"constant {name!r} is {shown(value)}, but must be a number")
         if unknown := set(self.constants) - set(bounds().index):
             raise ValueError(f"constant {sorted(unknown)[0]!r} is not in data/parameter_bounds.csv")
         object.__setattr__(self, "constants", {**bounds()["ideal"].to_dict(), **self.constants})
+
+    @property
+    def software(self) -> str | None:
+        """Software of the runs that they were fitted to, where it was one alone; a step without another has it."""
+        return self.provenance.get("software")
 
     @cached_property
     def uncertainty(self) -> tuple[dict[str, int], np.ndarray]:
@@ -104,18 +117,29 @@ def shipped() -> Parameters:
 def load(path: str | Path) -> Parameters:
     """Constants from a JSON file. Raises ValueError if it is not one, OSError if it cannot be read."""
     try:
-        content = json.loads(Path(path).read_text())
-        content["constants"] = {**start().constants, **content["constants"]}
-        content["intervals"] = {name: tuple(pair) for name, pair in content["intervals"].items()}
-        content["covariance"] = tuple(map(tuple, content["covariance"]))
-        return Parameters(**content | {"fitted": tuple(content["fitted"])})
+        return from_json(json.loads(Path(path).read_text()))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a parameters file ({error})") from None
 
 
+def from_json(content: Mapping) -> Parameters:
+    """Constants from what `to_json` gave; those that are not in it are at their start values."""
+    read = dict(content) | {"constants": {**start().constants, **content["constants"]}}
+    read["intervals"] = {name: tuple(pair) for name, pair in content["intervals"].items()}
+    read["covariance"] = tuple(map(tuple, content["covariance"]))
+    points = content.get("collectives", {}).items()
+    read["collectives"] = {name: tuple(map(tuple, part)) for name, part in points}
+    return Parameters(**read | {"fitted": tuple(content["fitted"])})
+
+
+def to_json(parameters: Parameters) -> dict:
+    """All fields, numbers with the digits that matter."""
+    return _short({field.name: getattr(parameters, field.name) for field in fields(Parameters)})
+
+
 def save(parameters: Parameters, path: str | Path) -> None:
     """Constants to a JSON file, complete or not at all."""
-    text = json.dumps(_short({field.name: getattr(parameters, field.name) for field in fields(Parameters)}), indent=1)
+    text = json.dumps(to_json(parameters), indent=1)
     text = re.sub(r"\[[^\[\]{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # a row on a line
     with replacing(path) as temporary:
         temporary.write_text(text + "\n")

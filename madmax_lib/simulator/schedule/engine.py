@@ -17,7 +17,9 @@ from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.timeline import KINDS, Meta, Timeline
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["Program", "received", "run", "run_apart", "to_timeline"]
+__all__ = ["Program", "received", "run", "run_apart", "share", "to_timeline"]
+
+_TURNS = 12  # in which durations and overlaps of ranks that share cores settle
 
 
 class Program:
@@ -92,6 +94,29 @@ def run(program: Program) -> tuple[list[float], list[float]]:
         end_s.append(begin + duration_s)
         tail[rank, stream] = end_s[op]
     return start_s, end_s
+
+
+def share(program: Program, alone: float) -> None:
+    """Make compute shorter while other ranks do not compute: `alone` of its duration beside none of them.
+
+    Durations and overlaps follow from each other, so they are worked out in turns.
+    """
+    ranks, compute = np.array(program.rank), np.flatnonzero(np.array(program.kind) == "compute")
+    others, whole_s = len(set(program.rank)) - 1, np.array(program.duration_s)
+    for _ in range(_TURNS):
+        start_s, end_s = (np.array(times) for times in run(program))
+        busy_s = np.zeros(len(compute))
+        for rank in np.unique(ranks):
+            of = compute[ranks[compute] == rank]
+            ends = np.concatenate([[0.0], np.stack([start_s[of], end_s[of]], axis=1).reshape(-1)])
+            done = np.concatenate([[0.0], np.cumsum(np.diff(ends) * (np.arange(len(ends) - 1) % 2))])
+            beside = np.interp(end_s[compute], ends, done) - np.interp(start_s[compute], ends, done)
+            busy_s += np.where(ranks[compute] == rank, 0.0, beside)
+        beside = busy_s / np.maximum((end_s - start_s)[compute] * others, 1e-300)
+        durations_s = np.array(program.duration_s)
+        wanted_s = whole_s[compute] * (alone + (1 - alone) * np.minimum(beside, 1.0))
+        durations_s[compute] = (durations_s[compute] + wanted_s) / 2
+        program.duration_s = durations_s.tolist()
 
 
 def run_apart(program: Program, slower: np.ndarray, groups: Mapping[str, tuple[int, int]], shown: int) -> np.ndarray:

@@ -5,22 +5,21 @@ they belong to; gradients block only the optimizer; parameters are gathered ahea
 ops, so each kind of pass is laid out once and then issued for its micro-batches in the order of the schedule.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 
 from madmax_lib.case import Case
 from madmax_lib.simulator.layers.ops import Block, Comm, mirror
 from madmax_lib.simulator.offload.hosts import Offloaded
-from madmax_lib.simulator.rates.collectives import MeasuredCollectives
 from madmax_lib.simulator.schedule.engine import Program
 from madmax_lib.simulator.schedule.passes import BEFORE, MESSAGE, MicroBatch, Pass
 from madmax_lib.simulator.schedule.schedules import Slot, dependency, in_order, order
 from madmax_lib.simulator.schedule.sharding import Sharding
 from madmax_lib.simulator.schedule.staging import Staging
 from madmax_lib.simulator.schedule.streams import Stream
-from madmax_lib.simulator.step.layer_time import layer_time
+from madmax_lib.simulator.step.layer_time import beside_exchanges, layer_time
 from madmax_lib.simulator.step.prices import CAUSES
-from madmax_lib.simulator.step.traffic import held, sharded, slowed_s
+from madmax_lib.simulator.step.traffic import Sharded, held, sharded, slowed_s
 
 __all__ = ["StepBuilder"]
 
@@ -29,7 +28,7 @@ class StepBuilder:
     """Lays out one training step; `build` returns its Program.
 
     case: the step, as `normalised` gives it where it offloads. batch: the work of each micro-batch; last: of the last
-    one, where it is shorter. measured: seconds that replace the prices of collectives. offloaded: what lies beside.
+    one, where it is shorter. offloaded: what lies beside.
     """
 
     def __init__(
@@ -37,10 +36,9 @@ class StepBuilder:
         case: Case,
         batch: MicroBatch,
         last: MicroBatch | None = None,
-        measured: MeasuredCollectives | None = None,
         offloaded: Offloaded | None = None,
     ):
-        self.case, self.plan, self.measured, self.offloaded = case, case.plan, measured, offloaded
+        self.case, self.plan, self.offloaded = case, case.plan, offloaded
         self.batch, self.last, self.groups = batch, last or batch, batch.prices.groups
         self.sharding = Staging(batch.prices, offloaded) if offloaded else Sharding(batch.prices)
         self.hidden = {group: float(share) for group, share in batch.prices.hidden_shares.items()}
@@ -152,30 +150,39 @@ class StepBuilder:
         self, layer: list[Block], pass_: Pass, block: Block, phase: str, after: list[int], *split
     ) -> list[int]:
         """A block of a layer. Where counts of tokens stop the host, it launches each block beside the one before."""
-        prices = self.batch.prices
+        prices, seconds = self.batch.prices, self._computed_s(layer, phase, *split)[layer.index(block)]
         if not (stop_s := float(prices.stop_s(layer))):
-            return self._work(pass_, block, phase, after, *split)
+            return self._work(pass_, block, phase, after, seconds)
         if block.expert and phase != "backward":
             counts = pass_.op(Stream.LAUNCH, "cpu", f"counts {block.unit} {phase}", stop_s, [pass_.computed])
             pass_.launches.append(counts)
-        done = self._work(pass_, block, phase, after, *split)
+        done = self._work(pass_, block, phase, after, seconds)
         passes = {"forward": 1.0, "recompute": float(prices.repeats), "backward": 2.0}[phase] / len(layer)
         launch_s = float(prices.launches_s(layer)) * passes
         pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", f"launch {block.name} {phase}", launch_s, ()))
         return done
 
-    def _work(self, pass_: Pass, block: Block, phase: str, after: list[int], split: bool = False) -> list[int]:
+    def _computed_s(self, layer: list[Block], phase: str, split: bool = False) -> list[float]:
+        """Seconds that each block of a layer computes in a phase, some of it beside exchanges of other blocks."""
+        late = phase == "backward" and not split
+        seconds = [of[phase] + late * of["weight"] for of in map(self._block_s, layer)]
+        if not self.hidden["ep"] or (phase == "recompute" and self.plan.recompute != "full"):
+            return seconds
+        exchanges = ([one for one in (*block.before, *block.after) if one.group == "ep"] for block in layer)
+        return [float(part) for part in beside_exchanges(seconds, [self._hidden_s(comms) for comms in exchanges])]
+
+    def _work(self, pass_: Pass, block: Block, phase: str, after: list[int], duration_s: float) -> list[int]:
         """One block: collectives, compute, collectives. Returns what the next block waits for.
 
         A share of the compute runs beside the collectives, as far as software hides them: it is that of other tiles.
         """
         before, behind = block.before, block.after
         if phase == "backward":
-            before, behind = () if block.table else mirror(block.after), mirror(block.before)
+            before, behind = block.back
+            before = () if block.table else before
         elif phase == "recompute" and self.plan.recompute == "selective":
             before, behind = (), ()  # the scores alone
-        name, seconds, launched = f"{block.name} {phase}", self._block_s(block), pass_.launches[-1:]
-        duration_s = seconds[phase] + (seconds["weight"] if phase == "backward" and not split else 0.0)
+        name, launched = f"{block.name} {phase}", pass_.launches[-1:]
         after = [*after, *launched]
         if block.ring_bytes and self.plan.cp > 1:
             after = pass_.comms(before, name, after)
@@ -227,7 +234,7 @@ class StepBuilder:
         def gather(block: Block, previous: list[int]) -> list[int]:
             at = number[block.unit]
             while len(issued) <= min(at + ahead, len(units) - 1):
-                after = previous
+                after = [*previous, pass_.last] if self.batch.prices.habits.on_host and pass_.last >= 0 else previous
                 if pass_.last < 0:  # what comes before the pass: its message is not waited for
                     after = [] if phase == "forward" and first else pass_.after_compute()
                 issued.append(self.sharding.gather(pass_, units[len(issued)], phase, after))
@@ -261,43 +268,41 @@ class StepBuilder:
 
     def _slowdowns(self, batch: MicroBatch, blocks: list[Block], direction: str, last: bool) -> Callable[[str], float]:
         """Of compute by unit, beside the gathers and reductions of weights."""
-        if direction == "weight":
-            return lambda unit: 1.0
-        way = 0 if direction == "forward" else 1
+        way = ("forward", "backward", "weight").index(direction)
         factors = {unit[0].unit: self._slowdown(batch, unit, last)[way] for unit in _units(blocks)}
         return partial(dict.get, factors)
 
-    def _slowdown(self, batch: MicroBatch, unit: list[Block], last: bool) -> tuple[float, float]:
-        """Of a unit's compute, forward and backward: by gathers of weights and reductions of gradients."""
+    def _slowdown(self, batch: MicroBatch, unit: list[Block], last: bool) -> tuple[float, ...]:
+        """Of a unit's passes, of those for gradients of weights too: by gathers of weights, reductions of gradients."""
         if not unit[0].recomputed:
-            return 1.0, 1.0
+            return 1.0, 1.0, 1.0
         key = batch is self.last, last, tuple(id(block.ops) for block in unit)
         if key not in self._stretches:
-            prices = batch.prices
-            time = layer_time(unit, prices)
-            traffic, late = sharded(held(unit), prices), bool(prices.gathers_late)
-            backward_s = 0.0 if late and traffic.backward_s else traffic.backward_s + traffic.reduce_s
-            backward_s = backward_s + (self.sharding.reduced_s(unit, last) if self._reduces_beside else 0.0)
-            moved = 0.0 if late else traffic.forward_s, backward_s
+            prices, time = batch.prices, layer_time(unit, batch.prices)
+            traffic, weight_s = sharded(held(unit), prices), prices.split * time.weight_s
+            if prices.gathers_late and traffic.backward_s:
+                traffic = Sharded(0.0, 0.0, 0.0)
+            reduce_s = traffic.reduce_s + (self.sharding.reduced_s(unit, last) if self._reduces_beside else 0.0)
+            moved = traffic.forward_s, traffic.backward_s + (1 - prices.split) * reduce_s, prices.split * reduce_s
             causes = (*CAUSES, "launch_s") if prices.habits.on_host else CAUSES
-            computed = [float(sum(times[cause] for cause in causes)) for times in (time.forward, time.backward)]
-            slowed = [float(slowed_s(*pair, prices)) for pair in zip(time.passes_s, moved, strict=True)]
-            self._stretches[key] = tuple(
-                1 + s / busy if busy else 1.0 for s, busy in zip(slowed, computed, strict=True)
-            )
+            computed = [sum(times[cause] for cause in causes) for times in (time.forward, time.backward)]
+            passes = [(ahead_s, back_s - weight_s, weight_s) for ahead_s, back_s in (time.passes_s, computed)]
+            slowed = (slowed_s(busy_s, moved_s, prices) for busy_s, moved_s in zip(passes[0], moved, strict=True))
+            factors = (1 + s / one_s if s else 1.0 for s, one_s in zip(slowed, passes[1], strict=True))
+            self._stretches[key] = tuple(map(float, factors))
         return self._stretches[key]
 
     @cached_property
     def _reduces_beside(self) -> bool:
-        """Whether gradients are reduced beside a backward pass: the first bucket is full before its end."""
-        held_bytes = self.sharding.gradient_width * max(
-            sum(block.parameters for block in chunk) for stage in self.batch.chunks for chunk in stage
-        )
+        """Whether gradients are reduced beside a backward pass: the layers of a chunk fill a bucket."""
         if self.plan.zero == 3:
             return self.plan.shard > 0
-        return bool(self.batch.prices.habits.hides_dp > 0 and held_bytes > self.plan.bucket_bytes)
+        chunks = [chunk for stage in self.batch.chunks for chunk in stage]
+        held_bytes = max(sum(block.parameters * block.recomputed for block in chunk) for chunk in chunks)
+        full = held_bytes * self.sharding.gradient_width >= self.plan.bucket_bytes
+        return bool(self.batch.prices.habits.hides_dp > 0 and full)
 
-    def _hidden_s(self, comms: tuple[Comm, ...]) -> float:
+    def _hidden_s(self, comms: Sequence[Comm]) -> float:
         """Seconds of collectives beside which a block computes."""
         return sum(
             self.hidden[comm.group] * self.comm_s(comm.kind, comm.size_bytes, comm.group)
@@ -306,15 +311,8 @@ class StepBuilder:
         )
 
     def _comm_s(self, kind: str, size_bytes: float, name: str, calls: float = 1.0) -> float:
-        """Seconds of a collective: as measured, where it was."""
-        group = self.groups[name]
-        if self.measured and group.ranks > 1:
-            seconds = self.measured.seconds(
-                kind, int(group.ranks), -(-int(group.ranks) // int(group.in_node)), size_bytes
-            )
-            if seconds is not None:
-                return seconds
-        return float(self.batch.prices.comm_s(kind, size_bytes, group, calls))
+        """Seconds of a collective."""
+        return float(self.batch.prices.comm_s(kind, size_bytes, self.groups[name], calls))
 
 
 def _units(blocks: list[Block]) -> list[list[Block]]:

@@ -20,7 +20,7 @@ from madmax_lib.simulator.schedule.engine import Program
 from madmax_lib.simulator.schedule.passes import Pass
 from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.simulator.step.prices import Prices
-from madmax_lib.simulator.step.traffic import held
+from madmax_lib.simulator.step.traffic import held, reduced_s
 
 __all__ = ["Sharding"]
 
@@ -52,7 +52,9 @@ class Sharding:
         """Units whose parameters a pass gathers ahead, None if it gathers none."""
         if self.plan.zero == 3:
             return 0 if self.prices.gathers_late else self.plan.prefetch
-        return units if self.plan.overlap_gather and phase == "forward" and first else None
+        if not (self.plan.overlap_gather and phase == "forward" and first):
+            return None
+        return 0 if self.prices.habits.on_host else units
 
     def gather(self, pass_: Pass, unit: list[Block], phase: str, after: list[int], name: str = "") -> list[int]:
         """All-gather of the parameters of a unit, or under a name of several units, a call for each."""
@@ -75,10 +77,12 @@ class Sharding:
     def reducer(self, pass_: Pass, last: bool) -> Callable:
         """Function that takes the blocks of a backward pass in order and issues what reduces their gradients.
 
-        Buckets close when a unit ends that fills them, at the end of the pass, and under ZeRO-3 with every unit. The
-        optimizer waits for those of the last micro-batch (`pass_.ends`).
+        Buckets close when a unit ends that fills them, at the end of the pass, and under most ZeRO-3 with every unit.
+        The optimizer waits for those of the last micro-batch (`pass_.ends`).
         """
         buckets: dict[bool, list[Block]] = {False: [], True: []}
+        sharded = self.plan.zero == 3
+        most = 0.0 if sharded and not self.prices.buckets else self.plan.bucket_bytes
         active = (last or self.every_batch) and not self.plan.lora_rank
 
         def reduce(block: Block, op: int, *, end: bool, unit_end: bool) -> None:
@@ -88,26 +92,26 @@ class Sharding:
                 buckets[block.expert].append(block)
             for expert, bucket in buckets.items():
                 size_bytes = sum(one.parameters for one in bucket) * self.gradient_width
-                full = unit_end and (self.plan.zero == 3 or (self.beside and size_bytes >= self.plan.bucket_bytes))
+                full = unit_end and (sharded or self.beside) and size_bytes >= most
                 if size_bytes and (full or end):
                     done = self._reduce(pass_, expert, f"gradients {bucket[-1].unit}", size_bytes, op, last)
                     pass_.ends += done if last else []
                     bucket.clear()
-                    if not self.beside and self.plan.zero < 3:  # what follows waits
+                    if not self.beside and (self.plan.zero < 3 or self.prices.habits.on_host):  # what follows waits
                         pass_.last = pass_.op(Stream.COMPUTE, "idle", "reductions", 0.0, [pass_.last, *done])
 
         return reduce
 
     def reduced_s(self, unit: list[Block], last: bool) -> float:
         """Seconds in which gradients of a unit are reduced: below ZeRO-3, and at last between HSDP's copies."""
-        kind, count, seconds = "reduce_scatter" if self.plan.zero else "all_reduce", held(unit), 0.0
-        for expert, parameters in ((False, count.dense), (True, count.experts)):
-            group, size_bytes = self.groups[self.group(expert)], parameters * self.gradient_width
-            if self.plan.zero < 3 and (last or self.every_batch):
-                seconds += float(self.prices.comm_s(kind, size_bytes, group))
-            if self.plan.shard and last:
-                copies = self.groups["expert-replicate" if expert else "replicate"]
-                seconds += float(self.prices.comm_s("all_reduce", size_bytes / group.ranks, copies))
+        seconds = 0.0
+        for expert, parameters in held(unit).parts:
+            size_bytes = parameters * self.gradient_width
+            if self.plan.zero == 3:
+                size_bytes /= self.groups[self.group(expert)].ranks
+            calls = size_bytes / self.plan.bucket_bytes  # smaller units share one
+            within_s, across_s = reduced_s(size_bytes, np.ceil(calls) if calls > 1 else calls, expert, self.prices)
+            seconds += float((last or self.every_batch) * within_s + last * across_s)
         return seconds
 
     def keep(self, pass_: Pass, block: Block, ready: list[int]) -> None:
@@ -135,6 +139,7 @@ class Sharding:
         done = pass_.comm("reduce_scatter", group, what, size_bytes, done, calls)
         if last and plan.shard:
             copies, part_bytes = "expert-replicate" if expert else "replicate", size_bytes / self.groups[group].ranks
-            calls = max(float(np.ceil(part_bytes / plan.bucket_bytes)), 1.0)
+            if plan.zero == 3:
+                calls = max(float(np.ceil(part_bytes / plan.bucket_bytes)), 1.0)
             done = pass_.comm("all_reduce", copies, what, part_bytes, done, calls)
         return done

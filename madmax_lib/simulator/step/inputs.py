@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 
@@ -15,13 +16,13 @@ from madmax_lib.case import Case
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.layers.ops import Precision, precision
 from madmax_lib.simulator.layers.shape import Shape
-from madmax_lib.simulator.layers.work import Work
+from madmax_lib.simulator.layers.work import HABITS, Work
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.alike import mapped
 from madmax_lib.specs import Device, Link
 
-__all__ = ["Coded", "Habits", "Machine", "Steps"]
+__all__ = ["Coded", "Habits", "Hardware", "Steps"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Coded:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """Data-sheet rates of the devices and links of a step, and the classes of constants that say what is reached."""
 
     peak_gemm: Number  # FLOP/s of the products
@@ -92,6 +93,8 @@ class Habits:
     tensorwise: Number  # FSDP gathers tensor by tensor
     reduces_each: Number  # a pipeline without ZeRO reduces gradients with every micro-batch
     legacy: Number  # products of 2021
+    score_bytes: Number  # that unfused attention moves per score, forward
+    buckets: Number  # ZeRO-3 reduces gradients in buckets, not layer by layer
     repeated: Number  # share of the products that selective recompute repeats instead of attention's scores
     send_once: Number  # a token goes once to a rank with several of its experts
     blocking_sends: Number  # messages between stages stop the host
@@ -108,7 +111,7 @@ class Steps:
     """One training step or many."""
 
     work: Work  # what is computed
-    machine: Machine  # where
+    machine: Hardware  # where
     habits: Habits  # by which software
     global_batch: Number  # samples per step over all devices
     jitter: Number = 0.0  # mean delay of a rank over the time it computes, as in `Case`
@@ -118,7 +121,7 @@ class Steps:
     def of(cls, case: Case) -> Steps:
         """Of one case, with one plan or the columns of many."""
         machine, habits = (_coded(row) for row in (_machine(case), _habits(case)))
-        return cls(Work.of(case), Machine(**machine), Habits(**habits), case.global_batch, case.jitter)
+        return cls(Work.of(case), Hardware(**machine), Habits(**habits), case.global_batch, case.jitter)
 
     @classmethod
     def stack(cls, cases: Sequence[Case]) -> Steps:
@@ -127,9 +130,10 @@ class Steps:
         widths = [precision(case.dtype) for case in cases]
         width = Precision(*(np.array([getattr(w, name) for w in widths]) for name in _WIDTHS))
         sequence, batch, imbalance, jitter = (np.array([getattr(case, name) for case in cases]) for name in _NUMBERS)
-        work = Work(Shape.stack([case.model for case in cases]), plans, sequence, width, imbalance)
+        habits = (np.array([float(getattr(case.software, name)) for case in cases]) for name in HABITS)
+        work = Work(Shape.stack([case.model for case in cases]), plans, sequence, width, imbalance, *habits)
         machine, habits = (_stacked([read(case) for case in cases]) for read in (_machine, _habits))
-        return cls(work, Machine(**machine), Habits(**habits), batch, jitter)
+        return cls(work, Hardware(**machine), Habits(**habits), batch, jitter)
 
     def __getitem__(self, rows: np.ndarray) -> Steps:
         """Some of stacked steps."""
@@ -140,10 +144,16 @@ class Steps:
         """Whether these are plans of one case in rows."""
         return len(self.work.plan.shape) == 1 and not np.ndim(self.work.shape.layers)
 
-    @property
+    @cached_property
     def micro_batches(self) -> Number:
         """Per step and pipeline, the last one perhaps short."""
         return np.ceil(self.global_batch / (self.work.plan.dp * self.work.plan.micro_batch))
+
+    @cached_property
+    def in_round(self) -> Number:
+        """Micro-batches that go through a chunk in a row on average, as `schedules.order` groups them; pp at least."""
+        pp, count = np.asarray(self.work.plan.pp), self.micro_batches
+        return np.maximum(count / np.maximum(np.floor(count / pp), 1), pp)
 
 
 _NUMBERS = ("sequence", "global_batch", "imbalance", "jitter")
@@ -151,7 +161,7 @@ _WIDTHS = ("operand_bytes", "storage_bytes")
 
 
 def _machine(case: Case) -> dict[str, float | str]:
-    """Fields of `Machine` of a case."""
+    """Fields of `Hardware` of a case."""
     cluster, device = case.cluster, case.cluster.device
     family = "other" if device.family == "cpu" else device.family  # no constants are fitted
     wide = case.dtype in ("fp32", "tf32", "fp64")
@@ -201,7 +211,8 @@ def _habits(case: Case) -> dict[str, float | str | np.ndarray]:
     plan, software = case.plan, case.software
     on_host = float(case.cluster.device.family == "cpu")
     blocks = {way: on_host * (way not in software.cpu_async) for way in ("ddp", "fsdp")}
-    reduced = np.where(np.asarray(plan.zero) < 2, 1 - blocks["ddp"], 1 - blocks["fsdp"]) if on_host else 1.0
+    plain = (np.asarray(plan.zero) < 2) & (np.asarray(plan.tp) * plan.ep == 1)  # DDP, else FSDP's own way of copies
+    reduced = np.where(plain, 1 - blocks["ddp"], 1 - blocks["fsdp"]) if on_host else 1.0
     return {
         "kernels": software.kernels,
         "stack": software.name,
@@ -213,6 +224,8 @@ def _habits(case: Case) -> dict[str, float | str | np.ndarray]:
         "tensorwise": float(software.gathers_tensorwise),
         "reduces_each": float(software.reduces_every_micro_batch),
         "legacy": float(software.legacy),
+        "score_bytes": software.score_bytes,
+        "buckets": float(software.engine),
         "repeated": software.selective_products,
         "send_once": float(software.send_once),
         "blocking_sends": float(software.sends_block),

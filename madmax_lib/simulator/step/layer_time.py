@@ -10,13 +10,13 @@ from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.simulator.layers.ops import Block
+from madmax_lib.simulator.layers.ops import Block, Comm
 from madmax_lib.simulator.layers.work import has
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.step.alike import mapped
 from madmax_lib.simulator.step.prices import CAUSES, Prices, add
 
-__all__ = ["LAYER_PARTS", "LayerTime", "layer_time", "mean"]
+__all__ = ["LAYER_PARTS", "LayerTime", "beside_exchanges", "layer_time", "mean"]
 
 LAYER_PARTS = (*CAUSES, "launch_s", "tp_s", "cp_s", "ep_s")
 _PARTS = {"tp": "tp_s", "etp": "tp_s", "ep": "ep_s", "cp": "cp_s"}  # by group
@@ -39,17 +39,21 @@ class LayerTime:
 def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
     """Time of a layer made of these blocks, or of an end of the model."""
     forward, backward = (dict.fromkeys(LAYER_PARTS, 0.0) for _ in range(2))
-    weight_s: Number = 0.0
-    for block in blocks:
-        seconds, waits_s = prices.block_s(block), _collectives_s(block, prices)
-        ahead_s, again_s, back_s, late_s = (sum(causes.values()) for causes in seconds.values())
-        weight_s = weight_s + late_s
+    waits = [_collectives_s((*block.before, *block.after), prices) for block in blocks]
+    priced = [prices.block_s(block) for block in blocks]
+    totals = [[sum(causes.values()) for causes in seconds.values()] for seconds in priced]
+    beside = [(ahead_s, again_s, back_s + (1 - prices.split) * late_s) for ahead_s, again_s, back_s, late_s in totals]
+    weight_s = sum(total[-1] for total in totals)
+    if has(prices.habits.hides_ep):
+        hidden = [prices.hidden_shares["ep"] * of.get("ep", 0.0) for of in waits]
+        beside = [*zip(*(beside_exchanges(phase, hidden) for phase in zip(*beside, strict=True)), strict=True)]
+    for block, seconds, waits_s, (ahead_s, again_s, beside_s) in zip(blocks, priced, waits, beside, strict=True):
+        back_waits_s = _collectives_s(sum(block.reverse, ()), prices) if block.reverse else waits_s
         add(forward, seconds["forward"])
         for phase in ("backward", "weight", "recompute"):
             add(backward, seconds[phase])
-        beside_s = back_s + (1 - prices.split) * late_s
         add(forward, _exposed(waits_s, prices, ahead_s))
-        add(backward, _exposed(waits_s, prices, beside_s))
+        add(backward, _exposed(back_waits_s, prices, beside_s))
         if has(prices.repeats):
             add(backward, _exposed(waits_s, prices, again_s), prices.repeats)
         if has(block.ring_bytes):
@@ -60,13 +64,26 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
     return LayerTime(forward, backward, weight_s)
 
 
+def beside_exchanges(computed_s: Sequence[Number], hidden_s: Sequence[Number]) -> list[Number]:
+    """Seconds that the blocks of a layer compute, where exchanges of so many seconds run beside another micro-batch.
+
+    All its compute serves, attention's too [DeepSeek-V3, arXiv 2412.19437, section 3.2.1], so a block whose exchanges
+    take longer than it computes is lent what others have to spare. The sum stays.
+    """
+    spare_s = [np.maximum(own - other, 0.0) for own, other in zip(computed_s, hidden_s, strict=True)]
+    lacks_s = [np.maximum(other - own, 0.0) for own, other in zip(computed_s, hidden_s, strict=True)]
+    moved_s = np.minimum(sum(spare_s), sum(lacks_s))
+    given, got = (moved_s / np.maximum(sum(part), 1e-30) for part in (spare_s, lacks_s))
+    return [own + got * lack - given * more for own, lack, more in zip(computed_s, lacks_s, spare_s, strict=True)]
+
+
 def _add_host(forward: dict, backward: dict, blocks: Sequence[Block], prices: Prices) -> None:
     """Launches on a CPU, which computes itself; on a GPU waits for a host that counts of tokens have stopped."""
     launches_s, stop_s, on_host = prices.launches_s(blocks), prices.stop_s(blocks), prices.habits.on_host
     ways = (forward, launches_s, stop_s), (backward, (2 + prices.repeats) * launches_s, prices.repeats * stop_s)
     for times, host_s, stopped_s in ways:
         behind_s = np.maximum(host_s - sum(times.values()), stopped_s) if np.any(stop_s) else 0.0
-        times["launch_s"] = on_host * prices.steps.slower * host_s + np.where(np.asarray(stop_s) > 0, behind_s, 0.0)
+        times["launch_s"] = on_host * prices.slower * host_s + np.where(np.asarray(stop_s) > 0, behind_s, 0.0)
 
 
 def mean(first: LayerTime, second: LayerTime, share: Number) -> LayerTime:
@@ -74,10 +91,10 @@ def mean(first: LayerTime, second: LayerTime, share: Number) -> LayerTime:
     return mapped(lambda one, other: (1 - share) * one + share * other, first, second)
 
 
-def _collectives_s(block: Block, prices: Prices) -> dict[str, Number]:
-    """Seconds of a block's collectives by group."""
+def _collectives_s(comms: tuple[Comm, ...], prices: Prices) -> dict[str, Number]:
+    """Seconds of collectives by group."""
     result: dict[str, Number] = {}
-    for comm in (*block.before, *block.after):
+    for comm in comms:
         if comm.kind != "copy":
             add(result, {comm.group: prices.comm_s(comm.kind, comm.size_bytes, prices.groups[comm.group])})
     return result

@@ -34,6 +34,7 @@ class Pieces:
     layers: Held  # parameters of the mean layer
     first: Number  # of the embedding
     last: Number  # of the head
+    farther_s: Number  # by which a layer that attends to all takes longer than one that attends to a window
     layer_traffic: Sharded  # of their weights under ZeRO-3
     first_traffic: Sharded
     last_traffic: Sharded
@@ -49,9 +50,9 @@ class Pieces:
 def pieces_of(steps: Steps, parameters: Parameters) -> Pieces:
     """Times of the layers and ends of steps, and the traffic of their weights."""
     prices = Prices(steps, parameters)
-    *times, layers, first, last = _passes_of_table(steps, parameters) if steps.is_table else _passes(prices)
+    *times, layers, first, last, farther_s = _passes_of_table(steps, parameters) if steps.is_table else _passes(prices)
     traffic = (sharded(count, prices) for count in (layers, Held(first, 0.0), Held(last, 0.0)))
-    return Pieces(prices, *times, layers, first, last, *traffic)
+    return Pieces(prices, *times, layers, first, last, farther_s, *traffic)
 
 
 def _passes_of_table(steps: Steps, parameters: Parameters) -> tuple:
@@ -73,10 +74,10 @@ def _passes_of_table(steps: Steps, parameters: Parameters) -> tuple:
 
 
 def _passes(prices: Prices) -> tuple:
-    """Times of layer, dense layer, embedding and head, parameters of the mean layer and of the ends."""
+    """Times of layer, dense layer, embedding and head, parameters of the mean layer and of the ends, `farther_s`."""
     work = prices.steps.work
     first, last = embedding_block(work), head_block(work)
-    dense, layers = _mean_layer(prices, mixture=False)
+    dense, layers, farther_s = _mean_layer(prices, mixture=False)
     layer = dense
     if np.any(np.asarray(work.shape.experts) > 0):
         layer, mixed = _mixture_layer(prices)
@@ -84,26 +85,27 @@ def _passes(prices: Prices) -> tuple:
         share = work.shape.mixture_share
         layers = Held(share * mixed.dense + (1 - share) * layers.dense, share * mixed.experts)
     ends = layer_time([first], prices), layer_time([last], prices)
-    return layer, dense, *ends, layers, held([first]).dense, held([last]).dense
+    return layer, dense, *ends, layers, held([first]).dense, held([last]).dense, farther_s
 
 
 def _mixture_layer(prices: Prices) -> tuple[LayerTime, Held]:
     """A layer with experts; steps with and without exchanges of tokens may stand beside each other."""
     spread = np.asarray(prices.plan.ep) > 1
-    kinds = [_mean_layer(prices, mixture=True, exchanged=kind) for kind in (False, True) if np.any(spread == kind)]
+    kinds = [_mean_layer(prices, mixture=True, exchanged=kind)[:2] for kind in (False, True) if np.any(spread == kind)]
     if len(kinds) == 1:
         return kinds[0]
     (together, whole), (apart, cut) = kinds
     return mean(together, apart, spread), Held(np.where(spread, cut.dense, whole.dense), spread * cut.experts)
 
 
-def _mean_layer(prices: Prices, *, mixture: bool, exchanged: bool = True) -> tuple[LayerTime, Held]:
-    """A layer; where some attend to a window, the mean of both kinds."""
-    work, share = prices.steps.work, prices.steps.work.shape.windowed_share
+def _mean_layer(prices: Prices, *, mixture: bool, exchanged: bool = True) -> tuple:
+    """A layer; where some attend to a window, the mean of both kinds, and by how many seconds they differ."""
+    farther_s, work, share = 0.0, prices.steps.work, prices.steps.work.shape.windowed_share
     blocks = layer_blocks(work, 0, mixture=mixture, windowed=False, exchanged=exchanged)
     layer = layer_time(blocks, prices)
     if np.any(share > 0):
         blocks_near = layer_blocks(work, 0, mixture=mixture, windowed=True, exchanged=exchanged)
         near = layer_time(blocks_near, prices)
+        farther_s = sum(layer.passes_s) - sum(near.passes_s)
         layer = mean(layer, near, share)
-    return layer, held(blocks)
+    return layer, held(blocks), farther_s

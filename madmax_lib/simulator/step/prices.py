@@ -12,10 +12,11 @@ from functools import cached_property
 
 import numpy as np
 
+from madmax_lib.collectives import measured_s
 from madmax_lib.simulator.layers.ops import Block, Op, phases
 from madmax_lib.simulator.layers.work import has
 from madmax_lib.simulator.rates.collectives import exchange, ring, ring_steps
-from madmax_lib.simulator.rates.compute import SCORE_BYTES, Number, misfit, optimizer_bytes
+from madmax_lib.simulator.rates.compute import Number, misfit, optimizer_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.rates.topology import Group, Groups
 from madmax_lib.simulator.step.inputs import Steps
@@ -24,6 +25,7 @@ __all__ = ["CAUSES", "Prices", "add"]
 
 CAUSES = ("gemm_s", "attention_s", "pointwise_s")  # of compute
 _COLLECTIVES = 4  # of tensor parallelism in the forward pass of a layer: two gathers, two scatters
+_CALLS = 2  # of cp, of experts, of FSDP in a layer
 _STOP_LAUNCHES = 3  # assumed
 _TENSORS = 12  # of a transformer layer: weights and biases of four products and two norms
 
@@ -37,6 +39,16 @@ class Prices:
         self.constants = parameters.constants
         self.groups = Groups(self.plan, self.machine.node)
         self._rates: dict[tuple[str, str], tuple[Number, Number]] = {}
+
+    @cached_property
+    def alone(self) -> Number:
+        """Time of compute while no other device computes, over that beside all."""
+        return self.constants["alone"]
+
+    @cached_property
+    def slower(self) -> Number:
+        """Seconds of compute over those at the prices: of ranks that are behind, or that have a host to themselves."""
+        return self.steps.slower * np.where(self.plan.world_size == 1, self.alone, 1.0)
 
     @cached_property
     def memory(self) -> Number:
@@ -83,7 +95,7 @@ class Prices:
         return {
             "": factor,
             "experts": factor * self.habits.mixture.constant(self.parameters, "moe_pointwise"),
-            "core": SCORE_BYTES / 4 * self.constants["softmax_factor"] / self.memory,  # its op has 4 bytes per score
+            "core": self.habits.score_bytes / 4 * self.constants["softmax_factor"] / self.memory,  # ops have 4 a score
         }
 
     def op_s(self, op: Op) -> Number:
@@ -105,25 +117,31 @@ class Prices:
         selective, repeated = self.plan.recompute == "selective", self.habits.repeated
         result: dict[str, dict[str, Number]] = {"forward": {}, "recompute": {}, "backward": {}, "weight": {}}
         for phase, op in phases(block):
-            cause, seconds = _cause(op), self.steps.slower * self.op_s(op)
+            cause, seconds = _cause(op), self.slower * self.op_s(op)
             if phase == "forward" and block.recomputed:
                 kept = repeated if cause == "gemm_s" else op.core * (repeated == 0)
                 add(result["recompute"], {cause: (self.repeats + selective * kept) * seconds})
             add(result[phase], {cause: seconds * self.trained if phase == "weight" else seconds})
         if not block.table:
             extra_s = self.habits.kernels.constant(self.parameters, "weight_bytes") * block.parameters / self.memory
-            add(result["weight"], {"gemm_s": self.steps.slower * self.trained * extra_s})
+            add(result["weight"], {"gemm_s": self.slower * self.trained * extra_s})
         return result
 
     def comm_s(self, kind: str, size_bytes: Number, group: Group, calls: Number = 1.0) -> Number:
         """Seconds of a collective of a group, split into so many calls; 0 where it moves nothing."""
         if kind == "copy":
             return 0.0
-        kind = "all_gather" if kind == "reduce_scatter" else kind  # its reverse
-        if (kind, group.name) not in self._rates:
-            self._rates[kind, group.name] = self._rate(kind, group)
-        byte_s, call_s = self._rates[kind, group.name]
-        return size_bytes * byte_s + (size_bytes > 0) * (calls * call_s)
+        priced = "all_gather" if kind == "reduce_scatter" else kind  # its reverse
+        if (priced, group.name) not in self._rates:
+            self._rates[priced, group.name] = self._rate(priced, group)
+        byte_s, call_s = self._rates[priced, group.name]
+        seconds = size_bytes * byte_s + (size_bytes > 0) * (calls * call_s)
+        for name, points in self.parameters.collectives.items():
+            of, ranks, nodes = name.split()
+            if of == kind and has(there := (group.ranks == int(ranks)) & (np.ceil(group.nodes) == int(nodes))):
+                each = calls * measured_s(points, size_bytes / calls)
+                seconds = np.where(there, (size_bytes > 0) * each, seconds)
+        return seconds
 
     def _rate(self, kind: str, group: Group) -> tuple[Number, Number]:
         """Seconds per byte of a collective, and of a call; 0 in a group of one."""
@@ -190,6 +208,12 @@ class Prices:
         return ((zero == 2) & (pp == 1)) | ((zero == 0) & (pp > 1) & (self.habits.reduces_each > 0))
 
     @cached_property
+    def buckets(self) -> bool | np.ndarray:
+        """Where ZeRO-3 reduces gradients in buckets, as DeepSpeed does; beside late gathers or a pipeline by layer."""
+        several = (self.habits.buckets > 0) & (self.plan.zero == 3) & (self.plan.pp == 1)
+        return several & np.logical_not(self.gathers_late)
+
+    @cached_property
     def gradient_bytes(self) -> Number:
         """Of a gradient in reductions."""
         wire = np.maximum(self.habits.wire_bytes, self.steps.work.width.storage_bytes)
@@ -211,7 +235,7 @@ class Prices:
 
     def update_s(self, parameters: Number) -> Number:
         """Seconds of the optimizer for the parameters that a device owns."""
-        return self.steps.slower * optimizer_bytes(parameters) * self.constants["optimizer_factor"] / self.memory
+        return self.slower * optimizer_bytes(parameters) * self.constants["optimizer_factor"] / self.memory
 
     @cached_property
     def launch_s(self) -> Number:
@@ -220,11 +244,22 @@ class Prices:
         Where messages between stages stop the host, ranks of tp wait for each other's hosts in every collective.
         """
         kernels, tp = self.habits.kernels, self.plan.tp
-        collectives_s = (tp > 1) * _COLLECTIVES * kernels.constant(self.parameters, "comm_launch_s")
+        calls = (tp > 1) * _COLLECTIVES + self.habits.on_host * self._blocking_calls
+        collectives_s = calls * kernels.constant(self.parameters, "comm_launch_s")
         if has(self.habits.blocking_sends):
             stopped = (self.habits.blocking_sends > 0) & (self.plan.pp > 1)
             collectives_s = collectives_s * np.where(stopped, tp, 1)
         return self.habits.forward_kernels * kernels.constant(self.parameters, "launch_s") + collectives_s
+
+    @cached_property
+    def _blocking_calls(self) -> Number:
+        """Other calls that block a process on a CPU, in units of those of tp: of cp, of experts, and FSDP's of a layer.
+
+        FSDP2 shards, or where DDP cannot go copies. Counted in traces of gloo: idle time per layer beside that of DDP.
+        """
+        p = self.plan
+        wrapped = (p.dp * p.cp > 1) & ((np.asarray(p.zero) >= 2) | (np.asarray(p.tp) * p.ep > 1))
+        return _CALLS * ((np.asarray(p.cp) > 1) + 0.0 + (np.asarray(p.ep) > 1) + wrapped)
 
     @cached_property
     def routing_s(self) -> Number:

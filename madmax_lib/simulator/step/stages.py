@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -10,9 +11,9 @@ from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.layer_time import LayerTime
 from madmax_lib.simulator.step.pieces import Pieces
-from madmax_lib.simulator.step.traffic import beside_s, slowed_s
+from madmax_lib.simulator.step.traffic import Held, beside_s, sharded, slowed_s
 
-__all__ = ["Stages", "bubble_s", "sends_s", "stages_of"]
+__all__ = ["Stages", "bubble_s", "sends_s", "short_s", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -21,160 +22,241 @@ class Stages:
 
     slowest_s: Number
     sum_s: Number  # of all
+    ends_s: tuple[Number, Number, Number]  # at the ends of the passes of each, before the first, behind the last
+    passes_s: tuple[Number, Number]  # of a layer, forward and backward
+    halves_s: tuple[Number, Number]  # of its backward pass where that is split: gradients of inputs, of weights
     edges_s: Number  # of each, traffic of weights at the ends of passes, for which no other stage waits
     first_s: tuple[Number, Number]  # (forward, backward) of the first
-    first_layers: Number  # that it has
-    layers: Number  # of the slowest
-    dense: Number  # of a mixture among them
-    fullest: Number  # layers of the fullest stage
-    mixed: Number  # with experts of that which has most
+    layers: tuple[Number, Number, Number]  # of the first, fullest middle and last
+    farther_s: tuple[Number, ...]  # of these, for more layers that attend to all than the mean of so many has
+    dense: Number  # of a mixture in the first
+    held: tuple[tuple[Number, Number, Number], ...]  # layers, with experts, stages before, seconds: of these three
     in_first: Number  # 1 where the slowest has the embedding
     in_last: Number  # and the head
+
+    def of_slowest(self, first: Number, middle: Number, last: Number) -> Number:
+        """That of the slowest stage."""
+        return np.where(self.in_first, first, np.where(self.in_last, last, middle))
 
 
 def stages_of(steps: Steps, pieces: Pieces) -> Stages:
     """Stages as `plan_layers.chunk_layers` cuts them; a remainder lies in the middle."""
     shape, pp = steps.work.shape, np.asarray(steps.work.plan.pp)
     first, middle, last = _layers_of_stages(steps)
-    layer_s = _with_traffic(pieces.layer, pieces)
-    dense_s = layer_s if pieces.dense is pieces.layer else _with_traffic(pieces.dense, pieces)
-    layers_s, head_s = layer_s[0] + layer_s[1], sum(pieces.head.passes_s)
-    fewer = np.minimum(np.where(np.asarray(shape.experts) > 0, shape.dense_layers, 0), first)
-    cheaper = [less_s - one_s for less_s, one_s in zip(dense_s, layer_s, strict=True)]
-    ends_s, first_end_s, last_end_s = _ends_s(steps, pieces)
-    single = pp == 1
+    passes_s, halves_s = _with_traffic(pieces.layer, pieces)
+    layer_s, head_s = sum(passes_s), sum(pieces.head.passes_s)
+    mixed, single = np.asarray(shape.experts) > 0, pp == 1
+    fewer, cheaper_s = np.minimum(np.where(mixed, shape.dense_layers, 0), first), (0.0, 0.0)
+    if pieces.dense is not pieces.layer:
+        dense_s = _with_traffic(pieces.dense, pieces)[0]
+        cheaper_s = [less_s - one_s for less_s, one_s in zip(dense_s, passes_s, strict=True)]
+    ends_s, first_end_s, last_end_s, edges_s = _ends_s(steps, pieces)
+    ways = zip(passes_s, cheaper_s, pieces.embedding.passes_s, pieces.head.passes_s, strict=True)
     forward_s, backward_s = (
-        first * one_s + fewer * less_s + embedding_s + single * end_s
-        for one_s, less_s, embedding_s, end_s in zip(
-            layer_s, cheaper, pieces.embedding.passes_s, pieces.head.passes_s, strict=True
-        )
+        first * one_s + (fewer * less_s + (embedding_s + single * end_s)) for one_s, less_s, embedding_s, end_s in ways
     )
-    first_s = forward_s + backward_s + ends_s + first_end_s + single * last_end_s
-    middle_s = np.where(pp > 2, middle * layers_s + ends_s, 0.0)
-    last_s = np.where(pp > 1, last * layers_s + head_s + ends_s + last_end_s, 0.0)
+    first_s = forward_s + backward_s + ends_s + (first_end_s + single * last_end_s)
+    middle_s = np.where(pp > 2, middle * layer_s + ends_s, 0.0)
+    before_s, after_s = first_end_s + sum(pieces.embedding.passes_s), head_s + last_end_s
+    last_s = np.where(pp > 1, last * layer_s + after_s + ends_s, 0.0)
     between = np.where(pp > 2, np.asarray(shape.layers) - first - last, 0.0)
+    sum_s = first_s + last_s + between * layer_s + np.maximum(pp - 2, 0) * ends_s
+    farther_s = _farther_s(steps, pieces, first, middle, last)
+    if np.any(shape.windowed_share > 0):
+        first_s, middle_s, last_s = (sum(pair) for pair in zip((first_s, middle_s, last_s), farther_s, strict=True))
     slowest_s = np.maximum(np.maximum(first_s, middle_s), last_s)
     in_last = (last_s >= slowest_s) | single
-    in_first = (first_s >= slowest_s) & (single | ~in_last)
+    middle_held, last_held = np.where(pp > 2, middle, 0), np.where(pp > 1, last, 0)
+    held = (first, fewer, 0, first_s), (middle_held, 0, pp - 2, middle_s), (last_held, 0, pp - 1, last_s)
     return Stages(
         slowest_s=slowest_s,
-        sum_s=first_s + last_s + between * layers_s + np.maximum(pp - 2, 0) * ends_s,
-        edges_s=_edges_s(pieces, ends_s),
+        sum_s=sum_s,
+        ends_s=(ends_s, before_s, after_s),
+        passes_s=passes_s,
+        halves_s=halves_s,
+        edges_s=edges_s,
         first_s=(forward_s, backward_s),
-        first_layers=first,
-        layers=np.where(in_first, first, np.where(in_last, last, middle)),
-        dense=np.where(in_first, fewer, 0),
-        fullest=np.maximum(first, np.where(pp > 2, np.maximum(middle, last), last)),
-        mixed=np.where(
-            np.asarray(shape.experts) > 0, np.maximum(first - fewer, np.where(pp > 2, middle, last * (pp > 1))), 0
-        ),
-        in_first=in_first,
+        layers=(first, middle, last),
+        farther_s=farther_s,
+        dense=fewer,
+        held=tuple((many, mixed * (many - dense), *rest) for many, dense, *rest in held),
+        in_first=(first_s >= slowest_s) & (single | ~in_last),
         in_last=in_last,
     )
 
 
-def _with_traffic(layer: LayerTime, pieces: Pieces) -> tuple[Number, Number]:
-    """Forward and backward pass of a layer, with the traffic of ZeRO-3 beside it."""
+def _farther_s(steps: Steps, pieces: Pieces, first: Number, middle: Number, last: Number) -> tuple[Number, ...]:
+    """Seconds of a first, middle and last stage of so many layers for those that attend to all beyond their share.
+
+    Every so many layers one does, the last of them; the fullest middle stage begins with one.
+    """
+    shape, pp, chunks = steps.work.shape, np.asarray(steps.work.plan.pp), np.asarray(steps.work.plan.interleave)
+    share, every = shape.windowed_share, chunks * np.maximum(shape.full_every, 1)
+    if not np.any(share > 0):
+        return 0.0, 0.0, 0.0
+    full = chunks * np.floor(first / every), chunks * np.ceil(middle / every), chunks * np.ceil(last / every)
+    more = (many - (1 - share) * held for many, held in zip(full, (first, middle, last), strict=True))
+    return tuple(((share > 0) & (share < 1) & (pp > 1)) * pieces.farther_s * one for one in more)
+
+
+def _with_traffic(layer: LayerTime, pieces: Pieces) -> tuple[tuple[Number, Number], tuple[Number, Number]]:
+    """Forward and backward pass of a layer, with the traffic of ZeRO-3 beside it, and the halves of a split one.
+
+    Gradients of inputs are computed beside gathers, those of weights beside reductions.
+    """
     (forward_s, backward_s), traffic, prices = layer.passes_s, pieces.layer_traffic, pieces.prices
+    split, halves_s = prices.split > 0, (backward_s - layer.weight_s, layer.weight_s)
     if not np.any(np.asarray(prices.plan.zero) >= 3):
-        return forward_s, backward_s
-    split, together_s = prices.split > 0, beside_s(backward_s, traffic.backward_s, traffic.reduce_s, prices)
+        return (forward_s, backward_s), halves_s
+    reduce_s = np.where(prices.buckets, 0.0, traffic.reduce_s) if np.any(prices.buckets) else traffic.reduce_s
+    together_s = beside_s(backward_s, traffic.backward_s, reduce_s, prices)
     if np.any(split):
-        together_s = np.where(split, sum(_halves_s(layer, pieces)), together_s)
-    return beside_s(forward_s, traffic.forward_s, 0.0, prices), together_s
+        inputs_s = beside_s(halves_s[0], traffic.backward_s, 0.0, prices)
+        halves_s = inputs_s, beside_s(halves_s[1], 0.0, traffic.reduce_s, prices)
+        together_s = np.where(split, sum(halves_s), together_s)
+    return (beside_s(forward_s, traffic.forward_s, 0.0, prices), together_s), halves_s
 
 
-def _halves_s(layer: LayerTime, pieces: Pieces) -> tuple[Number, Number]:
-    """Split backward pass of a layer: gradients of inputs beside gathers, those of weights beside reductions."""
-    traffic, prices = pieces.layer_traffic, pieces.prices
-    inputs_s = beside_s(layer.passes_s[1] - layer.weight_s, traffic.backward_s, 0.0, prices)
-    return inputs_s, beside_s(layer.weight_s, 0.0, traffic.reduce_s, prices)
-
-
-def _ends_s(steps: Steps, pieces: Pieces) -> tuple[Number, Number, Number]:
-    """Traffic of ZeRO-3 at the ends of passes, where nothing computes beside it: of any stage, the first, the last.
+def _ends_s(steps: Steps, pieces: Pieces) -> tuple[Number, Number, Number, Number]:
+    """Traffic of ZeRO-3 at the ends of passes: of any stage, the first, the last, and for which no other stage waits.
 
     Beside the first gather and the last reduction of a pass there is no layer. Where traffic sets the pace, its last
-    layer computes alone instead, in the backward pass beside reductions. The head computes beside one gather.
+    layer computes alone instead, in the backward pass beside reductions. The head computes beside one gather. Two
+    layers of each pass are gathered before a stage gets a message, and reduced after it has sent its own.
     """
     prices, traffic = pieces.prices, pieces.layer_traffic
     if not np.any(np.asarray(prices.plan.zero) >= 3):
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     (forward_s, backward_s), both_s = pieces.layer.passes_s, traffic.backward_s + traffic.reduce_s
-    chunks = np.asarray(prices.plan.interleave)
+    chunks, weight_s = np.asarray(prices.plan.interleave), pieces.layer.weight_s
     layers = np.asarray(steps.work.shape.layers) / (prices.plan.pp * chunks)
-    behind_s = np.maximum(both_s - backward_s - slowed_s(backward_s, both_s, prices), 0.0)
-    back_s, weight_s = np.maximum(both_s - layers * behind_s, 0.0), pieces.layer.weight_s
+    ways = (forward_s, traffic.forward_s), (backward_s, both_s)
+    behind_s = [np.maximum(more_s - one_s - slowed_s(one_s, more_s, prices), 0.0) for one_s, more_s in ways]
+    back_s = np.maximum(both_s - layers * behind_s[1], 0.0)
     if np.any(prices.split):
         apart_s = np.minimum(traffic.backward_s, backward_s - weight_s) + np.minimum(traffic.reduce_s, weight_s)
         back_s = np.where(prices.split > 0, apart_s, back_s)
+    if np.any(prices.buckets):
+        back_s = np.where(prices.buckets, _buckets_s(steps, pieces), back_s)
     ends_s = chunks * (np.minimum(traffic.forward_s, forward_s) + back_s)
+    edges_s = ends_s + chunks * np.minimum(layers, 2) * sum(behind_s)
     beside_head_s = np.minimum(traffic.backward_s, pieces.head.passes_s[1])
     if np.any(prices.gathers_late):
-        ends_s = np.where(prices.gathers_late, 0.0, ends_s)
-        beside_head_s = np.where(prices.gathers_late, 0.0, beside_head_s)
+        ends_s, beside_head_s = (np.where(prices.gathers_late, 0.0, part) for part in (ends_s, beside_head_s))
+        edges_s = np.where(prices.gathers_late, chunks * (traffic.forward_s + both_s), edges_s)
     first, last = pieces.first_traffic, pieces.last_traffic
     last_s = last.backward_s + last.reduce_s + np.maximum(last.forward_s - forward_s, 0.0) - beside_head_s
-    return ends_s, first.forward_s + first.backward_s + first.reduce_s, last_s
+    return ends_s, first.forward_s + first.backward_s + first.reduce_s, last_s, edges_s
 
 
-def _edges_s(pieces: Pieces, ends_s: Number) -> Number:
-    """Gathers before a stage gets a message, of two layers in each pass, and reductions after it has sent its own."""
-    prices, traffic, plan = pieces.prices, pieces.layer_traffic, pieces.prices.plan
-    if not np.any(np.asarray(plan.zero) >= 3):
-        return 0.0
-    late, moved = prices.gathers_late, (traffic.forward_s, traffic.backward_s + traffic.reduce_s)
-    ahead = np.minimum(np.asarray(prices.steps.work.shape.layers) / plan.pp, 2 * plan.interleave)
-    busy = (one + slowed_s(one, more, prices) for one, more in zip(pieces.layer.passes_s, moved, strict=True))
-    ahead_s = ends_s + ahead * sum(np.maximum(more - one, 0.0) for one, more in zip(busy, moved, strict=True))
-    return np.where(late, plan.interleave * sum(moved), ahead_s)
+def _buckets_s(steps: Steps, pieces: Pieces) -> Number:
+    """Gathers and reductions of a backward pass that show where gradients are reduced in buckets of several layers.
+
+    Gathers queue behind a bucket on the same stream: compute goes on for the layers gathered ahead, then it waits. What
+    the last bucket holds follows the pass.
+    """
+    prices, traffic, layers = pieces.prices, pieces.layer_traffic, np.asarray(steps.work.shape.layers, float)
+    count, busy_s = pieces.layers, pieces.layer.passes_s[1]
+    bytes_ = prices.gradient_bytes * np.maximum(count.dense + count.experts, 1.0)
+    together = np.clip(np.ceil(prices.plan.bucket_bytes / bytes_), 1.0, layers)
+    buckets = np.ceil(layers / together) - 1  # beside the last
+    full_s, last_s = (
+        sharded(Held(held * count.dense, held * count.experts), prices).reduce_s
+        for held in (together, layers - buckets * together)
+    )
+    busy_s = busy_s + slowed_s(busy_s, traffic.backward_s, prices)
+    gained_s = together * (busy_s - traffic.backward_s)  # by gathers on compute, from bucket to bucket
+    slack_s = np.maximum(np.minimum(prices.plan.prefetch * busy_s - traffic.backward_s, gained_s), 0.0)
+    first_s = np.maximum(traffic.backward_s - layers * np.maximum(traffic.backward_s - busy_s, 0.0), 0.0)
+    return first_s + buckets * np.maximum(full_s - slack_s, 0.0) + last_s
 
 
 def _layers_of_stages(steps: Steps) -> tuple[Number, Number, Number]:
     """Layers of the first, the fullest middle and the last stage; some software cuts at equal FLOPs, head included."""
     p, layers = steps.work.plan, np.asarray(steps.work.shape.layers, float)
-    pp = np.asarray(p.pp)
+    pp, chunks = np.asarray(p.pp), np.asarray(p.interleave)
     before, behind = np.asarray(p.embedding_as_layer, float), np.asarray(p.head_as_layer, float)
     first_stated, last_stated = np.asarray(p.first_layers), np.asarray(p.last_layers)
     stated = (first_stated > 0) | (last_stated > 0)
     counted = layers + before + behind - first_stated - last_stated
-    others = np.maximum(pp - (first_stated > 0) - (last_stated > 0), 1)
-    even, rest = np.floor(counted / others), np.where(stated, 0, counted % others)
-    to_first = np.where(before + behind > 0, rest > 0, rest >= np.maximum(pp - 1, 1))  # the middle comes first
-    first = np.where(first_stated > 0, first_stated, even + to_first) - before
-    last = np.where(last_stated > 0, last_stated, even) - behind
-    middle = even + (rest > 0)
+    parts = np.where(stated, np.maximum(pp - (first_stated > 0) - (last_stated > 0), 1), pp * chunks)
+    even, rest = np.where(stated, 1, chunks) * np.floor(counted / parts), np.where(stated, 0, counted % parts)
+    begin = np.where(before + behind > 0, 0, (parts - rest) // 2)  # of the chunks with one more: the middle comes first
+    in_first, in_last = (np.ceil((begin + rest - s) / pp) - np.ceil((begin - s) / pp) for s in (0, pp - 1))
+    first = np.where(first_stated > 0, first_stated, even + in_first) - before
+    last = np.where(last_stated > 0, last_stated, even + in_last) - behind
+    middle = even + np.ceil((rest - in_first - in_last) / np.maximum(pp - 2, 1))
     if np.any(steps.habits.by_flops):
         by_flops, shape = np.asarray(steps.habits.by_flops) > 0, steps.work.shape
         one = shape.attention_parameters + shape.mlp_parameters(shape.ffn)
         share = (layers + shape.outputs * shape.hidden / one) / pp
         first = np.where(by_flops, np.minimum(np.floor(share) + 1, layers), first)
         last = np.where(by_flops, np.maximum(layers - np.floor(share * (pp - 1)) - 1, 0), last)
-        middle = np.where(by_flops, np.ceil(share), middle)
+        middle = np.where(by_flops, np.floor(share) + (share % 1 * (pp - 1) >= 1), middle)
     return np.where(pp == 1, layers, first), middle, np.where(pp == 1, layers, last)
 
 
 def bubble_s(steps: Steps, pieces: Pieces, stages: Stages) -> Number:
     """Seconds for which the slowest stage waits while the pipeline fills and drains.
 
-    The other stages pass once; where chunks interleave a chunk of each does, and with less micro-batches than stages
-    every chunk waits for the first to come round. Gradients of weights fill the bubble of ZB-H1 as long as there are
-    backward passes to wait for [arXiv 2401.10241]: with F, B and W of a stage it lasts
-    (pp - 1) (F + B) - min(pp - 1, micro-batches - 1) min(W, B).
+    The other stages pass once; where chunks interleave, a chunk of each does, with embedding and head. With fewer
+    micro-batches than stages the first goes through all chunks, and the others follow behind the longest. Gradients of
+    weights fill the bubble of ZB-H1 as long as there are backward passes to wait for [arXiv 2401.10241]: with F, B and
+    W of a stage it lasts (pp - 1) (F + B) - min(pp - 1, micro-batches - 1) min(F, B, W).
     """
     p, count = steps.work.plan, steps.micro_batches
     pp, chunks = np.asarray(p.pp), np.asarray(p.interleave)
-    bubble = (stages.sum_s - stages.slowest_s - (pp - 1) * stages.edges_s) / chunks
+    bubble = stages.sum_s - stages.slowest_s - (pp - 1) * stages.edges_s
     if np.any(chunks > 1):
-        others_s = stages.slowest_s - stages.edges_s
-        bubble = bubble + np.maximum(pp - count, 0) * (chunks - 1) * others_s / chunks
+        bubble = np.where(chunks > 1, _chunks_s(steps, stages, bubble), bubble)
     split = pieces.prices.split > 0
     if not np.any(split):
         return bubble
-    layers = np.asarray(steps.work.shape.layers) / pp
-    backward_s, weight_s = (layers * half_s for half_s in _halves_s(pieces.layer, pieces))
-    filled_s = (pp - 1) * weight_s + np.minimum(pp - 1, count - 1) * np.minimum(weight_s, backward_s)
-    return np.where(split, np.maximum(bubble - filled_s, 0.0), bubble)
+    shape_layers, most, ways = np.asarray(steps.work.shape.layers), np.minimum(pp - 1, count - 1), []
+    for (layers, _, _, stage_s), head in zip(stages.held, (None, None, pieces.head), strict=True):
+        least_s = _least_s(stages, layers, (shape_layers - layers) / np.maximum(pp - 1, 1), head)
+        filled_s = (shape_layers - layers) * stages.halves_s[1] + most * least_s
+        ways.append((count - 1) * (stage_s - stages.slowest_s) - filled_s)
+    return np.where(split, np.maximum(bubble + reduce(np.maximum, ways), 0.0), bubble)
+
+
+def _chunks_s(steps: Steps, stages: Stages, bubble: Number) -> Number:
+    """The bubble where chunks interleave, from that of whole stages; it fills and drains through the first chunks."""
+    p, (ends_s, before_s, behind_s), layer_s = steps.work.plan, stages.ends_s, sum(stages.passes_s)
+    pp, chunks, layers, count = np.asarray(p.pp), p.interleave, steps.work.shape.layers, steps.micro_batches
+    rest = np.asarray(layers) % (pp * chunks)  # layers lie in the middle
+    more = np.clip(pp - (pp * chunks - rest) / 2, 0, pp) / pp - rest / (pp * chunks)  # of a first chunk than of a mean
+    end_s = np.maximum(before_s, behind_s) + np.floor(stages.layers[2] / chunks) * layer_s
+    longest_s = np.maximum(np.ceil(np.asarray(layers) / (pp * chunks)) * layer_s, end_s) + ends_s / chunks
+    rounds_s = stages.sum_s - (pp - 1 / chunks) * stages.edges_s + (count - 1) * longest_s
+    other_s = np.where(stages.in_first, 0.0, before_s) + np.where(stages.in_last, 0.0, behind_s)
+    in_turn_s = (bubble - other_s) / chunks + other_s + more * (pp - 1) * layer_s
+    return np.maximum(rounds_s - count * stages.slowest_s, in_turn_s)
+
+
+def short_s(steps: Steps, whole: Stages, short: Stages) -> Number:
+    """Seconds that a short last micro-batch adds to the bubble; stages of the others and of that one.
+
+    Under 1F1B the last stage takes it while the one before drains the pipeline, under zero-bubble it fills less. With
+    chunks the one before it comes round no sooner.
+    """
+    p, count = steps.work.plan, steps.micro_batches
+    pp, chunks, shorter_s = np.asarray(p.pp), np.asarray(p.interleave), whole.first_s[1] - short.first_s[1]
+    added_s = -np.minimum((pp - 1) * shorter_s, short.first_s[0])
+    if np.any(split := np.equal(p.schedule, "zero-bubble")):
+        mean = np.asarray(steps.work.shape.layers) / pp
+        less_s = _least_s(whole, mean, mean) - _least_s(short, mean, mean)
+        added_s = np.where(split, (count <= pp) * less_s, added_s)
+    waited_s = np.maximum(shorter_s - (np.floor(steps.in_round) - pp) * whole.first_s[1], 0.0)
+    return np.where(np.equal(p.schedule, "gpipe"), 0.0, np.where(chunks > 1, (1 - 1 / chunks) * waited_s, added_s))
+
+
+def _least_s(stages: Stages, layers: Number, others: Number, head: LayerTime | None = None) -> Number:
+    """The least of a stage's forward pass, its gradients of weights, and those of inputs in a stage of other layers."""
+    (forward_s, _), (backward_s, weight_s) = stages.passes_s, stages.halves_s
+    head_s = (head.passes_s[0], head.weight_s) if head else (0.0, 0.0)
+    own_s = np.minimum(layers * forward_s + head_s[0], layers * weight_s + head_s[1])
+    return np.minimum(own_s, others * backward_s)
 
 
 def sends_s(steps: Steps, pieces: Pieces, stages: Stages) -> Number:
@@ -182,7 +264,8 @@ def sends_s(steps: Steps, pieces: Pieces, stages: Stages) -> Number:
 
     1F1B: pp micro-batches are between the forward and the backward pass of the first stage, so a micro-batch takes at
     least 1/pp of the way there and back. GPipe and interleaved schedules wait only while the pipeline fills and
-    drains. Software whose messages stop the host waits for each of them.
+    drains, with every chunk where no more micro-batches than stages go through it in a row. Software
+    whose messages stop the host waits for each of them.
     """
     p, prices, work = steps.work.plan, pieces.prices, steps.work
     pp, chunks = np.asarray(p.pp), np.asarray(p.interleave)
@@ -195,7 +278,9 @@ def sends_s(steps: Steps, pieces: Pieces, stages: Stages) -> Number:
     one_s, count = near + crossing * (far - near), steps.micro_batches
     way_s = np.maximum((stages.sum_s + 2 * (pp - 1) * one_s) / pp - stages.slowest_s, 0.0)
     filling = (chunks > 1) | (np.asarray(p.schedule) == "gpipe")
-    shown_s = np.where(filling, 2 * (pp * chunks - 1) * one_s, count * way_s + 2 * np.maximum(pp - 2, 0) * one_s)
+    spare_s = (steps.in_round - pp) * stages.slowest_s / chunks
+    filling_s = 2 * (pp - 1) * one_s + (chunks - 1) * np.maximum(2 * pp * one_s - spare_s, 0.0)
+    shown_s = np.where(filling, filling_s, count * way_s + 2 * np.maximum(pp - 2, 0) * one_s)
     if np.any(prices.habits.blocking_sends):
         stops_s = prices.habits.blocking_sends * (2 * one_s + prices.constants["send_stop_s"]) * count * chunks
         shown_s = np.maximum(shown_s, stops_s)

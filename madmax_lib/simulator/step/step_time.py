@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
@@ -22,7 +23,7 @@ from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.layer_time import LAYER_PARTS
 from madmax_lib.simulator.step.pieces import Pieces, pieces_of
 from madmax_lib.simulator.step.prices import Prices
-from madmax_lib.simulator.step.stages import Stages, bubble_s, sends_s, stages_of
+from madmax_lib.simulator.step.stages import Stages, bubble_s, sends_s, short_s, stages_of
 from madmax_lib.simulator.step.traffic import Gradients, Held, gradients, slowed_s
 
 __all__ = ["COMMUNICATION", "COMPUTE", "PARTS", "Body", "bodies_of", "step_s", "step_time"]
@@ -47,7 +48,7 @@ class Body:
     parts: dict[str, Number]  # of `PARTS`, of which passes_s consists
     layer: Held  # parameters of the mean layer
     stage: Held  # of the mean stage
-    end: Number  # of the ends in the first stage
+    ends: tuple[Number, Number]  # of the embedding, and of the head if the first stage has it
     layers: Number  # of the first stage
     first_s: tuple[Number, Number]  # its (forward, backward) pass
     last_s: tuple[Number, Number]  # of the last micro-batch, backward the part that ends with gradients
@@ -137,12 +138,14 @@ def _batches(steps: Steps, parameters: Parameters) -> tuple[Pieces, Pieces]:
 
 def _inside(stages: Stages, pieces: Pieces) -> dict[str, Number]:
     """Parts of a micro-batch in the slowest stage; all else there is traffic of weights."""
-    layer, dense, mixed = pieces.layer, pieces.dense, stages.layers - stages.dense
+    layer, dense, fewer = pieces.layer, pieces.dense, np.where(stages.in_first, stages.dense, 0)
+    mixed = stages.of_slowest(*stages.layers) - fewer
     parts = {
         name: mixed * (layer.forward[name] + layer.backward[name])
-        + stages.dense * (dense.forward[name] + dense.backward[name])
+        + fewer * (dense.forward[name] + dense.backward[name])
         for name in LAYER_PARTS
     }
+    parts["attention_s"] = parts["attention_s"] + stages.of_slowest(*stages.farther_s)
     parts["pointwise_s"] = parts["pointwise_s"] + stages.in_first * sum(pieces.embedding.passes_s)
     parts["head_s"] = stages.in_last * sum(pieces.head.passes_s)
     shown_s = np.maximum(stages.slowest_s - sum(parts.values()), 0.0)
@@ -154,34 +157,60 @@ def _body(steps: Steps, parameters: Parameters, *, inside: bool = True) -> Body:
     prices, count, p, pp = pieces.prices, steps.micro_batches, steps.work.plan, np.asarray(steps.work.plan.pp)
     stages = ends = stages_of(steps, pieces)
     single, bubble = pp == 1, bubble_s(steps, pieces, stages)
-    if last is not pieces:  # under 1F1B the last stage takes the short one while the one before drains the pipeline
+    if last is not pieces:
         ends = stages_of(steps, last)
-        earlier_s = np.minimum((pp - 1) * (stages.first_s[1] - ends.first_s[1]), ends.first_s[0])
-        all_first = (np.asarray(p.interleave) > 1) | np.equal(p.schedule, "gpipe")
-        bubble = np.maximum(bubble - np.where(all_first, 0.0, earlier_s), 0.0)
-    launches_s = stages.fullest * prices.launch_s + stages.mixed * prices.routing_s
-    launches_s = (1 - prices.habits.on_host) * launches_s
+        bubble = np.maximum(bubble + short_s(steps, stages, ends), 0.0)
+    first_layers, split, weight_s, chain_s = (
+        stages.layers[0],
+        prices.split > 0,
+        last.layer.weight_s,
+        ends.first_s[1] / p.interleave,
+    )
+    if np.any(split):
+        chain_s = chain_s - split * first_layers * ends.halves_s[1]
+    issued_s, before = zip(
+        *((n * prices.launch_s + m * prices.routing_s, k) for n, m, k, _ in stages.held), strict=True
+    )
+    issued_s = tuple((1 - prices.habits.on_host) * seconds for seconds in issued_s)
     parts = {"bubble_s": bubble, "pp_s": sends_s(steps, pieces, stages)}
     passes_s = (count - 1) * stages.slowest_s + ends.slowest_s + sum(parts.values())
     if inside:
         full, short = _inside(stages, pieces), _inside(ends, last)
         parts |= {name: (count - 1) * full[name] + short[name] for name in full}
-    split, weight_s = prices.split > 0, last.layer.weight_s
+    shorter = _company(steps, pieces, count, passes_s)
+    passes_s = shorter * (passes_s - parts["pp_s"]) + parts["pp_s"]
+    parts = {name: part if name == "pp_s" else shorter * part for name, part in parts.items()}
+    hosts_s = (count * (3 + prices.repeats) * one_s + k * chain_s for one_s, k in zip(issued_s, before, strict=True))
     return Body(
         prices=prices,
         passes_s=passes_s,
         parts=parts,
         layer=pieces.layers,
         stage=pieces.stage,
-        end=pieces.first + np.where(single, pieces.last, 0.0),
-        layers=stages.first_layers,
+        ends=(pieces.first, np.where(single, pieces.last, 0.0)),
+        layers=first_layers,
         first_s=stages.first_s,
-        last_s=(ends.first_s[0], np.where(split, stages.first_layers * weight_s, ends.first_s[1])),
+        last_s=(ends.first_s[0], np.where(split, first_layers * weight_s, ends.first_s[1])),
         layer_s=np.where(split, weight_s, last.layer.passes_s[1]),
         head_s=np.where(single, last.head.passes_s[1], 0.0),
-        launched_s=(2 + prices.repeats) * launches_s,
-        host_s=count * (3 + prices.repeats) * launches_s + (pp - 1) / p.interleave * ends.first_s[1],
+        launched_s=(2 + prices.repeats) * issued_s[0],
+        host_s=reduce(np.maximum, hosts_s),
     )
+
+
+def _company(steps: Steps, pieces: Pieces, count: Number, passes_s: Number) -> Number:
+    """Share of the time of its passes that a pipeline takes where stages compute faster while others are idle.
+
+    While one computes, (work of all / passes - 1) others do on average; beside all of them it takes its whole time.
+    """
+    alone, pp, shape = pieces.prices.alone, np.asarray(pieces.prices.plan.pp), steps.work.shape
+    if np.all(np.equal(alone, 1.0)) or np.all(pp == 1):
+        return 1.0
+    mixed, dense = (sum(layer.passes_s) for layer in (pieces.layer, pieces.dense))
+    layers_s = shape.layers * (shape.mixture_share * mixed + (1 - shape.mixture_share) * dense)
+    whole_s = count * (layers_s + sum(pieces.embedding.passes_s) + sum(pieces.head.passes_s))
+    others = np.clip((whole_s / passes_s - 1) / np.maximum(pp - 1, 1), 0.0, 1.0)
+    return np.where(pp > 1, alone + (1 - alone) * others, 1.0)
 
 
 def _outside(body: Body) -> dict[str, Number]:
@@ -204,12 +233,15 @@ def _data_s(body: Body) -> tuple[Number, Number, Number]:
     last pass where the host sets the pace.
     """
     prices, trained = body.prices, body.prices.trained
-    moved = gradients(body.layer, body.layers, body.end, prices)
+    moved = gradients(body.layer, body.layers, body.ends, prices)
     if not np.any(moved.reduce_s):
         return 0.0, 0.0, 0.0
     slower_s, after_s, after_host_s = _reduced_s(body, moved)
-    gather_s, late = moved.gather_s, np.logical_not(prices.plan.overlap_gather)
-    ahead_s = np.maximum(gather_s - body.first_s[0], gather_s / np.maximum(body.layers, 1))
+    gather_s, late = moved.gather_s, np.logical_not(prices.plan.overlap_gather) | (prices.habits.on_host > 0)
+    chunks, forward_s = prices.plan.interleave, body.first_s[0] / prices.plan.interleave
+    rounds_s = (chunks - 1) * prices.steps.in_round * forward_s  # before the first pass of the last chunk
+    ahead_s = np.maximum(gather_s / chunks - forward_s, gather_s - forward_s - rounds_s)
+    ahead_s = np.maximum(ahead_s, gather_s / np.maximum(body.layers, 1))
     during_s, gather_s = slower_s + np.where(late, 0.0, ahead_s), np.where(late, gather_s, 0.0)
     return trained * during_s, trained * (after_s + gather_s), trained * (after_host_s + gather_s)
 
@@ -218,29 +250,48 @@ def _reduced_s(body: Body, moved: Gradients) -> tuple[Number, Number, Number]:
     """Reductions that show: of all micro-batches but the last, after the last pass, and after that of the host."""
     prices, steps, p = body.prices, body.prices.steps, body.prices.plan
     (forward_s, backward_s), (last_forward_s, last_s), layers = body.first_s, body.last_s, body.layers
-    pp, chunks, zero = np.asarray(p.pp), np.asarray(p.interleave), np.asarray(p.zero)
-    beside = (moved.ready < layers) | (layers <= 1)
+    zero, in_chunk = np.asarray(p.zero), layers / p.interleave
+    beside = moved.ready <= np.maximum(np.ceil(in_chunk), 1)
     slower_s = np.where(beside, slowed_s(last_s, moved.reduce_s, prices), 0.0)
-    begun_s = moved.ready * body.layer_s + body.head_s
-    rest_s = _left_s(moved, last_s, slower_s, begun_s, p)
-    rest_s = rest_s + (1 + (pp - 1) / chunks) * slower_s  # last passes follow each other
-    host_s = _left_s(moved, body.launched_s, 0.0, moved.ready * body.launched_s / np.maximum(layers, 1), p)
-    hides = (prices.habits.hides_dp > 0) | (zero >= 3)
-    after_s, after_host_s = (np.where(hides, seconds, moved.reduce_s) for seconds in (rest_s, host_s))
+    ready = np.minimum(moved.ready, in_chunk)
+    begun_s = ready * body.layer_s + body.head_s
+    rest_s = _left_s(moved, last_s, slower_s, begun_s, steps.in_round * backward_s, p)
+    rest_s = rest_s + slower_s + np.where(prices.split > 0, 0.0, _drain_s(body, slower_s))
+    begun_s = ready * body.launched_s / np.maximum(layers, 1)
+    host_s = _left_s(moved, body.launched_s, 0.0, begun_s, steps.in_round * body.launched_s, p)
+    hides = (prices.habits.hides_dp > 0) | ((zero >= 3) & np.equal(prices.habits.on_host, 0))
+    after_s, after_host_s = (np.where(hides, seconds, moved.whole_s) for seconds in (rest_s, host_s))
     each = prices.reduces_each
     if not np.any(each):
         return 0.0, after_s, after_host_s
     beside_s = np.where(beside, slowed_s(backward_s, moved.each_s, prices), 0.0)
-    between = [forward_s + backward_s, last_forward_s + backward_s]  # two backward passes, the last two
+    sooner_s = ready / np.maximum(in_chunk, 1) * (backward_s - last_s)  # a short one fills its first bucket
+    between = [forward_s + backward_s, last_forward_s + backward_s - sooner_s]  # two backward passes, the last two
     over_s = [np.where(hides, np.maximum(moved.each_s - gap_s, beside_s), moved.each_s) for gap_s in between]
     count = steps.micro_batches
     return each * (np.maximum(count - 2, 0) * over_s[0] + (count > 1) * over_s[1]), after_s, after_host_s
 
 
-def _left_s(moved: Gradients, pass_s: Number, slower_s: Number, begun_s: Number, plan: Plans) -> Number:
-    """Reductions left when the last backward pass ends, whose first bucket is full after begun_s."""
-    pp, chunks = np.asarray(plan.pp), np.asarray(plan.interleave)
+def _drain_s(body: Body, slower_s: Number) -> Number:
+    """Seconds by which the last passes of the other stages end later where each of a stage's is slower by so many.
+
+    They follow the passes of the micro-batch before, which may be longer, or come in rounds of more than all stages.
+    """
+    p, (ahead_s, last_s) = body.prices.plan, body.last_s
+    pp, chunks = np.asarray(p.pp), np.asarray(p.interleave)
+    between_s = np.where((chunks > 1) | np.equal(p.schedule, "gpipe"), 0.0, ahead_s)
+    more = np.floor(body.prices.steps.in_round) - pp  # the last round is not the longest
+    longer_s = (pp - 1) * (body.first_s[1] - last_s) - between_s + (1 - 1 / chunks) * more * last_s
+    return np.maximum((pp - 1) * slower_s, longer_s) - np.maximum(longer_s, 0.0)
+
+
+def _left_s(moved: Gradients, pass_s: Number, slower_s: Number, begun_s: Number, round_s: Number, p: Plans) -> Number:
+    """Reductions left when the last backward pass ends, whose first bucket is full after begun_s.
+
+    round_s: passes of as many micro-batches as go through a chunk in a row.
+    """
+    chunks = np.asarray(p.interleave)
     room_s = np.maximum((pass_s + slower_s) / chunks - begun_s, 0.0)
-    later_s = (chunks - 1) * pp * pass_s / chunks  # passes between those of its chunks
+    later_s = (chunks - 1) * round_s / chunks  # passes between those of its chunks
     rest_s = np.maximum(moved.reduce_s / chunks - room_s, moved.reduce_s - room_s - later_s)
-    return np.maximum(rest_s, np.minimum(moved.last_s, moved.reduce_s / chunks))
+    return np.maximum(rest_s, moved.last_s)

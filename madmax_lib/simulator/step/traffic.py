@@ -17,7 +17,7 @@ from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.step.prices import Prices
 
-__all__ = ["Gradients", "Held", "Sharded", "beside_s", "gradients", "held", "sharded", "slowed_s"]
+__all__ = ["Gradients", "Held", "Sharded", "beside_s", "gradients", "held", "reduced_s", "sharded", "slowed_s"]
 
 _INT8, _INT4 = 1.0, 0.5  # bytes
 
@@ -54,7 +54,8 @@ class Sharded:
 class Gradients:
     """Seconds of the gradient traffic of a stage."""
 
-    reduce_s: Number  # of all its gradients
+    reduce_s: Number  # of all its gradients, bucket by bucket
+    whole_s: Number  # of all at once
     each_s: Number  # without HSDP's copies, which are reduced once a step, on their own stream
     last_s: Number  # of the last bucket
     ready: Number  # layers whose gradients fill the first bucket
@@ -79,9 +80,7 @@ def sharded(count: Held, prices: Prices) -> Sharded:
     storage = prices.steps.work.width.storage_bytes
     width = np.where(plan.qwz, np.minimum(_INT8, storage), storage)
     slow, calls = prices.gather_slowdown(), prices.gather_calls()
-    forward_s: Number = 0.0
-    backward_s: Number = 0.0
-    reduce_s: Number = 0.0
+    forward_s, backward_s, reduce_s = 0.0, 0.0, 0.0
     for expert, parameters in count.parts:
         group, size = prices.groups[prices.shard_name(expert)], full * parameters
         gather_s = prices.comm_s("all_gather", slow * width * size, group, calls)
@@ -94,53 +93,53 @@ def sharded(count: Held, prices: Prices) -> Sharded:
     return Sharded(forward_s, backward_s, prices.trained * reduce_s)
 
 
-def gradients(layer: Held, layers: Number, end: Number, prices: Prices) -> Gradients:
-    """Gradient traffic of a stage of so many layers, with `end` parameters of embedding and head.
+def gradients(layer: Held, layers: Number, ends: tuple[Number, Number], prices: Prices) -> Gradients:
+    """Gradient traffic of a stage of so many layers, with the parameters of an embedding and of a head.
 
-    ZeRO-3 has reduced within its shard already: what is left is that of HSDP's copies, which ZeRO-1/2 have too.
+    ZeRO-3 has reduced within its shard already: what is left is that of HSDP's copies, which ZeRO-1/2 have too. The
+    head's gradients come first, the embedding's last. Each chunk of a stage has buckets of its own.
     """
-    plan, zero = prices.plan, np.asarray(prices.plan.zero)
+    plan, zero, chunks = prices.plan, np.asarray(prices.plan.zero), prices.plan.interleave
     full, split = zero >= 3, (zero == 1) | (zero == 2)
-    within_s: Number = 0.0
-    across_s: Number = 0.0
-    last_s: Number = 0.0
-    gather_s: Number = 0.0
-    ready: Number = 1.0
+    within_s, across_s, last_s, gather_s, ready, buckets = 0.0, 0.0, 0.0, 0.0, 0.0, 1.0
     for expert, count in layer.parts:
         replicas = prices.groups[prices.shard_name(expert)]
         share = prices.gradient_bytes / np.where(full, replicas.ranks, 1)
-        calls, together = _bucket_calls(share * count, plan.bucket_bytes, layers, full)
-        parts = [(layers, together, share * count, calls)]
-        if not expert and np.any(end):
-            parts.append((1.0, 1.0, share * end, np.maximum(np.ceil(share * end / plan.bucket_bytes), 1.0)))
-        for number, in_last, size_bytes, calls in parts:
-            one_s = _within_s(size_bytes, calls, expert, prices), _across_s(size_bytes, calls, expert, prices)
-            within_s, across_s = within_s + number * one_s[0], across_s + number * one_s[1]
+        calls, number, last = _bucket_calls(share * count, plan.bucket_bytes, layers / chunks, full)
+        buckets, first_bytes = np.maximum(buckets, number), np.where(full, 1.0, plan.bucket_bytes)
+        parts = [(layers, last, share * count, calls)]
+        for in_last, end in () if expert else ((1.0, ends[0]), (number <= 1, ends[1])):
+            if np.any(end):
+                parts.append((1.0, in_last, share * end, np.maximum(np.ceil(share * end / plan.bucket_bytes), 1.0)))
+        for times, in_last, size_bytes, calls in parts:
+            one_s = reduced_s(size_bytes, calls, expert, prices)
+            within_s, across_s = within_s + times * one_s[0], across_s + times * one_s[1]
             last_s = last_s + in_last * sum(one_s)
-        ready = np.where(np.asarray(count) > 0, np.maximum(ready, together), ready)  # no experts wait for nothing
+        first_bytes = first_bytes if expert else first_bytes - share * ends[1]
+        together = np.where(np.asarray(count) > 0, np.ceil(first_bytes / np.maximum(share * count, 1.0)), 0.0)
+        ready = np.maximum(ready, together)  # no experts wait for nothing
         if np.any(split):
-            bytes_ = prices.steps.work.width.storage_bytes * (layers * count + (0.0 if expert else end))
+            bytes_ = prices.steps.work.width.storage_bytes * (layers * count + (0.0 if expert else sum(ends)))
             gather_s = gather_s + split * prices.comm_s("all_gather", bytes_, replicas, layers)
-    reduce_s = np.maximum(within_s, across_s)
-    return Gradients(reduce_s, within_s, np.minimum(last_s, within_s + across_s), np.minimum(ready, layers), gather_s)
+    whole_s = within_s + across_s
+    reduce_s = np.maximum(within_s, across_s) + np.minimum(within_s, across_s) / (buckets * chunks)
+    return Gradients(reduce_s, whole_s, within_s, np.minimum(last_s, whole_s / chunks), ready, gather_s)
 
 
-def _within_s(size_bytes: Number, calls: Number, expert: bool, prices: Prices) -> Number:
-    """Seconds in which gradients are reduced among those that shard the states, below ZeRO-3."""
-    zero, group = np.asarray(prices.plan.zero), prices.groups[prices.shard_name(expert)]
+def reduced_s(size_bytes: Number, calls: Number, expert: bool, prices: Prices) -> tuple[Number, Number]:
+    """Seconds in which gradients are reduced, below ZeRO-3 among those that shard the states, and by HSDP's copies."""
+    zero, name = np.asarray(prices.plan.zero), prices.shard_name(expert)
+    group, copies = prices.groups[name], prices.groups[name.replace("shard", "replicate")]
     halves_s = prices.comm_s("reduce_scatter", size_bytes, group, calls) if np.any(zero > 0) else 0.0
     whole_s = prices.comm_s("all_reduce", size_bytes, group, calls) if np.any(zero == 0) else 0.0
-    return np.where(zero == 0, whole_s, np.where(zero < 3, halves_s, 0.0))
-
-
-def _across_s(size_bytes: Number, calls: Number, expert: bool, prices: Prices) -> Number:
-    """Seconds in which HSDP's copies reduce their shards of them."""
-    hybrid = np.asarray(prices.plan.shard) > 0
+    within_s, hybrid = (
+        np.where(zero == 0, whole_s, np.where(zero < 3, halves_s, 0.0)),
+        np.asarray(prices.plan.shard) > 0,
+    )
     if not np.any(hybrid):
-        return 0.0
-    group, copies = (prices.groups[f"expert-{name}" if expert else name] for name in ("shard", "replicate"))
-    part_bytes = size_bytes / np.where(np.asarray(prices.plan.zero) < 3, group.ranks, 1)
-    return np.where(hybrid, prices.comm_s("all_reduce", part_bytes, copies, calls), 0.0)
+        return within_s, 0.0
+    part_bytes = size_bytes / np.where(zero < 3, group.ranks, 1)
+    return within_s, np.where(hybrid, prices.comm_s("all_reduce", part_bytes, copies, calls), 0.0)
 
 
 def beside_s(busy_s: Number, gather_s: Number, reduce_s: Number, prices: Prices) -> Number:
@@ -168,17 +167,18 @@ def _quantised_s(prices: Prices, parameters: Number) -> Number:
     return prices.comm_s("all_to_all", size, node) + across_s
 
 
-def _bucket_calls(layer_bytes: Number, bucket_bytes: Number, layers: Number, full: Number) -> tuple[Number, Number]:
-    """Calls that reduce the gradients of a layer, and layers whose gradients are reduced together.
+def _bucket_calls(layer_bytes: Number, bucket_bytes: Number, layers: Number, full: Number) -> tuple[Number, ...]:
+    """Calls that reduce the gradients of a layer, buckets of so many layers, and layers in the last of them.
 
-    Buckets close at the end of a layer, under ZeRO-3 (full) of each; one larger than a bucket is reduced in several
-    calls.
+    Buckets close at the end of a layer, under ZeRO-3 (full) of each, and at last; one is reduced in several calls where
+    it is larger.
 
     >>> one, other = _bucket_calls(100.0, 30.0, 8, False), _bucket_calls(10.0, 25.0, 8, False)
     >>> [float(part) for part in (*one, *other)]
-    [4.0, 1.0, 0.3333333333333333, 3.0]
+    [4.0, 8.0, 1.0, 0.75, 3.0, 2.0]
     """
     bytes_ = np.maximum(layer_bytes, 1.0)
-    whole = (bytes_ >= bucket_bytes) | full
-    together = np.where(whole, 1.0, np.minimum(np.ceil(bucket_bytes / bytes_), layers))
-    return np.where(whole, np.ceil(bytes_ / bucket_bytes), 1 / together), together
+    together = np.where(full, 1.0, np.minimum(np.ceil(bucket_bytes / bytes_), np.maximum(layers, 1)))
+    buckets = np.maximum(np.ceil(layers / together), 1)
+    calls = np.maximum(np.ceil(together * bytes_ / bucket_bytes), 1.0) * buckets / np.maximum(layers, 1)
+    return calls, buckets, layers - (buckets - 1) * together

@@ -65,7 +65,7 @@ def places_of(steps: Steps, name: str, places: Mapping[str, int]) -> int | np.nd
 
 @lru_cache(maxsize=1)
 def _fields() -> dict[str, str]:
-    """Field of `Machine` or `Habits` that says which constant of a name a step has; empty where there is one alone."""
+    """Field of `Hardware` or `Habits` that says which constant of a name a step has; empty where there is one alone."""
     return dict(zip(bounds()["name"], bounds()["field"], strict=True))
 
 
