@@ -7,13 +7,17 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from madmax_lib.accounting import (
         breakdown as breakdown,
-        exposed_by_collective as exposed_by_collective,
         top_kernels as top_kernels,
     )
     from madmax_lib.traces import hta as hta
     from madmax_lib.traces.advise import advise as advise
     from madmax_lib.traces.comm.alignment import align as align, clock_offsets as clock_offsets
-    from madmax_lib.traces.comm.collectives import by_group as by_group, calls as calls, waiting as waiting
+    from madmax_lib.traces.comm.collectives import (
+        by_group as by_group,
+        calls as calls,
+        exposed_by_collective as exposed_by_collective,
+        waiting as waiting,
+    )
     from madmax_lib.traces.critical_path import (
         critical_path as critical_path,
         faster_kinds as faster_kinds,
@@ -54,6 +58,8 @@ if TYPE_CHECKING:
         queue_series as queue_series,
         short_kernels as short_kernels,
     )
+    from madmax_lib.traces.waits.operations import operations as operations
     from madmax_lib.traces.waits.step_times import step_summary as step_summary, steps as steps
+    from madmax_lib.traces.waits.without_stragglers import what_if_no_stragglers as what_if_no_stragglers
 
 __all__ = open_room(__name__)

@@ -10,7 +10,7 @@ import pandas as pd
 
 from madmax_lib.accounting import breakdown, exposed_s
 from madmax_lib.timeline import Timeline, with_origin
-from madmax_lib.traces.comm.collectives import arrivals, calls
+from madmax_lib.traces.comm.collectives import arrivals, calls, unseen_waits
 from madmax_lib.traces.stragglers import stragglers
 from madmax_lib.traces.waits.idle import idle, launch_bound
 from madmax_lib.traces.waits.launch import device_work
@@ -25,9 +25,11 @@ _SLOW = 0.5  # of the best bus bandwidth of the same group: below, a call is rul
 _REMEDY = {
     "exposed communication": "overlap it with compute (prefetch, buckets, a stream of its own), send less, or use a "
     "faster link",
+    "waiting for peers": "read the traces of all ranks: they tell who is late, and why",
     "straggler rank": "look at this rank: data loading, uneven work, a slow or throttled device",
     "small messages": "make buckets larger or fuse calls, so that the link and not the latency rules",
     "launch-bound": "fuse kernels, compile, or capture a CUDA graph",
+    "late start": "look for a module that is loaded, a copy that blocks, another process, unrecorded streams",
     "host wait": "remove synchronisation (.item(), .cpu(), prints) and feed data ahead of the step",
     "short gaps": "fuse the small kernels of this stream or capture a CUDA graph",
     "pipeline bubble": "use more micro-batches, an interleaved or a zero-bubble schedule, stages of equal work",
@@ -39,10 +41,10 @@ _REMEDY = {
 def advise(timeline: Timeline) -> pd.DataFrame:
     """Causes of lost time, the largest gain first; measured or simulated timelines.
 
-    cause: exposed communication, straggler rank, small messages, launch-bound, host wait, pipeline bubble, other idle,
-    short gaps or exposed copies. where: collective and group, ranks, stream. gain_s: per step, mean over the ranks.
-    share: of the time on the device, 0..1. evidence, and remedy, the usual one. Causes below 0.1 % are left out; an
-    empty table means that none was found, not that the run is fast.
+    cause: exposed communication, waiting for peers, straggler rank, small messages, launch-bound, late start, host
+    wait, pipeline bubble, other idle, short gaps or exposed copies. where: collective and group, ranks, stream. gain_s:
+    per step, mean over the ranks. share: of the time on the device, 0..1. evidence, and remedy, the usual one. Causes
+    below 0.1 % are left out; an empty table means that none was found, not that the run is fast.
     """
     if timeline.steps:
         timeline = timeline.select(steps=timeline.steps)  # what lies outside of all belongs to none
@@ -65,12 +67,12 @@ Finding = tuple[str, str, float, str]  # cause, where, seconds over all ranks an
 
 def _communication(timeline: Timeline) -> Iterator[Finding]:
     """Exposed transfers by group and collective, and what small messages cost of them; waiting is the late ranks'."""
-    table = calls(timeline)
+    table = unseen_waits(timeline, calls(timeline))
     waits = arrivals(timeline).set_index("row")[["wait_s", "exposed_wait_s"]]
     table = table.join(waits, on="row").fillna({"wait_s": 0.0, "exposed_wait_s": 0.0})
-    transfer_s = table["duration_s"] - table["wait_s"]
+    transfer_s = (table["duration_s"] - table["wait_s"]).mask(table["unseen_s"] > 0)
     rate = table["bus_bytes_per_s"] * table["duration_s"] / transfer_s.where(transfer_s > 0)
-    table = table.assign(rate=rate, lost_s=table["exposed_s"] - table["exposed_wait_s"])
+    table = table.assign(rate=rate, lost_s=table["exposed_s"] - table["exposed_wait_s"] - table["exposed_unseen_s"])
     role = table["group"].str.replace(r"\s*\[.*", "", regex=True)  # groups of one name differ in their ranks
     compute = timeline.spans[timeline.spans["kind"] == "compute"]
     for (name, collective), part in table.groupby([role, "collective"]):
@@ -82,6 +84,12 @@ def _communication(timeline: Timeline) -> Iterator[Finding]:
         evidence += f"; {waited_s / total_s:.0%} is waiting for late ranks" if waited_s > 0 else ""
         gain_s = min(alone_s, part["lost_s"].sum())
         yield "exposed communication", where, gain_s, evidence
+        late = part[part["unseen_s"] > 0]
+        size, mean_s, most_s = late[["size_bytes", "duration_s", "longest_s"]].mean()
+        evidence = (
+            f"{len(late)} calls of {format_bytes(size)} take {format_s(mean_s)}, a transfer {format_s(most_s)} at most"
+        )
+        yield "waiting for peers", where, min(alone_s, part["exposed_unseen_s"].sum()), evidence
         if (part["rate"] > 0).any():
             yield _small_messages(part[part["rate"] > 0], where, gain_s)
 
@@ -105,13 +113,19 @@ def _late_ranks(timeline: Timeline) -> Iterator[Finding]:
 
 def _host(timeline: Timeline) -> Iterator[Finding]:
     """Device idle because the host is late: in launches themselves, or elsewhere."""
-    by_rank = launch_bound(timeline).groupby("rank")[["launching_s", "launch_bound_s", "idle_s"]].sum()
+    table = launch_bound(timeline)
+    by_rank = table.groupby("rank")[["launching_s", "launch_bound_s", "late_start_s", "idle_s"]].sum()
     of_idle = f"of {format_s(by_rank['idle_s'].sum())} idle"
     launching_s, other_s = by_rank["launching_s"], by_rank["launch_bound_s"] - by_rank["launching_s"]
     inside = f"{format_s(launching_s.sum())} {of_idle} lie inside launches"
     yield "launch-bound", _worst(launching_s), launching_s.sum(), inside
     late = f"during {format_s(other_s.sum())} {of_idle} the host is late for another reason than launches"
     yield "host wait", _worst(other_s), other_s.sum(), late
+    for rank, name, late_s in table.attrs["late"]:
+        count, late_by_rank_s = table.attrs["late_count"], by_rank["late_start_s"]
+        where = f"rank {rank}, before {name[:60]}" if count == 1 else _worst(late_by_rank_s)
+        evidence = f"{count} kernel(s) start long after the launch on an idle device, {name[:60]} by {format_s(late_s)}"
+        yield "late start", where, late_by_rank_s.sum(), evidence
 
 
 def _other_idle(timeline: Timeline) -> Iterator[Finding]:
@@ -119,7 +133,7 @@ def _other_idle(timeline: Timeline) -> Iterator[Finding]:
     if (timeline.spans["stream"] < 0).all():  # of CPU threads nobody is kept waiting
         return
     idle_s = breakdown(timeline).set_index("rank")["idle_s"]
-    late_s = launch_bound(timeline).groupby("rank")["launch_bound_s"].sum()
+    late_s = launch_bound(timeline).groupby("rank")[["launch_bound_s", "late_start_s"]].sum().sum(axis=1)
     short_s = _short_gaps(timeline).groupby("rank")["idle_s"].sum()
     left_s = (idle_s.sub(late_s, fill_value=0.0).sub(short_s, fill_value=0.0)).clip(lower=0.0)
     table = calls(timeline)  # send_recv alone may be an all-to-all whose name NCCL does not tell

@@ -8,7 +8,7 @@ engine's longest path. `what_if` replays the same graph with other durations.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,7 @@ from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.waits.dependencies import Graph, dependency_graph
 from madmax_lib.traces.waits.idle import launch_bound
 from madmax_lib.traces.waits.launch import launches
+from madmax_lib.traces.waits.links import transfer_times
 from madmax_lib.units import NS_PER_S
 
 __all__ = ["PATH_KINDS", "critical_path", "faster_kinds", "launch_gain", "path_share", "what_if"]
@@ -46,6 +47,7 @@ def critical_path(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
     edge[graph.target[graph.binding]] = np.flatnonzero(graph.binding)
     why = np.r_[graph.why, ["start"]].astype(object)[edge[events]]
     row = graph.slices.iloc[np.minimum(events // 2, len(graph.slices) - 1)].reset_index(drop=True)
+    row["stream"] = timeline.spans["stream"].to_numpy()[row["row"]]
     delay = np.array([_DELAY.get(reason, "wait") for reason in why], dtype=object)
     path = row.assign(
         kind=np.where(events % 2, row["kind"], delay) if len(events) else [],
@@ -71,27 +73,46 @@ def path_share(path: pd.DataFrame) -> pd.DataFrame:
 
 
 def what_if(
-    timeline: Timeline, faster: dict[str, float] | Sequence[dict[str, float]], step: int | None = None
+    timeline: Timeline,
+    faster: dict[str, float] | Sequence[dict[str, float]],
+    step: int | None = None,
+    *,
+    collectives: pd.DataFrame | Callable[[str, int, int, float], float | None] | None = None,
+    ranks: int | None = None,
+    devices_per_node: int | None = None,
 ) -> pd.DataFrame:
-    """Time of a step if some of its work were faster, one row per scenario.
+    """Time of a step if some of its work were faster, its links others or its ranks more, one row per scenario.
 
     faster: {kind of PATH_KINDS or regular expression in names: factor}, 2 for twice as fast, inf for no time at all;
     several scenarios as a list. Columns: faster (text), factor (NaN if a scenario has several), step_s, saved_s,
     speedup (measured / new). Delays of an edge that decided stay as measured; others count at most the usual delay of
     their kind. What waits for nothing known starts when it did. With factor 1 the step takes what it took.
-    A kind that the step does not have changes nothing. Raises ValueError for a factor that is not positive and for a
-    name or pattern that the step does not have.
+    A kind that the step does not have changes nothing.
+
+    collectives: other links: a table as `collectives.MeasuredCollectives` takes it, or a function of kind, ranks, nodes
+    and bytes that gives the seconds of a call, None where it is as it was; factors divide these. ranks: of all, where
+    data parallelism has more than in the trace; each rank works as it did. Without a table collectives then grow as
+    their busiest link's bytes do. devices_per_node: tells the nodes of a group; without it they are those that the
+    table has for a group of its size, one for a function.
+    Raises ValueError for a factor that is not positive, for a name or pattern that the step does not have, for a table
+    of other calls, and for ranks that do not fit.
     """
+    for name, count in (("ranks", ranks), ("devices_per_node", devices_per_node)):
+        if count is not None and type(count) is not int:
+            raise ValueError(f"{name}={count!r} is not a number of devices")
     scenarios = [faster] if isinstance(faster, dict) else list(faster)
     graph = _graph_of_step(timeline, step)
     own_ns, delay_ns = _durations(graph)
+    if other := collectives is not None or ranks is not None:
+        own_ns = transfer_times(timeline, graph, own_ns, collectives, ranks, devices_per_node)
+    words = [*["other links"] * (collectives is not None), *[f"{ranks} ranks"] * (ranks is not None)]
     now_s, rows = float(graph.time_ns.max(initial=0) / NS_PER_S), []
     for scenario in scenarios:
         of_event, of_edge = _factors(graph, scenario)
         step_s = _replay(graph, own_ns / of_event, delay_ns / of_edge) / NS_PER_S
-        factor = next(iter(set(scenario.values()))) if len(set(scenario.values())) == 1 else float("nan")
+        factor = next(iter(set(scenario.values()))) if len(set(scenario.values())) == 1 and not other else float("nan")
         speedup = now_s / step_s if step_s else float("inf") if now_s else 1.0
-        rows.append((" + ".join(scenario), factor, step_s, now_s - step_s, speedup))
+        rows.append((" + ".join([*scenario, *words]), factor, step_s, now_s - step_s, speedup))
     table = pd.DataFrame(rows, columns=["faster", "factor", "step_s", "saved_s", "speedup"])
     return with_origin(table, timeline)
 
@@ -185,8 +206,8 @@ def _factors(graph: Graph, scenario: dict[str, float]) -> tuple[np.ndarray, np.n
     of_event, of_edge = np.ones(len(graph.time_ns)), np.ones(len(graph.source))
     names = graph.slices["name"].astype("category")
     for key, factor in scenario.items():
-        if not factor > 0:
-            raise ValueError(f"faster: factor {factor} of {key!r} is not a positive number")
+        if isinstance(factor, bool) or not (isinstance(factor, int | float) and factor > 0):
+            raise ValueError(f"faster: factor {factor!r} of {key!r} is not a positive number")
         if key in PATH_KINDS:
             faster = (graph.slices["kind"] == key).to_numpy()
             of_edge[np.array([_DELAY.get(why, "wait") == key for why in graph.why], dtype=bool)] *= factor

@@ -14,6 +14,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.accounting import breakdown
+from madmax_lib.fields import argument
 from madmax_lib.kinds import collective_names, collectives_of
 from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline
 from madmax_lib.units import NS_PER_S
@@ -32,6 +33,7 @@ def compare(a: Timeline, b: Timeline, *, labels: tuple[str, str] | None = None) 
     steps in seconds, overlap in 0..1 of the mean communication; min and max over the single ranks and steps. NaN for a
     timeline without device work. labels: what to call the two, in `.attrs`, with their sources and provenance.
     """
+    a, b = argument("a", a, Timeline), argument("b", b, Timeline)
     sides = [_means(timeline, *weights) for timeline, weights in zip((a, b), _weights(a, b), strict=True)]
     table = pd.concat(sides, axis=1, keys=["a", "b"])
     table.columns = [side if value == "mean" else f"{side}_{value}" for side, value in table.columns]

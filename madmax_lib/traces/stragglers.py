@@ -1,15 +1,18 @@
-"""Which rank arrives last at collectives, how often, and what does that cost the others?
+"""Which rank arrives last at collectives, how often, and what does that cost the others? And the step without them?
 
 Skew is the last arrival minus the first at the same call. Arrivals are compared by start on timelines with one clock
 (after `alignment.align`, and simulated), else by duration: the rank that spends least time in a call came last.
+`what_if_no_stragglers` replays the `operations` of steps without slow ranks, stages and kinds of work.
 """
 
 import pandas as pd
 
 from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import arrivals
+from madmax_lib.traces.waits.operations import operations
+from madmax_lib.traces.waits.without_stragglers import what_if_no_stragglers
 
-__all__ = ["skew", "stragglers"]
+__all__ = ["operations", "skew", "stragglers", "what_if_no_stragglers"]
 
 
 def skew(timeline: Timeline) -> pd.DataFrame:

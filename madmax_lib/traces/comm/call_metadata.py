@@ -19,7 +19,7 @@ from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
-__all__ = ["call_metadata"]
+__all__ = ["call_metadata", "members"]
 
 _TEXTS = ("collective", "dtype", "group", "ranks")
 _NUMBERS = ("in_elements", "out_elements", "group_size", "sequence", "source_rank", "target_rank")
@@ -147,7 +147,7 @@ def _message(shapes: str, types: str) -> tuple[float, float, float, str]:
 def _group_sizes(timeline: Timeline, table: pd.DataFrame, rank: pd.Series, ratio: pd.Series) -> pd.Series:
     """Recorded, else ranks listed, else by the two sides of a gather, else ranks seen in the group, else the world."""
     group = table["group"]
-    listed = group.map({name: len(_members(name)) for name in group.unique()}).astype(np.float64)
+    listed = group.map({name: len(members(name)) for name in group.unique()}).astype(np.float64)
     sides = ratio.where(table["collective"].isin(("all_gather", "reduce_scatter")) & (ratio > 1) & (ratio % 1 == 0))
     seen = rank.groupby(group).transform("nunique").where(group != "")
     sizes = table["group_size"].where(table["group_size"] > 0).astype(np.float64)
@@ -156,10 +156,10 @@ def _group_sizes(timeline: Timeline, table: pd.DataFrame, rank: pd.Series, ratio
     return sizes.fillna(max(timeline.meta.world_size, len(timeline.ranks))).astype(np.int64)
 
 
-def _members(group: str) -> list[int]:
+def members(group: str) -> list[int]:
     """Ranks that the name of a group lists, none where the list is shortened.
 
-    >>> _members("default [0, 1]"), _members("tp"), _members("0 [0, 1, ..., 63]")
+    >>> members("default [0, 1]"), members("tp"), members("0 [0, 1, ..., 63]")
     ([0, 1], [], [])
     """
     inside = re.search(r"\[([^\]]*)\]", group)
@@ -188,8 +188,8 @@ def _set_peers(timeline: Timeline, table: pd.DataFrame, row: np.ndarray, rank: p
     edges = edges[(ranks[edges["source"]] != ranks[edges["target"]]) & edges["source"].isin(row)]
     reached = edges.drop_duplicates("source").set_index("source")["target"].reindex(row)
     reached = np.where(reached.notna(), ranks[reached.fillna(0).astype(np.int64)], -1) if len(row) else -1
-    members = {name: _members(name) if name else timeline.ranks for name in table["group"].unique()}
-    pairs = {name: sum(ranks) if len(ranks) == 2 else -1 for name, ranks in members.items()}
+    listed = {name: members(name) if name else timeline.ranks for name in table["group"].unique()}
+    pairs = {name: sum(ranks) if len(ranks) == 2 else -1 for name, ranks in listed.items()}
     pair = table["group"].map(pairs).astype(np.int64).where(table["group_size"] == 2, -1)
     other = pd.Series(np.where(reached >= 0, reached, (pair - rank).where(pair >= 0, -1)), index=table.index)
     sends = table["collective"].eq("send") | (table["collective"].eq("send_recv") & (reached >= 0))

@@ -15,12 +15,22 @@ groups are taken as one group, which is wrong where several groups run the same 
 import numpy as np
 import pandas as pd
 
-from madmax_lib.accounting import exposed_ns
+from madmax_lib.accounting import exposed_by_collective as exposed_by_name, exposed_ns
 from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.traces.comm.bounds import longest_transfer_s
 from madmax_lib.traces.comm.call_metadata import call_metadata
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["arrivals", "bandwidths", "bus_factor", "by_group", "calls", "waiting"]
+__all__ = [
+    "arrivals",
+    "bandwidths",
+    "bus_factor",
+    "by_group",
+    "calls",
+    "exposed_by_collective",
+    "unseen_waits",
+    "waiting",
+]
 
 _TELLS = ("collective", "group", "group_size", "dtype", "size_bytes", "sequence", "source_rank", "target_rank")
 _TIMES = {"total_s": "sum", "mean_s": "mean", "min_s": "min", "max_s": "max"}
@@ -32,9 +42,10 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     row: its number in the spans. rank, stream, step. collective (as kinds.COLLECTIVES, and send, recv), group with its
     ranks ("" if unknown), group_size, dtype ("" if unknown), size_bytes (message by the field's convention, see
     `call_metadata`), sequence, source_rank, target_rank (-1 if unknown). start_s: from the first span of the timeline.
-    duration_s, exposed_s (not under compute of its rank). algorithm_bytes_per_s and bus_bytes_per_s, NaN where the
-    size is unknown or the duration 0. call: the same number for the same call on several ranks, -1 where there is only
-    one. `.attrs["unmatched"]` has {name: spans} of calls that some ranks of a group made and others did not;
+    duration_s, exposed_s (not under compute of its rank). longest_s: more than this the transfer cannot take, NaN where
+    nothing bounds it, see `bounds`. algorithm_bytes_per_s and bus_bytes_per_s, NaN where the size is unknown or the
+    duration 0. call: the same number for the same call on several ranks, -1 where there is only one.
+    `.attrs["unmatched"]` has {name: spans} of calls that some ranks of a group made and others did not;
     `.attrs["one_group_assumed"]` is true for three or more ranks without named process groups.
     """
     spans = timeline.spans
@@ -47,6 +58,7 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     factor = bus_factor(table["collective"], table["group_size"])
     table["start_s"] = (comm["start_ns"] - (spans["start_ns"].min() if len(spans) else 0)) / NS_PER_S
     table["duration_s"] = duration_s
+    table["longest_s"] = longest_transfer_s(timeline, table.assign(bus_bytes=table["size_bytes"] * factor))
     table["exposed_s"] = exposed_ns(timeline, comm["rank"], comm["start_ns"], comm["dur_ns"]) / NS_PER_S
     table["algorithm_bytes_per_s"] = table["size_bytes"] / duration_s.where(duration_s > 0)
     table["bus_bytes_per_s"] = table["algorithm_bytes_per_s"] * factor
@@ -66,6 +78,25 @@ def arrivals(timeline: Timeline) -> pd.DataFrame:
     return _arrivals(timeline, calls(timeline if len(timeline.ranks) > 1 else timeline.select(ranks=[])))
 
 
+def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
+    """`accounting.exposed_by_collective` in the words of `calls`: NCCL runs an all-to-all under the name of a send."""
+    comm = np.flatnonzero(timeline.spans["kind"] == "comm")
+    told = calls(timeline).set_index("row")["collective"].reindex(comm).to_numpy()
+    return exposed_by_name(timeline, told if pd.notna(told).all() else None)
+
+
+def unseen_waits(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
+    """`calls` with unseen_s, exposed_unseen_s: how long, at least, a call that one rank alone shows waits for others.
+
+    The waiting comes first in a call, the transfer last.
+    """
+    spans = timeline.spans[["rank", "start_ns", "dur_ns"]].iloc[table["row"]].reset_index(drop=True)
+    beyond_s = (table["duration_s"] - table["longest_s"]).where(table["call"] < 0).fillna(0.0).clip(lower=0.0)
+    beyond_ns = np.rint(beyond_s * NS_PER_S).astype(np.int64)
+    hidden = exposed_ns(timeline, spans["rank"], spans["start_ns"], beyond_ns) / NS_PER_S
+    return table.assign(unseen_s=beyond_s, exposed_unseen_s=hidden)
+
+
 def waiting(timeline: Timeline) -> pd.DataFrame:
     """Waiting inside collectives: rank, waits_for, count, wait_s; one row per pair of ranks that occurs.
 
@@ -83,14 +114,17 @@ def by_group(timeline: Timeline) -> pd.DataFrame:
 
     group, collective, group_size, dtype (several joined by a comma), ranks (seen), count (spans), calls (what several
     ranks did together counts once), size_bytes (of all calls, NaN if one is unknown). total_s, mean_s, min_s, max_s of
-    the spans, exposed_s in all. transfer_s: sum over the calls of the shortest time among the ranks, which includes
-    waiting where only one rank is seen. wait_s: waiting of all ranks. skew_s, skew_max_s: last arrival - first arrival,
-    mean and largest. Both are NaN where no call is matched. algorithm_bytes_per_s, bus_bytes_per_s: size over transfer,
-    of the calls that tell their size.
+    the spans, exposed_s in all. transfer_s: sum over the calls of the shortest time among the ranks; where only one is
+    seen, it includes waiting up to the longest_s of `calls`, and what exceeds that is waiting. wait_s, exposed_wait_s:
+    waiting of all ranks, and the part of it in exposed_s. skew_s, skew_max_s: last arrival - first arrival, mean and
+    largest. NaN where no call is matched. algorithm_bytes_per_s, bus_bytes_per_s: size over transfer, of the calls that
+    tell their size.
     """
     every = calls(timeline)
-    waits = _arrivals(timeline, every).set_index("row")[["wait_s", "skew_s"]]
-    table = _with_every_call(every.join(waits, on="row"))
+    waits = _arrivals(timeline, every).set_index("row")[["wait_s", "exposed_wait_s", "skew_s"]]
+    table = _with_every_call(unseen_waits(timeline, every).join(waits, on="row"))
+    for column, unseen in (("wait_s", "unseen_s"), ("exposed_wait_s", "exposed_unseen_s")):
+        table[column] = table[column].fillna(table[unseen].where(table["unseen_s"] > 0))
     spans = table.groupby(["group", "collective"], sort=False)
     each = _distinct_calls(table).groupby(["group", "collective"], sort=False)
     sums = each[["transfer_s", "sized_s", "sent_bytes", "bus_bytes"]].sum()
@@ -106,6 +140,7 @@ def by_group(timeline: Timeline) -> pd.DataFrame:
             "exposed_s": spans["exposed_s"].sum(),
             "transfer_s": sums["transfer_s"],
             "wait_s": spans["wait_s"].sum(min_count=1),
+            "exposed_wait_s": spans["exposed_wait_s"].sum(min_count=1),
             "skew_s": each["skew_s"].mean(),
             "skew_max_s": each["skew_s"].max(),
             "algorithm_bytes_per_s": sums["sent_bytes"] / sums["sized_s"].where(sums["sized_s"] > 0),
@@ -141,8 +176,11 @@ def _with_every_call(table: pd.DataFrame) -> pd.DataFrame:
 def _distinct_calls(table: pd.DataFrame) -> pd.DataFrame:
     """What each call of `by_group` moved in its shortest time; bytes and sized_s only where both are known."""
     of_call = table.groupby(["group", "collective", "call"], sort=False)
-    shortest = {"group_size": "max", "size_bytes": "mean", "duration_s": "min", "skew_s": "first"}
+    shortest = {"group_size": "max", "size_bytes": "mean", "duration_s": "min", "longest_s": "max", "skew_s": "first"}
     each = of_call.agg(shortest).reset_index().rename(columns={"duration_s": "transfer_s"})
+    each["transfer_s"] = each["transfer_s"].mask(
+        (each["call"] < 0) & (each["transfer_s"] > each["longest_s"]), each["longest_s"]
+    )
     timed = each["size_bytes"].notna() & (each["transfer_s"] > 0)
     each["sized_s"], each["sent_bytes"] = each["transfer_s"].where(timed), each["size_bytes"].where(timed)
     each["bus_bytes"] = each["sent_bytes"] * bus_factor(each["collective"], each["group_size"])

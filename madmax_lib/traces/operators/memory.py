@@ -39,7 +39,7 @@ __all__ = [
 CATEGORIES = ("parameter", "optimizer_state", "input", "temporary", "activation", "gradient", "autograd_detail",
               "unknown")  # fmt: skip
 
-BEFORE = "before the trace"  # allocated there, or anywhere else that no event tells
+BEFORE = "before the trace"  # allocated there, or anywhere else that no event with an address tells
 _OTHERS = "other operators"
 _OBJECT = r" object at 0x[0-9a-f]+"  # of "<built-in method add_ of Tensor object at 0x7fc740c438d0>"
 _PHASES = (
@@ -55,7 +55,8 @@ def memory_timeline(timeline: Timeline, device: str | None = None) -> pd.DataFra
     reserved_bytes.
 
     time_s counts from the first span or event. Where an event does not tell the total, it is the last one known plus
-    the sizes since; a device that never tells one starts at the bytes it frees without having allocated them.
+    the sizes since; a device that never tells one starts at the bytes it frees without having allocated them (without
+    addresses, as in 2021: at what keeps the sum of the sizes from falling below 0).
     before_bytes: the part of it from before the trace. reserved_bytes: what the allocator took from the device, NaN
     where unknown (a CPU has no such pool). Raises ValueError for a device that the timeline does not have.
     """
@@ -196,13 +197,17 @@ def _events(timeline: Timeline) -> pd.DataFrame:
     size, pool = events["size_bytes"], events["pool"]
     end = _next_at_address(pool.to_numpy(), events["address"].to_numpy(), size.to_numpy())
     born = (size > 0) & (events["address"] != -1)
-    followed = size.where(born, 0).to_numpy()  # change of the bytes that can be followed
+    nameless = events["address"] == -1
+    followed = size.where(born | nameless, 0).to_numpy()  # change of the bytes that can be followed
     freed = end[has_end := (born & (end >= 0)).to_numpy()]
     followed[freed] -= size.to_numpy()[has_end]
-    older = (-size).where((size < 0) & (followed == 0), 0).groupby(pool).transform("sum")
+    older = (-size).where((size < 0) & (followed == 0) & ~nameless, 0).groupby(pool).transform("sum")
+    older -= size.where(nameless, 0).groupby(pool).cumsum().groupby(pool).transform("min").clip(upper=0)
     reserved = events["reserved_bytes"].where(events["reserved_bytes"] > 0).astype("float64")
     total = _without_gaps(events["allocated_bytes"], size, pool, older)
     before = total - pd.Series(followed).groupby(pool).cumsum()
+    left = pd.Series(total).groupby(pool).cummin()  # of what was there before, at most
+    before = before.mask(nameless & (before > left), left)
     return events.assign(end=end, born=born, allocated_bytes=total, before_bytes=before, reserved_bytes=reserved)
 
 

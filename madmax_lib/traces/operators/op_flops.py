@@ -7,6 +7,7 @@ not seen, and of reductions only the inputs count. Traces have shapes when they 
 """
 
 import json
+import re
 from collections.abc import Callable
 from math import nan, prod
 from typing import NamedTuple
@@ -16,12 +17,12 @@ import pandas as pd
 
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
-__all__ = ["operator_costs"]
+__all__ = ["operator_costs", "served_attention"]
 
 _ARITHMETIC = {"double": "fp64", "float": "fp32", "half": "fp16", "bfloat16": "bf16", "char": "int8"}
 _MATRICES = {  # place of the first factor among the inputs
-    "mm": 0, "bmm": 0, "matmul": 0, "_int_mm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1,
-    "baddbmm_": 1, "_addmm_activation": 1,
+    "mm": 0, "bmm": 0, "matmul": 0, "_int_mm": 0, "_scaled_mm": 0, "_scaled_mm_v2": 0, "addmm": 1, "addmm_": 1,
+    "baddbmm": 1, "baddbmm_": 1, "_addmm_activation": 1,
 }  # fmt: skip
 _CONVOLUTIONS = {  # places of stride, padding, dilation, transposed (99: none)
     "convolution": (3, 4, 5, 6), "_convolution": (3, 4, 5, 6), "convolution_overrideable": (3, 4, 5, 6),
@@ -54,6 +55,9 @@ _READS = """
 sum mean amax amin max min argmax argmin prod all any std var var_mean linalg_vector_norm norm nll_loss_forward nonzero
 max_pool2d_with_indices avg_pool2d copy_ fill_ zero_
 """
+_SERVES = re.compile(r"paged_attention|unified_attention|mha_batch_prefill")
+# of vLLM and SGLang: tokens and query-key pairs of the requests that a batch prefills, and of those that it decodes
+_BATCH = re.compile(r"context_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)_generation_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)")
 
 
 class _Cost(NamedTuple):
@@ -122,6 +126,23 @@ def operator_costs(table: pd.DataFrame) -> pd.DataFrame:
     return costs.iloc[call].set_index(table.index)
 
 
+def served_attention(table: pd.DataFrame, batch: list[str]) -> pd.DataFrame:
+    """flops and dtype of calls (name, shapes, types) that attend to a paged cache, on their index, NaN for others.
+
+    batch: name of the annotation around each call, which tells the pairs of queries and keys; shapes tell them not.
+    """
+    rows = {}
+    for row, name, around in zip(table.index, table["name"], batch, strict=True):
+        if not (_SERVES.search(name) and (told := _BATCH.search(around)) and table.at[row, "shapes"]):
+            continue
+        prefilled, first, decoded, second = map(int, told.groups())
+        call, dtype = _read(table.at[row, "shapes"], table.at[row, "types"], "")
+        tokens, heads, width = next((shape for shape in call.shapes if len(shape) == 3), (0, 0, 0))
+        pairs = {prefilled: first, decoded: second, prefilled + decoded: first + second}.get(tokens, nan)
+        rows[row] = (4.0 * pairs * heads * width, dtype or "")
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["flops", "dtype"])
+
+
 def _read(shapes: str, types: str, inputs: str) -> tuple[_Inputs, str | None]:
     """A call's inputs and its dtype: of the first tensor of floating point, None where types are not recorded."""
     sides = [side if _is_shape(side) else [] for side in json.loads(shapes)]
@@ -159,8 +180,23 @@ def _product(left: list[int], right: list[int]) -> tuple[int, int]:
 def _matrices(name: str, call: _Inputs) -> tuple[float, float]:
     first = _MATRICES[name]
     work, out = _product(call.shapes[first], call.shapes[first + 1])
-    size = 4 if name == "_int_mm" else 2 if name == "_scaled_mm" else call.sizes[first]  # fp8 products come out as bf16
+    size = 4 if name == "_int_mm" else 2 if "scaled" in name else call.sizes[first]  # fp8 products come out as bf16
     return 2 * work, call.bytes(*range(first + 2)) + out * size
+
+
+def _grouped(name: str, call: _Inputs) -> tuple[float, float]:
+    """Products of groups: of rows, of columns or of a summed dimension (two-dimensional sides), or one of each.
+
+    Every row counts as a row of some group; where the last offset leaves rows out, they are padding.
+    """
+    left, right = call.shapes[:2]
+    if left[-1] != right[-2]:
+        raise ValueError(f"inner dimensions {left[-1]} and {right[-2]} differ")
+    both, neither = len(left) == len(right) == 3, len(left) == len(right) == 2
+    groups = left[0] if both else call.shapes[4 if "scaled" in name else 2][0] if neither else 1
+    out = left[-2] * right[-1]
+    size = 2 if "scaled" in name else call.sizes[0]
+    return 2 * out * left[-1] * (groups if both else 1), call.bytes(0, 1) + out * groups * size
 
 
 def _linear(_: str, call: _Inputs) -> tuple[float, float]:
@@ -245,6 +281,7 @@ def _reads(_: str, call: _Inputs) -> tuple[float, float]:
 
 _RULES: dict[str, Callable[[str, _Inputs], tuple[float, float]]] = {
     **dict.fromkeys(_MATRICES, _matrices),
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _grouped),
     "linear": _linear,
     **dict.fromkeys(_CONVOLUTIONS, _convolution),
     "convolution_backward": _convolution_backward,

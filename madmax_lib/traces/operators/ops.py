@@ -2,7 +2,7 @@
 
 A kernel belongs to the innermost operator that is open on the launching thread when the launch starts; launch and
 kernel share a correlation. FLOPs and bytes come from recorded shapes (`op_flops`) and are counted once, at the
-innermost operator that has them.
+innermost operator that has them and, on a rank with a device, launched work: capturing a graph computes nothing.
 """
 
 import re
@@ -13,7 +13,7 @@ import pandas as pd
 
 from madmax_lib.intervals import pack, union
 from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
-from madmax_lib.traces.operators.op_flops import operator_costs
+from madmax_lib.traces.operators.op_flops import operator_costs, served_attention
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.units import NS_PER_S
@@ -150,8 +150,8 @@ def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.Da
 def operator_calls(timeline: Timeline, *, by_shape: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
     """One row per call of an operator, and `device_work` with the call that each is launched in (position, -1 without).
 
-    Times in ns; flops and moved_bytes only where they count. again: the call is inside of one of the same name, or
-    by_shape of the same name and shapes.
+    Times in ns; flops and moved_bytes only where they count. counted: its own, or those of a call around it. again:
+    the call is inside of one of the same name, or by_shape of the same name and shapes.
     """
     spans, table = timeline.spans, timeline.side_tables["operators"]
     host = (spans["stream"] < 0).to_numpy() & ~spans["kind"].isin(("annotation", "comm")).to_numpy()
@@ -189,11 +189,23 @@ def operator_calls(timeline: Timeline, *, by_shape: bool = False) -> tuple[pd.Da
     label = calls["name"] + calls["shapes"] if by_shape else calls["name"]
     calls["again"] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
     costs = operator_costs(table.assign(name=calls["name"]))
+    costs.update(served_attention(table.assign(name=calls["name"]), _batches(spans, calls)))
+    costs.loc[on_device & (calls["kernels"] == 0), ["flops", "moved_bytes"]] = np.nan
     tf32 = nest.inclusive(nest.sums(place, spans["name"].str.contains(_TF32).to_numpy()[work["row"]])) > 0
     calls["dtype"] = costs["dtype"].mask(tf32 & (costs["dtype"] == "fp32").to_numpy(), "tf32")
     products, movers = _counted(nest, costs)
     calls = calls.assign(flops=costs["flops"].where(products), moved_bytes=costs["moved_bytes"].where(movers))
+    calls["counted"] = products | nest.within(products)
     return calls, work.assign(call=place)
+
+
+def _batches(spans: pd.DataFrame, calls: pd.DataFrame) -> list[str]:
+    """Name of the annotation of a server's batch around each call (n,), "" without."""
+    batches = spans[(spans["kind"] == "annotation") & (spans["stream"] < 0) & spans["name"].str.startswith("execute_")]
+    at = Nest(batches.assign(stream=-1), np.arange(len(batches)))
+    place = at.at(thread_of(calls.assign(stream=-1)), calls["start_ns"].to_numpy())
+    names = batches["name"].iloc[at.rows].astype(object).tolist()
+    return [names[p] if p >= 0 else "" for p in place]
 
 
 def _counted(nest: Nest, costs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:

@@ -113,7 +113,7 @@ def _gather(trace: RawTrace, exact: bool, hta: bool) -> EventColumns:
     codes["group"].of([""])  # code 0: none
     parts = _Parts()
     group_rank = None
-    for rows in _batches(decode_pieces(trace, exact=exact)):
+    for rows in _batches(trace, decode_pieces(trace, exact=exact)):
         if group_rank is None and not _tells_rank(trace.envelope.get("distributedInfo")):
             group_rank = next((r for e in rows if e.args and (r := _global_rank(e.args)) is not None), None)
         piece = _piece(rows, codes, exact, hta)
@@ -131,11 +131,12 @@ def _gather(trace: RawTrace, exact: bool, hta: bool) -> EventColumns:
     )
 
 
-def _batches(pieces: Iterator[list[Event]]) -> Iterator[list[Event]]:
+def _batches(trace: RawTrace, pieces: Iterator[list[Event]]) -> Iterator[list[Event]]:
     """Complete events, some thousands at a time: arrays have a cost of their own."""
     rows: list[Event] = []
     for events in pieces:
         rows += complete(events)
+        trace.nameless += sum(event.cat is None and event.dur is not None for event in events)
         if len(rows) >= _BATCH:
             yield rows
             rows = []

@@ -107,6 +107,7 @@ class RawTrace:
     envelope: dict = field(default_factory=dict)  # every top-level key but traceEvents
     events: int = 0
     skipped: int = 0  # events that could not be read
+    nameless: int = 0  # events with a duration and without a category, which could be anything
     lost_bytes: int = 0  # text after the last complete event of a truncated file
     damage: str = ""  # why the file ended early
     lost_keys: bool = False  # what stands before the events could not be read

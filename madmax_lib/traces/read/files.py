@@ -1,4 +1,4 @@
-"""Which files hold the traces of a run? Single files, lists, directories and torchtitan's `iteration_N` folders."""
+"""Which files hold the traces of a run? Files, patterns, lists, directories and torchtitan's `iteration_N` folders."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _ITERATION = re.compile(r"iteration_(\d+)$")
 def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None = None) -> list[Path]:
     """Trace files of a source in a fixed order, without opening them.
 
-    Raises FileNotFoundError for what is not there and ValueError for an empty directory, list or unknown iteration.
+    Raises FileNotFoundError for what is not there, ValueError for an empty directory or list and an unknown iteration.
     """
     if isinstance(source, (list, tuple)):
         if not source:
@@ -22,12 +22,16 @@ def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None
     if not str(source):
         raise ValueError("no trace: the path is empty")
     path = Path(source).expanduser()
+    root = Path(path.anchor)
+    if not path.exists() and (matches := sorted(root.glob(str(path.relative_to(root))))):
+        return find_traces(matches, iteration)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or directory")
     if not path.is_dir():
         return [path]
     traces = _in_folder(path)
-    below = iteration_folder(path, iteration) if not traces or iteration is not None else None
+    below = iteration_folder(path)
+    below = iteration_folder(path, iteration) if below and (not traces or iteration is not None) else None
     traces = _in_folder(below) if below else traces
     if not traces:
         inside = [folder.name for folder in sorted(path.iterdir()) if folder.is_dir() and _in_folder(folder)]
@@ -37,12 +41,12 @@ def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None
 
 
 def rank_in_name(path: Path) -> int | None:
-    """Rank that a file name tells: rank-3.json, rank0_trace.json, worker7_step_12.json.gz.
+    """Rank that a file name tells: rank-3.json, worker7_step_12.json.gz, vLLM's dp0_pp0_tp3_rank3, SGLang's 17-TP-3.
 
-    >>> rank_in_name(Path("trace_rank12.json.gz")), rank_in_name(Path("trace.json"))
-    (12, None)
+    >>> rank_in_name(Path("trace_rank12.json.gz")), rank_in_name(Path("1756-TP-3.trace.json.gz"))
+    (12, 3)
     """
-    for word in ("rank", "worker", "gpu", "device"):
+    for word in ("rank", "worker", "gpu", "device", r"\bTP"):
         if match := re.search(rf"{word}[-_.]?(\d+)", path.name, re.IGNORECASE):
             return int(match[1])
     return None

@@ -19,6 +19,7 @@ from madmax_lib.timeline import Timeline, concat
 from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.events import OtherContent, TraceWarning
 from madmax_lib.traces.read.files import find_traces, iteration_folder, rank_in_name
+from madmax_lib.traces.read.jobs import one_job
 from madmax_lib.traces.read.parallel import read_all
 from madmax_lib.traces.read.side_tables import side_tables_of
 from madmax_lib.traces.read.steps import hta_rows
@@ -40,48 +41,44 @@ def read_trace(
 ) -> Timeline:
     """Read traces of one or many ranks.
 
-    source: a file (plain or gzip, whatever its name), a list of files, or a directory: all its traces, or those of the
-    newest `iteration_N` folder in torchtitan's layout (`iteration` chooses another). kinds: CSV with rows to put before
-    `data/kernel_kinds.csv`. client: a dask.distributed client whose workers see the same files; without one, large
-    sets are read in local processes. Nothing is ever written beside the input; what was read is kept in the user's
-    cache folder unless MADMAX_NO_CACHE=1.
+    source: a file (plain or gzip, whatever its name), a pattern such as runs/*/rank*.json, a directory, or a list of
+    them. Of a directory all traces, or those of the newest `iteration_N` folder in torchtitan's layout; of several
+    cycles per rank (`repeat=2`) the last. `iteration` chooses another: N, or the cycle from 0. kinds: CSV with rows to
+    put before `data/kernel_kinds.csv`. client: a dask.distributed client whose workers see the same files; without one,
+    large sets are read in local processes. Nothing is ever written beside the input; what was read is kept in the
+    user's cache folder unless MADMAX_NO_CACHE=1.
     A file of a directory that fails costs its own rank, with a TraceWarning and in `meta.provenance["unread"]`.
-    Raises FileNotFoundError, and ValueError with file and reason for what is no trace or has the rank of another file.
+    Raises FileNotFoundError, and ValueError with file and reason for what is no trace, or of another job (`jobs`).
     """
     read = partial(_read_one, hta=hta_compatible, user_kinds=kinds)
-    in_folder = not isinstance(source, (list, tuple)) and Path(source).expanduser().is_dir()
+    listed = isinstance(source, (list, tuple))
+    in_folder = not listed and Path(source).expanduser().is_dir()
     timelines, failures = _read_files(find_traces(source, iteration), read, client)
-    if not timelines and in_folder and (below := iteration_folder(Path(source).expanduser(), iteration)):
-        timelines, failures = _read_files(find_traces(below), read, client)
+    below = in_folder and iteration_folder(Path(source).expanduser()) is not None
+    if not timelines and below:
+        newest = iteration_folder(Path(source).expanduser(), iteration)
+        timelines, failures = _read_files(find_traces(newest), read, client)
     if failures and not (in_folder and timelines):
         raise next(iter(failures.values()))
+    timelines = one_job(timelines, None if below else iteration, listed=listed)
     unread = {}
     for path, reason in failures.items():
         if not isinstance(reason, OtherContent):  # a run directory may hold configurations and metrics too
             unread[path.name] = str(reason) or type(reason).__name__
             warnings.warn(f"{path}: left out, the others were read: {unread[path.name]}", TraceWarning, stacklevel=2)
-    if hta_compatible:
-        timelines = hta_rows(timelines)
-    whole = concat(list(timelines.values()))
+    for path, timeline in timelines.items():
+        for text in timeline.meta.provenance.get("warnings", {}).get(str(timeline.ranks[0]), []):
+            warnings.warn(f"{path}: {text}", TraceWarning, stacklevel=2)
+    by_rank = {timeline.ranks[0]: timeline for timeline in timelines.values()}
+    whole = concat(list((hta_rows(by_rank) if hta_compatible else by_rank).values()))
     return _with_provenance(whole, whole.side_tables, unread=unread) if unread else whole
 
 
-def _read_files(paths: list[Path], read, client) -> tuple[dict[int, Timeline], dict[Path, Exception]]:
-    """Timeline of each rank, and what is wrong with the other files."""
-    timelines: dict[int, Timeline] = {}
-    files: dict[int, Path] = {}
-    failures: dict[Path, Exception] = {}
-    for path, result in read_all(read, paths, client).items():
-        if isinstance(result, Exception):
-            failures[path] = result
-            continue
-        (rank,) = result.ranks
-        if rank in files:
-            raise ValueError(f"{files[rank]} and {path} are both rank {rank}; give one of them, or a list of files")
-        files[rank], timelines[rank] = path, result
-        for text in result.meta.provenance.get("warnings", {}).get(str(rank), []):
-            warnings.warn(f"{path}: {text}", TraceWarning, stacklevel=3)
-    return timelines, failures
+def _read_files(paths: list[Path], read, client) -> tuple[dict[Path, Timeline], dict[Path, Exception]]:
+    """Timeline of each file, and what is wrong with the others."""
+    results = read_all(read, paths, client)
+    failures = {path: result for path, result in results.items() if isinstance(result, Exception)}
+    return {path: result for path, result in results.items() if path not in failures}, failures
 
 
 def _read_one(path: Path, *, hta: bool, user_kinds: str | Path | None) -> Timeline:

@@ -27,7 +27,7 @@ __all__ = ["side_tables_of"]
 _COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
 _COLLECTIVES += ("reduce", "scatter", "gather")
 # by c10::DeviceType
-_DEVICES = {0: "cpu", 1: "cuda", 6: "fpga", 9: "xla", 12: "xpu", 15: "hpu", 17: "lazy", 18: "ipu", 19: "mtia",
+_DEVICES = {0: "cpu", 1: "cuda", 6: "hip", 7: "fpga", 9: "xla", 12: "xpu", 15: "hpu", 17: "lazy", 18: "ipu", 19: "mtia",
             20: "privateuse1"}  # fmt: skip
 
 

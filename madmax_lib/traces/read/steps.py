@@ -1,6 +1,7 @@
 """Which training step does a span belong to?
 
-Steps are the ProfilerStep#N annotations, else annotations that look like an iteration, else the whole trace is step 0.
+Steps are the ProfilerStep#N annotations, else annotations that look like an iteration, else those of an engine that
+serves (vLLM, SGLang: batches, numbered in their order), else the whole trace is step 0.
 Host spans belong to the step they start in; device spans to the step of the launch with their correlation, because
 they often run after the host has gone on; without a launch, to the step in which they start. Kernels that precede those
 launched in the trace on their stream, or all launches by their correlation, are left over from before it: step -1.
@@ -17,6 +18,8 @@ __all__ = ["assign_steps", "hta_rows", "step_spans"]
 
 _PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,9})(?!\d)")
 _ITERATION = re.compile(r"^\W*(?:train(?:ing)?[_ ]?)?(?:step|iter|iteration|batch)[\W_]*(\d{1,9})\W*$", re.IGNORECASE)
+
+_SERVED = re.compile(r"^execute_(?:\w*_)?(?:context|generation|new|cached)_\d()"), re.compile(r"^step\[\w+ bs=\d()")
 
 
 def assign_steps(spans: pd.DataFrame) -> np.ndarray:
@@ -69,14 +72,16 @@ def step_spans(spans: pd.DataFrame) -> np.ndarray | None:
     """(k, 3) start, end and number of each step on the host, sorted by start; None without steps."""
     annotations = spans[(spans["kind"] == "annotation") & (spans["stream"] < 0)]
     names = annotations["name"].cat.categories
-    for pattern in (_PROFILER_STEP, _ITERATION):
-        number = np.array([int(m[1]) if (m := pattern.search(name)) else -1 for name in names], dtype=np.int64)
+    for pattern in (_PROFILER_STEP, _ITERATION, *_SERVED):
+        number = np.array([int(m[1] or 0) if (m := pattern.search(name)) else -1 for name in names], dtype=np.int64)
         of_row = number[annotations["name"].cat.codes.to_numpy()] if len(annotations) else number[:0]
         if (is_step := of_row >= 0).any():
             start = annotations["start_ns"].to_numpy()[is_step]
             end = start + annotations["dur_ns"].to_numpy()[is_step]
             table = np.stack([start, end, of_row[is_step]], axis=1)
-            return table[np.argsort(table[:, 0], kind="stable")]
+            table = table[np.argsort(table[:, 0], kind="stable")]
+            table[:, 2] = np.arange(len(table)) if pattern in _SERVED else table[:, 2]
+            return table
     return None
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.kinds import collective_names, kernel_kinds, load_kinds
-from madmax_lib.timeline import KINDS, Meta, Timeline
+from madmax_lib.timeline import BUSY_KINDS, KINDS, Meta, Timeline
 from madmax_lib.traces.read.cpu_kinds import begins, classify_cpu
 from madmax_lib.traces.read.event_columns import EventColumns, read_columns
 from madmax_lib.traces.read.events import SOURCE_KEY, RawTrace
@@ -86,6 +86,8 @@ def _spans(columns: EventColumns, trace: RawTrace, rank: int, hta: bool, table: 
         trace.warn("the trace holds no events")
     start_ns, dur_ns = _hta_times(columns) if hta else (columns.start_ns, columns.dur_ns)
     kind, stream = _hta_kinds(columns, table) if hta else _exact_kinds(columns, table)
+    if trace.events and not hta:
+        _warn_of_absence(columns, trace, kind, stream)
     if not hta and (negative := int((dur_ns < 0).sum())):
         trace.warn(f"{negative} negative durations taken as 0")
         np.maximum(dur_ns, 0, out=dur_ns)
@@ -106,6 +108,19 @@ def _spans(columns: EventColumns, trace: RawTrace, rank: int, hta: bool, table: 
         },
         copy=False,
     )
+
+
+def _warn_of_absence(columns: EventColumns, trace: RawTrace, kind: np.ndarray, stream: np.ndarray) -> None:
+    """Warn where a device was at work, or something was, and no row tells."""
+    busy, marks = (np.isin(kind, [KINDS.index(k) for k in kinds]) for kinds in (BUSY_KINDS, ("annotation",)))
+    left_out = f"; {trace.nameless} rows without a category are left out" if trace.nameless else ""
+    launches = any(re.search("runtime|driver", columns.categories[code]) for code in np.unique(columns.category))
+    device = _device_name(trace.envelope.get("deviceProperties"))
+    if not (busy | marks).any() and not launches and not device and (len(columns) or left_out):
+        trace.warn(f"no row of a known category: nothing is at work{left_out}")
+    elif not (busy & (stream >= 0)).any() and (launches or device or left_out):
+        times = "all times are the host's" if busy.any() else "nothing is at work"
+        trace.warn(f"no row of a device{f', {device},' if device else ''} is recorded: {times}{left_out}")
 
 
 def _user_collectives(columns: EventColumns, table: pd.DataFrame) -> dict[str, str]:

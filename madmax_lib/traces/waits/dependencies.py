@@ -10,7 +10,8 @@ says that an event came after another one:
     event       start of a kernel after the end of the one that its stream was told to wait for
     backward    start of the backward pass after the forward thread came to it, and that thread's going on after it
     sync        end of a blocking call after the end of the kernels, copies or transfers it waits for
-    collective  end of a collective after the start of its last rank
+    collective  end of a collective, or of a message, after the start of its last rank
+    link        end of a gloo transfer after the end of the one that left the rank before it
     data        simulated timelines: start after the end of what is needed
 
 A trace records only some of these. Kernels find their launch by correlation (a graph launch has many). Waits are taken
@@ -26,15 +27,26 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.timeline import Timeline
-from madmax_lib.traces.waits.slices import cut_into_slices, one_slice_per_span
+from madmax_lib.traces.waits.slices import IN_FLIGHT, cut_into_slices, one_slice_per_span
+from madmax_lib.traces.waits.transfers import messages, pauses, transfers
 
 __all__ = ["Graph", "dependency_graph"]
 
-_WHY = ("work", "order", "stream", "data", "event", "launch", "backward", "sync", "collective")  # ties: first wins
+_WHY = (
+    "work",
+    "order",
+    "stream",
+    "data",
+    "event",
+    "launch",
+    "backward",
+    "sync",
+    "link",
+    "collective",
+)  # ties: first wins
 _BLOCKS = r"^(?:cuda|hip|cu)(?:Device|Stream|Event|Ctx)Synchronize"
 _COPIES = r"^(?:cuda|hip|cu)Memcpy"
 _WAIT_EVENT = r"^(?:cuda|hip|cu)StreamWaitEvent"
-_PAUSES = r"^c10d::|wait|run_backward|: backward"
 _LONGEST_TIE = 1000  # events at one instant that follow from each other; more is a circle
 _LAUNCH_NS = 10_000  # a launch on an idle device takes less
 _LATE_NS, _SOON_NS = 30_000, 20_000  # more than a launch takes, even when busy; more than a stream takes to go on
@@ -65,6 +77,8 @@ def dependency_graph(timeline: Timeline, keep: np.ndarray | None = None) -> Grap
     given = timeline.edges[timeline.edges["source"].isin(spans.index) & timeline.edges["target"].isin(spans.index)]
     simulated = len(timeline.edges) > 0
     slices = one_slice_per_span(spans) if simulated else cut_into_slices(spans)
+    message = pd.Series(dtype="int64") if simulated else messages(timeline, slices, slices["stream"] <= IN_FLIGHT)
+    slices.loc[message.index, "end_ns"] = slices["end_ns"].groupby(message).transform("min").loc[message.index]
     slice_of_row = np.full((2, len(timeline)), -1)  # first and last slice of each row
     slice_of_row[0, slices["row"].to_numpy()[::-1]] = np.arange(len(slices))[::-1]
     slice_of_row[1, slices["row"].to_numpy()] = np.arange(len(slices))
@@ -77,7 +91,7 @@ def dependency_graph(timeline: Timeline, keep: np.ndarray | None = None) -> Grap
     elif len(slices):
         edges += _measured(timeline, spans, slices, slice_of_row)
         edges.append(("event", *_unrecorded(slices, time_ns, edges)))
-        arrive, leave, meetings_ns = _collectives(spans, slice_of_row, zero_ns, len(time_ns))
+        arrive, leave, meetings_ns = _collectives(spans, slices, slice_of_row, message, zero_ns)
         edges += [("collective", *arrive), ("collective", *leave)]
         time_ns = np.concatenate([time_ns, meetings_ns])
     return _sorted(slices, time_ns, edges)
@@ -142,7 +156,7 @@ def _measured(
     yield "launch", 2 * launched["first"].to_numpy(), 2 * launched["slice"].to_numpy()
     yield "sync", 2 * copied["slice"].to_numpy() + 1, 2 * copied["last"].to_numpy() + 1
     yield from _waits(calls, launches, _syncs(timeline, spans), device)
-    yield from _transfers(spans, slices, slice_of_row)
+    yield from transfers(timeline, spans, slices, slice_of_row)
     yield from _backward(timeline, spans, slices)
 
 
@@ -185,29 +199,6 @@ def _last_launched(waits: pd.DataFrame, device: pd.DataFrame) -> tuple[np.ndarra
     return 2 * last["slice"].to_numpy() + 1, last["target"].to_numpy()
 
 
-def _transfers(spans: pd.DataFrame, slices: pd.DataFrame, slice_of_row: np.ndarray) -> Iterator[tuple]:
-    """gloo's transfers on threads of their own: started by a c10d operator, whose thread may wait for them."""
-    c10d_spans = spans[(spans["stream"] < 0) & spans["name"].str.startswith("c10d::")]
-    gloo = spans[(spans["stream"] < 0) & (spans["kind"] == "comm")]
-    for rank, operators in c10d_spans.groupby("rank"):
-        operators = operators.sort_values("start_ns", kind="stable")
-        transfers = gloo[(gloo["rank"] == rank) & ~gloo["stream"].isin(operators["stream"])].sort_values("start_ns")
-        turn = np.arange(len(transfers))  # queued one after the other; if some are missing, the last one operators for
-        if len(transfers) != len(operators):
-            turn = np.searchsorted(operators["start_ns"], transfers["start_ns"], side="right") - 1
-        transfers, call = transfers[turn >= 0], operators.iloc[turn[turn >= 0]]
-        yield "launch", 2 * slice_of_row[0, call.index], 2 * slice_of_row[0, transfers.index]
-        ended, end_ns = (
-            2 * slice_of_row[1, transfers.index] + 1,
-            (transfers["start_ns"] + transfers["dur_ns"]).to_numpy(),
-        )
-        for thread in operators["stream"].unique():
-            mine = (call["stream"] == thread).to_numpy()
-            lane = slices[(slices["rank"] == rank) & (slices["stream"] == thread)]
-            _, after = _pauses(lane, spans, end_ns[mine], end_ns[mine])
-            yield "sync", ended[mine][after >= 0], after[after >= 0]
-
-
 def _backward(timeline: Timeline, spans: pd.DataFrame, slices: pd.DataFrame) -> Iterator[tuple]:
     """The thread of the forward pass to autograd's thread and back, wherever the first rests while the second works."""
     operators = timeline.side_tables["operators"]
@@ -222,33 +213,16 @@ def _backward(timeline: Timeline, spans: pd.DataFrame, slices: pd.DataFrame) -> 
         at = np.searchsorted(lane["start_ns"], other["start_ns"], side="right")
         change = np.flatnonzero(np.diff(at, prepend=-1, append=-1))
         begin, end = other.iloc[change[:-1]], other.iloc[change[1:] - 1]
-        before, after = _pauses(lane, spans, begin["start_ns"].to_numpy(), end["end_ns"].to_numpy())
+        before, after = pauses(lane, spans, begin["start_ns"].to_numpy(), end["end_ns"].to_numpy())
         yield "backward", before[before >= 0], 2 * begin.index.to_numpy()[before >= 0]
         yield "backward", 2 * end.index.to_numpy()[after >= 0] + 1, after[after >= 0]
 
 
-def _pauses(lane: pd.DataFrame, spans: pd.DataFrame, from_ns: np.ndarray, until_ns: np.ndarray) -> np.ndarray:
-    """(2, n) events before and after the pause of a thread around each stretch of time, -1 if it does not pause.
-
-    A thread pauses between two slices, and in an annotation or a call that waits.
-    """
-    if not len(lane):
-        return np.full((2, len(from_ns)), -1)
-    waits = lane["name"].str.contains(_PAUSES).to_numpy() | (spans.loc[lane["row"], "kind"] == "annotation").to_numpy()
-    start, end = lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy()
-    at = np.searchsorted(start, from_ns, side="right") - 1
-    inside = end[at] >= until_ns
-    before = np.where(at < 0, -1, 2 * lane.index.to_numpy()[at] + np.where(inside, 0, 1))
-    after = np.where(inside, before + 1, np.where(at + 1 < len(lane), before + 1, -1))
-    running = (at >= 0) & (end[at] > from_ns) & ~(inside & waits[at])
-    return np.where(running | (at < 0), -1, np.stack([before, after]))
-
-
 def _collectives(
-    spans: pd.DataFrame, slice_of_row: np.ndarray, zero_ns: int, events: int
+    spans: pd.DataFrame, slices: pd.DataFrame, slice_of_row: np.ndarray, message: pd.Series, zero_ns: int
 ) -> tuple[tuple, tuple, np.ndarray]:
     """Edges into and out of the meetings of ranks, and their times; a call is the k-th of its name, group and step."""
-    keys = ["group", "name", "step"]
+    keys, events = ["group", "name", "step"], 2 * len(slices)
     comm = spans[(spans["kind"] == "comm") & (slice_of_row[0, spans.index] >= 0)].sort_values("start_ns", kind="stable")
     comm = comm.assign(group=comm["group"].cat.codes, name=comm["name"].cat.codes, row=comm.index)
     comm["turn"] = comm.groupby([*keys, "rank"]).cumcount()
@@ -261,8 +235,10 @@ def _collectives(
     comm = comm[complete & together]
     meeting = comm.groupby([*keys, "turn"]).ngroup().to_numpy()
     row = comm["row"].to_numpy(dtype=np.int64)
-    times_ns = comm["start_ns"].groupby(meeting).max().to_numpy(dtype=np.int64) - zero_ns
-    return (2 * slice_of_row[0, row], events + meeting), (events + meeting, 2 * slice_of_row[1, row] + 1), times_ns
+    meeting = np.r_[meeting, message.to_numpy() + meeting.max(initial=-1) + 1]
+    first, last = (np.r_[place[row], message.index] for place in slice_of_row)
+    times_ns = slices["start_ns"].iloc[first].groupby(meeting).max().to_numpy(dtype=np.int64) - zero_ns
+    return (2 * first, events + meeting), (events + meeting, 2 * last + 1), times_ns
 
 
 def _sorted(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]) -> Graph:

@@ -16,6 +16,7 @@ from madmax_lib.units import NS_PER_S
 __all__ = ["idle", "launch_bound"]
 
 _CAUSES = ("host_wait", "kernel_wait", "other")
+_LATE, _LATE_NS = 10, 100_000  # times the usual time from launch to start, and at least: beyond, a start is late
 
 
 def idle(timeline: Timeline, consecutive_kernel_delay_s: float = 30e-6) -> pd.DataFrame:
@@ -50,15 +51,17 @@ def launch_bound(timeline: Timeline) -> pd.DataFrame:
     """Device time that would be gained if launches, or all host work, were free; one row per rank and step.
 
     rank, step, total_s, idle_s (no stream of the rank works), launch_bound_s: idle stretches whose next kernel the host
-    launched only after the device had run dry; launching_s: the part of them inside a launch call or between the launch
-    of that next kernel and its start; share = launch_bound_s / total_s; launching_share.
+    launched only after the device had run dry, less late_start_s: what of them lies beyond the usual time from launch
+    to start where that is exceeded tenfold, for loading a module, another process or a stream that is not recorded;
+    `.attrs["late"]` has rank, name and seconds of the latest. launching_s: the part inside a launch call or between the
+    launch of that next kernel and its start; share = launch_bound_s / total_s; launching_share.
     Free launches gain up to launching_s, a host that is always ahead (a graph of the whole step) up to launch_bound_s.
     A step lasts on the device from the end of the work before its first launched kernel to the same of the next step,
     so total_s and idle_s sum to those of `accounting.breakdown`; step -1 is what precedes the first.
     Upper bounds: a host that first waits for the device (a sync, .item()) or for data counts too, and a profiler makes
     launches slower than they are. A gap on one stream under work on another costs nothing here; `idle` counts it.
     """
-    rows = []
+    rows, starts = [], []
     for rank, work in device_work(timeline).groupby("rank"):
         work = work.sort_values(["start_ns", "launch_ns"], kind="stable")
         gaps = _gaps(work)
@@ -70,23 +73,37 @@ def launch_bound(timeline: Timeline) -> pd.DataFrame:
         whole = gaps["end"] - gaps["start"]
         late = np.clip(gaps["launch_ns"], gaps["start"], gaps["end"])  # from here on the next kernel is under way
         calling = covered_before(calls, late) - covered_before(calls, gaps["start"]) + gaps["end"] - late
-        lost_ns = {"idle_s": whole, "launch_bound_s": whole * bound, "launching_s": calling * bound}
+        usual = _usual_ns(work, (gaps["end"] - late)[bound])
+        beyond = np.where(bound & (gaps["end"] - late > max(_LATE * usual, _LATE_NS)), gaps["end"] - late - usual, 0)
+        starts += [(rank, gaps["row"][at], beyond[at] / NS_PER_S) for at in np.flatnonzero(beyond)]
+        lost_ns = {"idle_s": whole, "launch_bound_s": whole * bound - beyond}
+        lost_ns |= {"launching_s": calling * bound - beyond, "late_start_s": beyond}
         sums = {key: np.bincount(place, ns, minlength=len(steps)) / NS_PER_S for key, ns in lost_ns.items()}
         total_s = np.diff(edges, append=(work["start_ns"] + work["dur_ns"]).max()) / NS_PER_S
         rows.append(pd.DataFrame({"rank": rank, "step": steps, "total_s": total_s, **sums}))
-    columns = ["rank", "step", "total_s", "idle_s", "launch_bound_s", "launching_s"]
+    columns = ["rank", "step", "total_s", "idle_s", "launch_bound_s", "launching_s", "late_start_s"]
     table = pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns)
     total_s = table["total_s"].where(table["total_s"] > 0)
     table = table.assign(share=table["launch_bound_s"] / total_s, launching_share=table["launching_s"] / total_s)
-    return with_origin(table, timeline)
+    starts = sorted(starts, key=lambda start: -start[2])
+    latest = [(int(rank), str(timeline.spans["name"].iloc[row]), float(late_s)) for rank, row, late_s in starts[:1]]
+    return with_origin(table, timeline, late=latest, late_count=len(starts))
+
+
+def _usual_ns(work: pd.DataFrame, on_idle_ns: np.ndarray) -> int:
+    """Median time from launch to start, the smaller of that on an idle device and that of all launches."""
+    launched = work["launch_row"] >= 0
+    every_ns = (work["start_ns"] - work["launch_ns"])[launched].clip(lower=0).to_numpy()
+    return min((int(np.quantile(ns, 0.5, method="lower")) for ns in (on_idle_ns, every_ns) if len(ns)), default=0)
 
 
 def _gaps(work: pd.DataFrame) -> dict[str, np.ndarray]:
-    """Stretches without work between the first and the last span of a rank, with the launch time of the next one."""
+    """Stretches without work between the first and the last span of a rank, with row and launch of the next one."""
     start = work["start_ns"].to_numpy()
     reach = np.maximum.accumulate(start + work["dur_ns"].to_numpy())
     first = np.flatnonzero(start[1:] > reach[:-1]) + 1
-    return {"start": reach[first - 1], "end": start[first], "launch_ns": work["launch_ns"].to_numpy()[first]}
+    after = {column: work[column].to_numpy()[first] for column in ("row", "launch_ns")}
+    return {"start": reach[first - 1], "end": start[first], **after}
 
 
 def _device_steps(work: pd.DataFrame, gaps: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

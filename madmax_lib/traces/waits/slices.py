@@ -9,7 +9,9 @@ import pandas as pd
 from madmax_lib.intervals import pack, union
 from madmax_lib.timeline import BUSY_KINDS
 
-__all__ = ["cut_into_slices", "one_slice_per_span"]
+__all__ = ["IN_FLIGHT", "cut_into_slices", "one_slice_per_span"]
+
+IN_FLIGHT = -1_000_000  # streams up to here are of one message each, which a thread of the host has sent or awaits
 
 
 def one_slice_per_span(spans: pd.DataFrame) -> pd.DataFrame:
@@ -32,6 +34,8 @@ def cut_into_slices(spans: pd.DataFrame) -> pd.DataFrame:
     spans = spans.assign(row=spans.index, kind=spans["kind"].astype(object).mask(host, "host"))
     spans = spans[work | (annotation & work.any())]
     spans = spans[["row", "rank", "stream", "kind", "name", "start_ns", "end_ns"]]
+    flying = (spans["kind"] == "comm") & _calling(spans)
+    spans.loc[flying, "stream"] = IN_FLIGHT - np.arange(flying.sum())
     host = [_cut(thread) for _, thread in spans[spans["stream"] < 0].groupby(["rank", "stream"])]
     return pd.concat([*host, spans[spans["stream"] >= 0]], ignore_index=True)
 
@@ -42,6 +46,12 @@ def _working(spans: pd.DataFrame) -> pd.Series:
     works = works & (spans["stream"] < 0) & (spans["kind"] != "annotation")
     rank_works = works.groupby(spans["rank"]).transform("any")
     return works.groupby([spans["rank"], spans["stream"]]).transform("any") | ~rank_works
+
+
+def _calling(spans: pd.DataFrame) -> pd.Series:
+    """Spans of host threads that call collectives."""
+    calls = (spans["stream"] < 0) & spans["name"].str.startswith("c10d::")
+    return calls.groupby([spans["rank"], spans["stream"]]).transform("any")
 
 
 def _cut(thread: pd.DataFrame) -> pd.DataFrame:
