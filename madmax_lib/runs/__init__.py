@@ -7,10 +7,12 @@ from madmax_lib.doors import open_room
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from madmax_lib.runs import testbed as testbed
     from madmax_lib.runs.launch import (
         RunError as RunError,
         gpu_count as gpu_count,
         launch as launch,
+        launch_all as launch_all,
         measure_links as measure_links,
         prepare as prepare,
         sweep as sweep,

@@ -45,8 +45,13 @@ def check(plan: Plan, spec: Transformer, settings: Settings, engine: str = "torc
 def _check_model(plan: Plan, spec: Transformer) -> None:
     if missing := [name for name in _NOT_BUILT if getattr(spec, name)]:
         raise ValueError(f"{spec.name}: {missing[0]}={getattr(spec, missing[0])} is simulated only, not built here")
+    if spec.v_head_dim != spec.head_dim:
+        raise ValueError(f"{spec.name}: v_head_dim={spec.v_head_dim} is simulated only, where head_dim={spec.head_dim}")
+    if spec.positions == "rope" and spec.head_dim % 2:
+        raise ValueError(f"{spec.name}: rotary positions turn pairs of channels, but head_dim={spec.head_dim}")
     if spec.image and (plan.cp > 1 or (plan.tp > 1 and plan.sequence_parallel)):
-        raise ValueError(f"{spec.name}: patches and class token are not split over ranks; give cp1 and, with tp, .nosp")
+        instead = "cp1" if plan.cp > 1 else f"tp{plan.tp}.nosp"
+        raise ValueError(f"{spec.name}: patches and class token are not split over ranks; write {instead}")
     if plan.overlap_gather or plan.capacity:
         raise ValueError("overlap-gather and cap (dropped tokens) are simulated only, they do not run here")
     if plan.etp or plan.lora_rank or plan.overlap_tp or plan.overlap_ep or plan.overlap_dp is False:

@@ -11,38 +11,45 @@ On several machines, `prepare(spec, directory, nodes=N)` a directory that all of
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from madmax_lib.atomic import write_text
 from madmax_lib.datasets import PROJECT
 from madmax_lib.runs import testbed
 from madmax_lib.runs.checks import deepspeed_locks
 from madmax_lib.runs.data.batches import Data
-from madmax_lib.runs.read import Resolved, Run, last_checkpoint, read_json, read_run, read_spec, write_json
+from madmax_lib.runs.directory import Occupied, clear, owned, refuse, starts
+from madmax_lib.runs.failures import current, failure
+from madmax_lib.runs.measure.meter import meter
+from madmax_lib.runs.read import Resolved, Run, read_json, read_run, write_json
 from madmax_lib.runs.spec import RunSpec, check
 from madmax_lib.runs.summary import write_summary
 
-__all__ = ["RunError", "gpu_count", "launch", "measure_links", "prepare", "resolve", "sweep", "train_command"]
+__all__ = [
+    "RunError",
+    "gpu_count",
+    "launch",
+    "launch_all",
+    "measure_links",
+    "prepare",
+    "resolve",
+    "sweep",
+    "train_command",
+]
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # for torchrun to end its ranks before it is killed
 _ALONE_S = 2.0  # for ranks that lost torchrun to end themselves
-_TAIL_LINES = 15  # of a log that an error shows
-_SIGNALLED = re.compile(r"rank\s+: (\d+) .*\n\s+exitcode\s+: -(\d+)")  # in torchrun's table of failures
 _ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
-_TORCHRUN = re.compile(r"^[EWI]\d{4} \d\d:", re.MULTILINE)  # begins what torchrun itself logs
-_FILES_OF_A_START = ("env.json", "power.csv", "summary.json", "logs")
-_FILES_OF_A_RUN = (*_FILES_OF_A_START, "spec.json", "steps.csv", "trace_rank*.json.gz", "memory_rank*", "checkpoints")
+_NOT_PASSED_ON = ("PET_", "MADMAX_TESTBED_")  # defaults of torchrun's options, and what another run is spread over
 
 
 class RunError(RuntimeError):
@@ -66,16 +73,46 @@ def launch(spec: RunSpec, directory: str | Path, *, check: bool = True) -> Path:
     a directory with another run, FileNotFoundError for missing weights or power log, ModuleNotFoundError for a missing
     package; and RunError with the end of the log of the rank that failed.
     """
-    directory = prepare(spec, directory)
-    device = read_spec(directory)[1].device
-    with _terminable(), tempfile.TemporaryDirectory() as scratch:
-        status, error = _run(spec, directory, _environment(device, Path(scratch)))
-    if status == "completed":
-        return directory
-    write_summary(directory, status, error.splitlines()[0])
-    if check:
+    return _launch(spec, directory, resolve(spec), check)
+
+
+def _launch(spec: RunSpec, directory: str | Path, resolved: Resolved, check: bool) -> Path:
+    directory = _absolute(directory)
+    with owned(directory) as lock:
+        _write_spec(spec, directory, resolved)
+        status, error = _start(spec, [directory], resolved.device, [lock])
+    if check and status != "completed":
         raise RunError(error, directory, status)
     return directory
+
+
+def launch_all(specs: Mapping[Path, RunSpec]) -> None:
+    """Run specs in their directories, those that follow each other on the same processes in one start.
+
+    A run that fails ends its start, and the others go on in a further one; its summary.json says why. Raises as
+    `launch` does before a process is started, here also for specs that come later.
+    """
+    left, devices = {_absolute(directory): spec for directory, spec in specs.items()}, {}
+    with ExitStack() as stack:
+        locks = [stack.enter_context(owned(directory)) for directory in left]
+        for directory, spec in left.items():
+            resolved = resolve(spec)
+            _write_spec(spec, directory, resolved)
+            devices[directory] = resolved.device
+        while left:
+            directories, spec = list(left), next(iter(left.values()))
+            others = (n for n, other in enumerate(left.values()) if _processes(other) != _processes(spec))
+            directories = directories[: next(others, len(left))]
+            _start(spec, directories, devices[directories[0]], locks)
+            for directory in directories:
+                del left[directory]
+                if read_json(directory / "summary.json").get("status") != "completed":
+                    break
+
+
+def _processes(spec: RunSpec) -> tuple:
+    """What runs of the same processes have in common."""
+    return spec.plan.world_size, spec.hosts, spec.network, spec.speed, spec.device, spec.engine
 
 
 def sweep(specs: Iterable[RunSpec], folder: str | Path) -> dict[str, Run]:
@@ -86,15 +123,17 @@ def sweep(specs: Iterable[RunSpec], folder: str | Path) -> dict[str, Run]:
     """
     runs = {}
     for spec in specs:
-        directory = Path(folder) / spec.name
+        directory = _absolute(folder) / spec.name
         earlier = read_run(directory) if (directory / "spec.json").exists() else None
         if not earlier or earlier.spec != spec or earlier.summary.get("status") != "completed":
             try:
-                launch(spec, directory, check=False)
-            except (ValueError, OSError, ImportError) as error:  # before a process was started
-                _starts(directory, spec)
-                write_json(directory / "spec.json", asdict(spec))
-                write_json(directory / "summary.json", {"status": "refused", "error": str(error)})
+                resolved = resolve(spec, directory)
+            except Occupied:
+                raise
+            except (ValueError, OSError, ImportError) as error:
+                refuse(directory, spec, str(error))
+            else:
+                _launch(spec, directory, resolved, check=False)
         runs[spec.name] = read_run(directory)
     return runs
 
@@ -105,18 +144,33 @@ def prepare(spec: RunSpec, directory: str | Path, *, nodes: int = 1) -> Path:
     nodes: machines it will run on; with several, this one may lack their GPUs, so that the spec must name the device.
     Raises as `launch` does before it starts a process.
     """
-    resolved = resolve(spec, nodes)
-    directory = Path(directory).expanduser().resolve()
-    resolved = replace(resolved, starts=_starts(directory, spec))
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
-    write_json(directory / "spec.json", asdict(spec) | {"resolved": asdict(resolved)})
+    resolved, directory = resolve(spec, nodes=nodes), _absolute(directory)
+    with owned(directory):
+        _write_spec(spec, directory, resolved)
     return directory
 
 
-def resolve(spec: RunSpec, nodes: int = 1) -> Resolved:
-    """What a launch of a spec would run here. Raises as `launch` does before it starts a process; writes nothing."""
+def _write_spec(spec: RunSpec, directory: Path, resolved: Resolved) -> None:
+    """Clear what is in the way of a run, and write its spec.json."""
+    resolved = replace(resolved, starts=starts(directory, spec, resolved))
+    clear(directory, resolved.starts[-1])
+    (directory / "logs").mkdir(exist_ok=True)
+    write_json(directory / "spec.json", asdict(spec) | {"resolved": asdict(resolved)})
+
+
+def _absolute(directory: str | Path) -> Path:
+    return Path(directory).expanduser().resolve()
+
+
+def resolve(spec: RunSpec, directory: str | Path | None = None, nodes: int = 1) -> Resolved:
+    """What a launch of a spec, into a directory, would run here.
+
+    Raises as `launch` does before it starts a process; writes nothing.
+    """
     gpus = gpu_count() if spec.device != "cpu" else 0
     device = check(spec, gpus, nodes)
+    if spec.power != "auto":
+        meter(spec.power, device, gpus)  # a table that cannot be replayed is said here
     if gpus and (device, spec.dtype) == ("cuda", "bf16"):  # where a GPU does not compute in it, torch would emulate it
         import torch
 
@@ -125,7 +179,8 @@ def resolve(spec: RunSpec, nodes: int = 1) -> Resolved:
             raise ValueError(f"dtype='bf16', but {name} does not compute in it; give dtype='fp16'")
     data = _load_data(spec)
     tokenizer = "bytes" if data.note else spec.tokenizer
-    return Resolved(str(spec.plan), spec.plan.world_size, device, data.name, tokenizer, data.note)
+    resolved = Resolved(str(spec.plan), spec.plan.world_size, device, data.name, tokenizer, data.note)
+    return replace(resolved, starts=starts(_absolute(directory), spec, resolved)) if directory else resolved
 
 
 def gpu_count() -> int:
@@ -148,38 +203,6 @@ def _load_data(spec: RunSpec) -> Data:
     return data
 
 
-def _starts(directory: Path, spec: RunSpec) -> tuple[int, ...]:
-    """The steps that a run was and is started at, the last being the one to go on with; clears what is in the way.
-
-    Where the same spec did not complete there, that is its last checkpoint, and rows of later steps are cut off; else
-    it is 0, and what an earlier run left is removed.
-    """
-    if directory.exists() and not directory.is_dir():
-        raise NotADirectoryError(f"{directory}: a run needs a directory, this is a file")
-    if not (directory / "spec.json").exists():
-        return (0,)
-    try:
-        earlier, resolved = read_spec(directory)
-    except ValueError:
-        earlier = None
-    if earlier != spec:
-        raise FileExistsError(f"{directory}: holds another run; give a new directory")
-    checkpoint = last_checkpoint(directory)
-    if not checkpoint or read_json(directory / "summary.json").get("status") == "completed":
-        _remove(directory, _FILES_OF_A_RUN)
-        return (0,)
-    done = int(checkpoint.name)
-    rows = (directory / "steps.csv").read_text().splitlines(keepends=True)[: 1 + done]
-    write_text(directory / "steps.csv", "".join(rows))
-    _remove(directory, _FILES_OF_A_START)
-    return (*(start for start in resolved.starts if start < done), done)
-
-
-def _remove(directory: Path, patterns: Iterable[str]) -> None:
-    for path in [path for pattern in patterns for path in directory.glob(pattern)]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 def _environment(device: str, scratch: Path) -> dict[str, str]:
     """Environment of the ranks. Jobs that share a compile cache may read each other's half-written files."""
     added = {
@@ -190,13 +213,14 @@ def _environment(device: str, scratch: Path) -> dict[str, str]:
     }
     if device == "cpu":
         added["OMP_NUM_THREADS"] = "1"
-    return {**os.environ, **added}
+    others = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_PASSED_ON)}
+    return {**others, **added}
 
 
-def train_command(spec: RunSpec, directory: str | Path) -> list[str]:
-    """Command that starts the ranks of the run prepared in a directory."""
+def train_command(spec: RunSpec, *directories: str | Path) -> list[str]:
+    """Command that starts the ranks of the runs prepared in directories."""
     spread = {"hosts": spec.hosts, "network": spec.network, "speed": spec.speed}
-    return testbed.command(spec.plan.world_size, "madmax_lib.runs.train", directory, **spread)
+    return testbed.command(spec.plan.world_size, "madmax_lib.runs.train", *directories, **spread)
 
 
 def measure_links(
@@ -220,36 +244,49 @@ def measure_links(
     return ranks
 
 
-def _run(spec: RunSpec, directory: Path, environment: dict[str, str]) -> tuple[str, str]:
-    """Status and error of a run; processes that it started are gone when this returns or raises."""
-    command = train_command(spec, directory)
-    with (directory / "logs" / "launcher.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+def _start(spec: RunSpec, directories: list[Path], device: str, locks: list[int]) -> tuple[str, str]:
+    """Status and error of a start of prepared runs; if it failed, they are in the summary of the run that ended it."""
+    with _terminable(), tempfile.TemporaryDirectory() as scratch:
+        status, error = _run(spec, directories, _environment(device, Path(scratch)), locks)
+        if status != "completed":
+            try:
+                write_summary(current(directories), status, error.splitlines()[0])
+            except (OSError, ValueError) as lost:  # such as a full disk
+                text = f"{error}\nthere is no summary of it: {lost}"
+                raise RunError(text, current(directories), status) from None
+    return status, error
+
+
+def _run(spec: RunSpec, directories: list[Path], environment: dict[str, str], locks: list[int]) -> tuple[str, str]:
+    """Status and error of a run, or of the first that ends a start; the processes are gone when this returns."""
+    command = train_command(spec, *directories)
+    with (directories[0] / "logs" / "launcher.log").open("wb") as log:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        process = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=locks, **streams)
         try:
-            stalled = _wait(process, directory / "steps.csv", spec.timeout_s)
+            stalled = _wait(process, [directory / "steps.csv" for directory in directories], spec.timeout_s)
         except BaseException:
             _end(process)
-            write_summary(directory, "interrupted", "the launcher was interrupted")
+            with suppress(OSError, ValueError):
+                write_summary(current(directories), "interrupted", "the launcher was interrupted")
             raise
         if stalled:
             _end(process)
-            locks = ", ".join(map(str, deepspeed_locks() if spec.engine == "deepspeed" else ()))
-            why = f"; DeepSpeed waits for stale lock files, delete them: {locks}" if locks else ""
+            stale = ", ".join(map(str, deepspeed_locks() if spec.engine == "deepspeed" else ()))
+            why = f"; DeepSpeed waits for stale lock files, delete them: {stale}" if stale else ""
             return "stalled", f"{spec.name}: no step within timeout_s={spec.timeout_s:g} s{why}"
         if process.returncode < 0:  # torchrun itself was killed, its ranks see that within a second
             time.sleep(_ALONE_S)
             return "failed", f"{spec.name}: torchrun was ended by signal {-process.returncode}"
-    return ("completed", "") if process.returncode == 0 else _failure(spec, directory)
+    return ("completed", "") if process.returncode == 0 else failure(spec, directories)
 
 
-def _wait(process: subprocess.Popen, steps: Path, timeout_s: float) -> bool:
+def _wait(process: subprocess.Popen, steps: list[Path], timeout_s: float) -> bool:
     """Wait for the end of a process; True if it makes no progress: no new step for longer than the timeout."""
     changed_s, size_bytes = time.monotonic(), 0
     while process.poll() is None:
         time.sleep(_POLL_S)
-        now_bytes = steps.stat().st_size if steps.exists() else 0
+        now_bytes = sum(path.stat().st_size for path in steps if path.exists())
         if now_bytes != size_bytes:
             changed_s, size_bytes = time.monotonic(), now_bytes
         if time.monotonic() - changed_s > timeout_s + _GRACE_S:  # ranks that wait for another end themselves
@@ -267,30 +304,6 @@ def _end(process: subprocess.Popen) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _failure(spec: RunSpec, directory: Path) -> tuple[str, str]:
-    """Status and text of a run that failed: the first rank that did, with the end of its log."""
-    logs = directory / "logs"
-    launcher = (logs / "launcher.log").read_text(errors="replace")
-    failures = [read_json(path) for path in logs.glob("failure_rank*.json")]
-    first = min(failures, key=lambda failure: failure["time_s"], default={})
-    signals = [(int(rank), signal.Signals(int(number))) for rank, number in _SIGNALLED.findall(launcher)]
-    for rank, number in signals[::-1]:
-        if number != signal.SIGTERM:  # torchrun's own
-            want = ", perhaps by the system for want of memory" if number == signal.SIGKILL else ""
-            first = {"rank": rank, "status": "failed", "error": f"ended by signal {number.value} ({number.name}){want}"}
-    if not first:
-        output = _TORCHRUN.split(launcher)[0].strip() or launcher
-        return "failed", f"{spec.name} failed before its ranks began\n{_tail(output)}"
-    rank, status = first["rank"], first["status"]
-    log = logs / f"rank{rank}.log"
-    text = _tail((log if log.exists() else logs / "launcher.log").read_text(errors="replace"))
-    return status, f"{spec.name}, plan {spec.plan}, {status} on rank {rank}: {first['error']}\nend of {log}:\n{text}"
-
-
-def _tail(text: str) -> str:
-    return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
 
 
 @contextmanager

@@ -20,7 +20,6 @@ __all__ = [
     "PHASES",
     "Resolved",
     "Run",
-    "last_checkpoint",
     "read_json",
     "read_run",
     "read_runs",
@@ -52,6 +51,7 @@ COLUMNS = (
     "utilization",  # of them, 0..1, by NVML
 )
 _NEW_COLUMNS = ("validation_accuracy", "utilization")  # that earlier runs do not have
+_ALIKE = ("model", "sizes", "sequence", "dtype", "weights_16bit", "adam_8bit", "compile", "fused_gelu", "lora_rank")
 _QUANTITIES = ("samples_per_s", "tokens_per_s", "mfu", "hfu", "utilization", "loss_last", "validation_accuracy_last",
                "host_rss_bytes", "energy_per_sample_j")  # fmt: skip
 
@@ -75,6 +75,9 @@ class Resolved:
     tokenizer: str
     data_note: str = ""
     starts: tuple[int, ...] = (0,)
+
+    def __post_init__(self):
+        object.__setattr__(self, "starts", tuple(self.starts))  # JSON has lists
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,9 @@ def read_run(directory: str | Path) -> Run:
     directory = Path(directory)
     spec, resolved = read_spec(directory)
     env, summary = (read_json(directory / f"{name}.json") for name in ("env", "summary"))
+    for name, kind in {"mfu": float, "step_s": dict, "phases_s": dict}.items():
+        if not isinstance(summary.get(name), (kind, type(None))):
+            raise ValueError(f"{directory / 'summary.json'}: {name}={summary[name]!r} must be of type {kind.__name__}")
     if (mfu := summary.get("mfu") or 0.0) > 1:
         low = f"a peak that is too low, {env.get('peak_source')}"
         warnings.warn(f"{directory}: MFU {mfu:.0%} against {low}", stacklevel=2)
@@ -120,16 +126,21 @@ def read_spec(directory: Path) -> tuple[RunSpec, Resolved | None]:
     resolved = content.pop("resolved", None)
     try:
         return RunSpec.from_dict(content), Resolved(**resolved) if resolved else None
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # the second of what is no field of Resolved
         raise ValueError(f"{path}: {error}") from None
 
 
 def read_runs(folder: str | Path) -> dict[str, Run]:
-    """All run directories of a folder by their name, in order of it.
+    """All run directories of a folder by their name, in order of it; one with bad files is left out with a warning.
 
     Raises FileNotFoundError if there is none.
     """
-    runs = {path.parent.name: read_run(path.parent) for path in sorted(Path(folder).glob("*/spec.json"))}
+    runs = {}
+    for path in sorted(Path(folder).glob("*/spec.json")):
+        try:
+            runs[path.parent.name] = read_run(path.parent)
+        except ValueError as error:
+            warnings.warn(f"left out: {error}", stacklevel=2)
     if not runs:
         raise FileNotFoundError(f"{folder}: no run directories here")
     return runs
@@ -140,19 +151,20 @@ def runs_table(runs: dict[str, Run]) -> pd.DataFrame:
 
     dimensions: how many of dp, tp, pp, cp and ep are above 1. reason: of a run that did not complete. step_s with its
     quartiles. bubble: share of a step that rank 0 of a pipeline neither computes nor updates. scaling: samples/s per
-    rank over that of the run with the fewest. samples_per_s, tokens_per_s, mfu, hfu, utilization (of GPUs), losses and
-    accuracies, host_rss_bytes of rank 0, energy_per_sample_j; NaN where a run does not tell. Shares are 0..1.
+    rank over that of the run with the fewest, of those that train the same on the same device. samples_per_s,
+    tokens_per_s, mfu, hfu, utilization (of GPUs), losses and accuracies, host_rss_bytes of rank 0, energy_per_sample_j;
+    NaN where a run does not tell. Shares are 0..1.
     """
     rows = []
     for name, run in runs.items():
         plan, summary = run.spec.plan, run.summary
         degrees = (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
-        step_s, busy_s = summary.get("step_s", {}), (summary.get("phases_s") or {}).values()
+        step_s, busy_s = summary.get("step_s") or {}, (summary.get("phases_s") or {}).values()
         median_s = step_s.get("median")
         row = {
             "run": name,
             "model": run.spec.model,
-            "strategy": name.partition("_")[2],
+            "strategy": run.spec.name.partition("_")[2],
             "ranks": plan.world_size,
             "dimensions": sum(degree > 1 for degree in degrees),
             "status": summary.get("status", "unfinished"),
@@ -166,7 +178,8 @@ def runs_table(runs: dict[str, Run]) -> pd.DataFrame:
     numbers = ["step_s", "step_p25_s", "step_p75_s", *_QUANTITIES]
     table = pd.DataFrame(rows).astype(dict.fromkeys(numbers, float)).sort_values(["ranks", "run"])
     speeds = table["samples_per_s"] / table["ranks"]
-    table["scaling"] = speeds / speeds.bfill().iloc[0]
+    alike = [str([run.env.get("device"), *(getattr(run.spec, field) for field in _ALIKE)]) for run in runs.values()]
+    table["scaling"] = speeds / speeds.groupby(pd.Series(alike)).transform("first")
     return table.sort_values(["dimensions", "ranks", "run"]).reset_index(drop=True)
 
 
@@ -176,7 +189,7 @@ def read_steps(directory: str | Path) -> pd.DataFrame:
     Raises ValueError, naming the file, for another table.
     """
     path = Path(directory) / "steps.csv"
-    text = path.read_text() if path.exists() else ",".join(COLUMNS) + "\n"
+    text = path.read_text(errors="replace") if path.exists() else ",".join(COLUMNS) + "\n"
     names, *rows = [line.split(",") for line in text[: text.rfind("\n") + 1].splitlines()] or [[]]
     if not set(COLUMNS).difference(_NEW_COLUMNS) <= set(names) <= set(COLUMNS):
         raise ValueError(f"{path}: not a table of steps, its columns must be {','.join(COLUMNS)}")
@@ -189,17 +202,11 @@ def read_steps(directory: str | Path) -> pd.DataFrame:
         raise ValueError(f"{path}: {error}") from None
 
 
-def last_checkpoint(directory: Path) -> Path | None:
-    """The last complete checkpoint of a run directory; its name is the number of steps it holds."""
-    latest = directory / "checkpoints" / "latest"
-    return latest.with_name(latest.read_text()) if latest.exists() else None
-
-
 def read_json(path: Path) -> dict:
     """The object in a JSON file, empty where there is no file. Raises ValueError naming the file for other content."""
     try:
         content = json.loads(path.read_text()) if path.exists() else {}
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # also of what is not UTF-8
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: not a JSON object")

@@ -41,8 +41,10 @@ def answers(questions: Mapping[str, Callable[[], str]]) -> Iterator[tuple[str, s
 
 def selftest() -> Iterator[tuple[str, str, str]]:
     """Driver, torch and its device, a kernel, collectives, power meter and topology."""
-    on_torch = {"kernels": _kernels, "all-reduce": _all_reduce, "power meter": _meter} if find_spec("torch") else {}
-    return answers({"driver": _driver, "topology": _topology, "torch": _torch} | on_torch)
+    yield from answers({"driver": _driver, "topology": _topology})
+    yield (torch := next(answers({"torch": _torch})))
+    if torch[1] != "missing":
+        yield from answers({"kernels": _kernels, "all-reduce": _all_reduce, "power meter": _meter})
 
 
 def _smi(*arguments: str) -> list[str]:

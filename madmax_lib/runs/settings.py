@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import isfinite
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "check_value"]
 
-_CLASSES = {"str": str, "bool": bool, "dict": dict}
-_POSITIVE = ("steps", "global_batch", "learning_rate", "timeout_s")  # other numbers may be zero
+_TYPES = {"str": str, "bool": bool, "dict": dict, "tuple": tuple, "int": int, "float": (int, float)}
+_POSITIVE = ("steps", "global_batch", "learning_rate", "timeout_s", "ranks", "speed")  # others may be zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +49,23 @@ class Settings:
 
     def __post_init__(self):
         for item in fields(self):
-            _check(item.name, item.type, getattr(self, item.name))
+            check_value(item.name, item.type, getattr(self, item.name))
         if self.dtype not in self._dtypes:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(self._dtypes)}")
 
 
-def _check(name: str, annotation: str, value: object) -> None:
-    """That a field's value is of its annotated type and not too small."""
-    if annotation in _CLASSES and not isinstance(value, _CLASSES[annotation]):
-        raise ValueError(f"{name}={value!r} must be of type {annotation}")
-    least = int(name in _POSITIVE)
-    if annotation == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-    if annotation == "float":
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-        if not number or value < 0 or value == 0 < least:
-            raise ValueError(f"{name}={value!r} must be a {'positive' if least else 'non-negative'} number")
+def check_value(name: str, kind: str, value: object) -> None:
+    """Raises ValueError for a value that is not of the type its field is annotated with, or out of range."""
+    kind, _, optional = kind.partition(" | ")
+    if value is None and optional:
+        return
+    fits = isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (kind == "bool")
+    rule, least = f"of type {kind}", int(name in _POSITIVE)
+    if kind in ("int", "float"):
+        sign = "positive" if least else "non-negative"
+        rule = f"a whole number of at least {least} and below 2^40" if kind == "int" else f"a {sign} number below 2^40"
+        fits = fits and 0 <= value < 2**40 and (value > 0 or not least)
+    if not fits or (kind == "dict" and any(not isinstance(key, str) for key in value)):
+        raise ValueError(f"{name}={value!r} must be {rule}")
+    for item in value if kind == "tuple" else ():
+        check_value(name, "float", item)

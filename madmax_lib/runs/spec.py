@@ -45,10 +45,10 @@ class RunSpec(Settings):
     power: auto for the meter of the machine, none, or a CSV to replay (auto).
     timeout_s: seconds without progress after which the run is ended (600).
     wandb: whether steps are logged to Weights & Biases too (False).
-    dtype: as in `Settings`, or auto for bf16 on a GPU that computes in it and fp32 elsewhere (auto).
+    dtype: fp32, bf16, fp16, or auto for bf16 on a GPU that computes in it and fp32 elsewhere (auto).
     hosts: namespaces over which the ranks are spread evenly, see `runs.testbed` (1).
     network: rate of a host's uplink, such as 300mbit; unshaped if empty ("").
-    speed: share 0..1 of a core that each rank has, all of it if empty (()).
+    speed: share 0.1..1 of a core that each rank has, all of it if empty (()).
     """
 
     _dtypes = ("auto", *Settings._dtypes)
@@ -76,13 +76,17 @@ class RunSpec(Settings):
     speed: tuple = ()
 
     def __post_init__(self):
+        if isinstance(self.speed, list):  # as JSON has it
+            object.__setattr__(self, "speed", tuple(self.speed))
         super().__post_init__()
-        object.__setattr__(self, "speed", tuple(self.speed))
         if self.device not in _DEVICES:
             raise ValueError(f"device={self.device!r} is not one of {', '.join(_DEVICES)}")
         if self.engine not in _ENGINES:
             known = ", ".join(_ENGINES)
             raise ValueError(f"engine {self.engine!r} in strategy {self.strategy!r} is not one of {known}")
+        plan, at, engine = self.strategy.lower().replace(" ", "").partition("@")
+        object.__setattr__(self, "strategy", (plan or "dp1") + (at + engine if self.engine != "torch" else ""))
+        object.__setattr__(self, "network", testbed.canonical(self.network))
         object.__setattr__(self, "model", models.name(self.model))
         object.__setattr__(self, "data", batches.canonical(self.data or batches.default_name(self.kind)))
         plan = self.plan
@@ -128,7 +132,7 @@ class RunSpec(Settings):
         """
         adapters = f"_lora{self.lora_rank}" if self.lora_rank else ""
         spread = f"_{self.hosts}x{self.network or 'host'}" if self.hosts > 1 else ""
-        return f"{self.model}_{self.strategy.strip().lower().replace('@', '_')}{adapters}{spread}"
+        return f"{self.model}_{self.strategy.replace('@', '_')}{adapters}{spread}"
 
     @property
     def digest(self) -> str:
@@ -176,6 +180,10 @@ def check(spec: RunSpec, gpus: int, nodes: int = 1) -> str:
         raise ValueError(f"sequence={spec.sequence} is for text; {spec.model} has {shapes.sequence} tokens per image")
     if spec.power not in ("auto", "none") and not Path(spec.power).is_file():
         raise FileNotFoundError(f"power={spec.power!r} is neither auto, none nor a CSV file to replay")
+    if spec.profile_memory and not spec.profile:
+        raise ValueError("profile_memory=True needs profile=True, whose trace it is in")
+    if spec.lora_rank > shapes.hidden:
+        raise ValueError(f"lora_rank={spec.lora_rank} exceeds hidden={shapes.hidden} of {spec.model}")
     if spec.weights and not any(Path(spec.weights).glob("*.safetensors")):
         raise FileNotFoundError(f"weights={spec.weights!r} has no .safetensors file with weights of {spec.model}")
     device = ("cuda" if gpus else "cpu") if spec.device == "auto" else spec.device

@@ -10,7 +10,6 @@ start.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
@@ -22,29 +21,38 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["check_hosts", "command", "join"]
+from madmax_lib.runs.watch import die_with_parent
+
+__all__ = ["canonical", "check_hosts", "command", "join", "spread"]
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmg])bit(?:/s)?", re.IGNORECASE)
 _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9}
-_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}  # and their packages
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "mount"}
 _MOST_HOSTS = 64
+_LEAST_BITS_PER_S, _MOST_BITS_PER_S = 1e4, 1e12  # that a token bucket keeps
 _POLL_S, _GRACE_S = 0.05, 15.0
 _PORT = 29500  # each host has ports of its own
 _BURST_BYTES, _QUEUE_MS = 128 * 1024, 20  # of a token bucket: two packets of 64 KiB, and how long one may wait
-_PERIOD_US = 10_000  # of a quota: short beside a step
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+_PERIOD_US, _LEAST_SPEED = 10_000, 0.1  # of a quota: short beside a step; the kernel wants a quota of 1 ms
+
+
+def canonical(network: str) -> str:
+    """One spelling of an uplink's rate. Raises ValueError for a text that is none.
+
+    >>> canonical("300mbit"), canonical("1.5 Gbit/s"), canonical("")
+    ('300mbit', '1.5gbit', '')
+    """
+    if network:
+        _rate_bits_per_s(network)
+    return re.sub(r"\s+|/s$", "", network.strip().lower())
 
 
 def _rate_bits_per_s(network: str) -> float:
-    """Rate of an uplink, one way. Raises ValueError for a text that is none.
-
-    >>> _rate_bits_per_s("300mbit"), _rate_bits_per_s("1.5 Gbit")
-    (300000000.0, 1500000000.0)
-    """
     match = _RATE.fullmatch(network.strip())
-    if not match or not float(match[1]):
-        raise ValueError(f"network={network!r} is no rate of a link, such as 300mbit or 1gbit")
-    return float(match[1]) * _SCALES[match[2].lower()]
+    rate = float(match[1]) * _SCALES[match[2].lower()] if match else 0.0
+    if not _LEAST_BITS_PER_S <= rate <= _MOST_BITS_PER_S:
+        raise ValueError(f"network={network!r} is no rate of a link, such as 300mbit, in 10kbit..1000gbit")
+    return rate
 
 
 def check_hosts(hosts: int, network: str, speed: tuple[float, ...], ranks: int) -> None:
@@ -56,24 +64,23 @@ def check_hosts(hosts: int, network: str, speed: tuple[float, ...], ranks: int) 
         raise ValueError(f"hosts={hosts} is not in 1..{_MOST_HOSTS}")
     if ranks % hosts:
         raise ValueError(f"{ranks} ranks cannot be spread evenly over hosts={hosts}")
-    if network:
-        _rate_bits_per_s(network)
-        if hosts == 1:
-            raise ValueError(f"network={network!r} joins hosts, but hosts=1")
-    if speed and (len(speed) != ranks or not all(0 < share <= 1 for share in speed)):
-        raise ValueError(f"speed={list(speed)} must be a share of a core in 0..1 for each of {ranks} ranks")
+    if canonical(network) and hosts == 1:
+        raise ValueError(f"network={network!r} joins hosts, but hosts=1")
+    if speed and (len(speed) != ranks or not all(_LEAST_SPEED <= share <= 1 for share in speed)):
+        raise ValueError(f"speed={list(speed)} must be shares {_LEAST_SPEED}..1 of a core for each of {ranks} ranks")
     if hosts == 1 and not speed:
         return
+    asked = f"hosts={hosts}" if hosts > 1 else f"speed={list(speed)}"
     if sys.platform != "linux":
-        raise OSError(f"hosts={hosts}, speed={list(speed)}: network namespaces and quotas need Linux")
+        raise OSError(f"{asked}: network namespaces and quotas need Linux")
     for tool, package in _TOOLS.items():
         if not shutil.which(tool):
-            raise FileNotFoundError(f"hosts={hosts} needs the command {tool}; apt install {package}")
+            raise FileNotFoundError(f"{asked} needs the command {tool}; apt install {package}")
     probe = subprocess.run([*_unshare(), "true"], capture_output=True, text=True)
     if probe.returncode:
-        raise PermissionError(f"hosts={hosts} needs root or user namespaces: {probe.stderr.strip()}")
+        raise PermissionError(f"{asked} needs root or user namespaces: {probe.stderr.strip()}")
     if speed and not os.access(_group_root(), os.W_OK):
-        raise PermissionError(f"speed={list(speed)} needs the right to make control groups in {_group_root()}")
+        raise PermissionError(f"{asked} needs the right to make control groups in {_group_root()}")
 
 
 def command(
@@ -93,15 +100,22 @@ def _torchrun(place: list, ranks: int, module: str, *arguments: object) -> list[
 
 def join(rank: int) -> None:
     """Enter the control group of a slowed device, where this run has one."""
-    if prefix := os.environ.get("MADMAX_GROUPS"):
+    if prefix := os.environ.get("MADMAX_TESTBED_GROUPS"):
         Path(f"{prefix}{rank}", "cgroup.procs").write_text(str(os.getpid()))
+
+
+def spread() -> tuple[int, list[float]]:
+    """Of the run that this process is a rank of: hosts, and share of a core that each rank has (all of it if empty)."""
+    hosts, speed = (os.environ.get(f"MADMAX_TESTBED_{name}", "") for name in ("HOSTS", "SPEED"))
+    return int(hosts or 1), _shares(speed)
 
 
 def main(ranks: str, hosts: str, network: str, speed: str, module: str, *arguments: str) -> int:
     """Run what `command` says; the exit status of the first agent that failed."""
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with _groups([float(share) for share in speed.split(",") if share]) as environment:
+    os.environ |= {"MADMAX_TESTBED_HOSTS": hosts, "MADMAX_TESTBED_SPEED": speed}
+    with _groups(_shares(speed)) as environment:
         addresses, agents = _join_hosts(int(hosts), network), []
         try:
             for host, address in enumerate(addresses):
@@ -109,7 +123,7 @@ def main(ranks: str, hosts: str, network: str, speed: str, module: str, *argumen
                 place += ["--master-addr", addresses[0], "--master-port", _PORT]
                 agent = _torchrun(place, int(ranks) // int(hosts), module, *arguments)
                 inside = ["nsenter", f"--net=/run/netns/host{host}", *agent]
-                agents.append(subprocess.Popen(inside, env=environment, preexec_fn=_die_with_parent))
+                agents.append(subprocess.Popen(inside, env=environment, preexec_fn=die_with_parent))
             return _first_failure(agents)
         finally:
             _end(agents)
@@ -179,7 +193,7 @@ def _groups(speed: Sequence[float]) -> Iterator[dict[str, str]]:
                 (group / "cpu.cfs_quota_us").write_text(str(quota_us))
             else:
                 (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
-        yield environment | {"MADMAX_GROUPS": str(prefix)}
+        yield environment | {"MADMAX_TESTBED_GROUPS": str(prefix)}
     finally:
         for group in groups:
             for _ in range(int(_GRACE_S / _POLL_S)):  # until the last rank has left
@@ -214,8 +228,8 @@ def _end(agents: list[subprocess.Popen]) -> None:
             agent.kill()
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+def _shares(speed: str) -> list[float]:
+    return [float(share) for share in speed.split(",") if share]
 
 
 if __name__ == "__main__":

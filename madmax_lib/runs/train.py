@@ -1,4 +1,4 @@
-"""What does one rank of a run do? `torchrun -m madmax_lib.runs.train DIRECTORY`: read spec.json, train, write.
+"""What does one rank of a run do? `torchrun -m madmax_lib.runs.train DIRECTORY ...`: read spec.json, train, write.
 
 Every rank draws its own share of the global batch, ahead of the step: its data phase is waiting for it, and the copy to
 the device. Rank 0 appends a row to steps.csv after each step; each rank writes its trace, labelled data, forward,
@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -22,11 +22,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.profiler import record_function
 
 from madmax_lib.atomic import replacing, write_text
 from madmax_lib.runs import read, testbed
 from madmax_lib.runs.data.batches import Data, draw_ahead
+from madmax_lib.runs.directory import last_checkpoint
 from madmax_lib.runs.machine import environment, memory_bytes
 from madmax_lib.runs.measure import meter
 from madmax_lib.runs.measure.peak_rates import cores_per_rank, native_dtype
@@ -42,36 +44,40 @@ _MOST_DRAWERS = 8  # threads that draw data; each holds a batch, in pinned memor
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory")
 
 
-def main(directory: Path) -> None:
-    """Train as one rank of the run prepared in `directory`; torchrun's variables say which."""
+def main(*directories: Path) -> None:
+    """Train as one rank of the runs prepared in directories, one after another; torchrun's variables say which."""
     rank = int(os.environ["RANK"])
-    write_to(directory / "logs" / f"rank{rank}.log")
     guard()
     testbed.join(rank)
+    for number, directory in enumerate(directories):
+        write_to(directory / "logs" / f"rank{rank}.log")
+        _train_in(directory, rank, number)
+
+
+def _train_in(directory: Path, rank: int, number: int) -> None:
+    """The run of a directory; what stops it is written there."""
     try:
-        _train(directory, rank)
+        _train(directory, rank, number)
     except BaseException as error:
         failure = _failure(error, rank)
-        read.write_json(directory / "logs" / f"failure_rank{rank}.json", failure)
-        if "MADMAX_LAUNCHER" not in os.environ and not (directory / "summary.json").exists():  # nobody else tells
-            write_summary(directory, failure["status"], failure["error"])
+        with suppress(OSError):  # of a full disk: the error itself tells more
+            read.write_json(directory / "logs" / f"failure_rank{rank}.json", failure)
+            if "MADMAX_LAUNCHER" not in os.environ and not (directory / "summary.json").exists():  # nobody else tells
+                write_summary(directory, failure["status"], failure["error"])
         raise
 
 
-def _train(directory: Path, rank: int) -> None:
+def _train(directory: Path, rank: int, number: int) -> None:
     spec, resolved = read.read_spec(directory)
     spec = replace(spec, data=resolved.data, tokenizer=resolved.tokenizer)
     device, first = resolved.device, rank == 0
-    _join(device, spec.timeout_s)
+    _join(device, spec.timeout_s, number)
     spec = replace(spec, dtype=native_dtype(spec.dtype, device))
     trainer, data = _trainer(spec, device), spec.get_data()
     if resolved.starts[-1]:
-        trainer.load(read.last_checkpoint(directory))
-    env = environment(device, spec.dtype) | {
-        "dtype": spec.dtype,
-        "data": resolved.data,
-        "data_note": resolved.data_note,
-    }
+        _take_up(trainer, last_checkpoint(directory))
+    env = environment(device, spec.dtype) | {"dtype": spec.dtype}
+    env |= {"data": resolved.data, "data_note": resolved.data_note}
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
     with meter.meter(spec.power if first else "none", device, devices) as power:
         if first:
@@ -90,8 +96,19 @@ def _train(directory: Path, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _join(device: str, timeout_s: float) -> None:
-    """Enter the process group, if there is more than one rank, and take a device and a share of the cores."""
+def _take_up(trainer, checkpoint: Path) -> None:
+    try:
+        trainer.load(checkpoint)
+    except (Exception, CheckpointException) as error:  # each reader has its own
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{checkpoint}: cannot be read ({why}); delete {checkpoint.parent} to begin anew") from error
+
+
+def _join(device: str, timeout_s: float, number: int) -> None:
+    """Enter the process group, if there is more than one rank, and take a device and a share of the cores.
+
+    number: of the run in these processes; groups of later ones meet under names of their own.
+    """
     threads = int(os.environ.get("OMP_NUM_THREADS", 1))
     if device == "cuda":
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first allocation
@@ -100,8 +117,12 @@ def _join(device: str, timeout_s: float) -> None:
         if threads == 1:  # torchrun's; the CPU updates what is offloaded
             threads = max(int(cores_per_rank()), 1)
     torch.set_num_threads(threads)
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        mesh.join(device, timeout=timedelta(seconds=timeout_s))
+    rank, world, options = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), {}
+    if number:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        options = {"store": dist.PrefixStore(f"run {number}", store), "rank": rank, "world_size": world}
+    if world > 1:
+        mesh.join(device, timeout=timedelta(seconds=timeout_s), **options)
 
 
 def _trainer(spec: RunSpec, device: str):
@@ -228,7 +249,7 @@ def _write_power(path: Path, rows: list[tuple]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # all is written; threads that torch leaves behind have aborted processes that shut down slowly

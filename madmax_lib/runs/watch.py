@@ -3,16 +3,25 @@
 torchrun puts its ranks into sessions of their own, so that they outlive it if it is killed at once.
 """
 
+import ctypes
 import os
+import signal
 import sys
 import threading
 import time
 from pathlib import Path
 
-__all__ = ["guard", "write_to"]
+__all__ = ["die_with_parent", "guard", "write_to"]
 
 _LOOK_S = 1.0
 _ALONE = 75  # exit status, EX_TEMPFAIL of sysexits.h
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def die_with_parent() -> None:
+    """On Linux the kernel ends this process with the one that started it, even where it is stopped or stuck."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def guard() -> None:
@@ -27,6 +36,7 @@ def guard() -> None:
             time.sleep(_LOOK_S)
         os._exit(_ALONE)  # other threads may be stuck in a collective
 
+    die_with_parent()
     threading.Thread(target=look, daemon=True).start()
 
 

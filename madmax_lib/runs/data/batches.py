@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
@@ -174,7 +175,7 @@ def _real_text(name: str, allow_download: bool, sequence: int, by: str) -> Data:
     tokens, sizes, read = tokenizer(by, allow_download), {}, {}
     for split, texts in hub.read(name, allow_download).items():
         make = windows if isinstance(texts[0], str) else chat
-        key = f"{name} {split} {tokens.name} {sequence} {len(texts)} {texts[0]} {texts[-1]}"
+        key = chain([name, split, tokens.name, str(sequence)], texts if make is windows else chain.from_iterable(texts))
         parts = cached_tokens(key, partial(make, texts, tokens, sequence, _MOST))
         sizes[split], read[split] = len(parts[0]), lambda indices, parts=parts: tuple(part[indices] for part in parts)
     return Data(name, "text", sizes, read, vocab=tokens.vocab)

@@ -53,11 +53,11 @@ SOURCES = {
 
 
 class _Images:
-    """Images of a table of `datasets`. columns: picture and label; image: pixels of a side."""
+    """Images of a table of `datasets`. what: its name for errors; image: pixels of a side."""
 
-    def __init__(self, table, columns: tuple[str, ...], image: int):
-        self.table, self.picture, self.image = table, columns[0], image
-        self.labels = np.array(table[columns[1]][:], dtype=np.int64)
+    def __init__(self, what: str, table, source: _Source, image: int):
+        self.table, self.picture, self.image = table, source.columns[0], image
+        self.labels = _labels(what, table[source.columns[1]][:], source.classes)
         decoded = cache_folder() / "images" / f"{table._fingerprint}-{image}.rgb"
         decoded.parent.mkdir(parents=True, exist_ok=True)
         self.file = os.open(decoded, os.O_RDWR | os.O_CREAT, 0o644)
@@ -79,7 +79,10 @@ class _Images:
         size = 3 * self.image**2 + 1
         record = os.pread(self.file, size, index * size)
         if len(record) < size or not record[-1]:
-            picture = self.table[index][self.picture].convert("RGB").resize((self.image, self.image))
+            try:
+                picture = self.table[index][self.picture].convert("RGB").resize((self.image, self.image))
+            except (OSError, ValueError, SyntaxError) as error:  # of a damaged file, each codec its own
+                raise OSError(f"image {index} of its dataset cannot be read ({error})") from None
             record = picture.tobytes() + b"\1"
             with suppress(OSError):  # a full disk is no reason to stop
                 os.pwrite(self.file, record, index * size)
@@ -95,9 +98,12 @@ def read(name: str, allow_download: bool, image: int = 0) -> dict[str, _Images |
         raise ModuleNotFoundError(f"{name} needs the package datasets, which is not installed")
     source = SOURCES[name]
     parts = dict(zip(("train", "validation"), _from_hub(name, source, allow_download), strict=True))
+    whats = {split: f"{split} data of {name}" for split in parts}
+    if empty := [whats[split] for split, part in parts.items() if not len(part)]:
+        raise ValueError(f"{empty[0]}: there are no samples")
     if source.classes:
-        return {split: _Images(part, source.columns, image) for split, part in parts.items()}
-    return {split: _texts(part, source) for split, part in parts.items()}
+        return {split: _Images(whats[split], part, source, image) for split, part in parts.items()}
+    return {split: _texts(whats[split], part, source) for split, part in parts.items()}
 
 
 def _from_hub(name: str, source: _Source, allow_download: bool) -> list:
@@ -120,13 +126,22 @@ def _from_hub(name: str, source: _Source, allow_download: bool) -> list:
     return parts
 
 
-def _texts(part, source: _Source) -> list:
-    columns = [part[column] for column in source.columns]
-    if len(columns) == 1:
-        return columns[0]
+def _texts(what: str, part, source: _Source) -> list:
+    columns = [part[column][:] for column in source.columns]
     if source.answers:
-        columns[1] = [source.answers[label] for label in columns[1]]
-    return list(zip(*columns, strict=True))
+        columns[1] = [source.answers[label] for label in _labels(what, columns[1], len(source.answers))]
+    for name, column in zip(source.columns, columns, strict=True):
+        if empty := [number for number, text in enumerate(column) if not isinstance(text, str)]:
+            raise ValueError(f"{what}: {name} of sample {empty[0]} is no text")
+    return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
+
+
+def _labels(what: str, labels: list, count: int) -> np.ndarray:
+    """Labels (n,) int64. Raises ValueError for one that is no class, such as -1 of samples that have none."""
+    values = np.array(labels, dtype=float)
+    if len(wrong := np.flatnonzero(~((values >= 0) & (values < count)))):
+        raise ValueError(f"{what}: label {labels[wrong[0]]} of sample {wrong[0]} is not in 0..{count - 1}")
+    return values.astype(np.int64)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ ChatML, the chat format of Qwen2.5 [its tokenizer_config.json].
 
 import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import islice
 
 import numpy as np
@@ -49,14 +50,19 @@ class _HubTokenizer:
     """A tokenizer of `transformers` with the same attributes and methods."""
 
     def __init__(self, name: str, allow_download: bool):
-        from transformers import AutoTokenizer
-
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ModuleNotFoundError(f"tokenizer {name!r} needs the package transformers ({error})") from None
         try:
             self._own = AutoTokenizer.from_pretrained(name, local_files_only=not allow_download)
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise FileNotFoundError(f"tokenizer {name!r} is not on this machine: {reason}") from None
-        self.name, self.vocab = name, len(self._own)
+        self.vocab = len(self._own)
+        table = getattr(self._own, "backend_tokenizer", None)
+        parts = table.to_str() if table else sorted(self._own.get_vocab().items())
+        self.name = f"{name} {_digest([str(parts), str(self._own.chat_template)])}"  # another may take its folder
         self.pad = next((t for t in (self._own.pad_token_id, self._own.eos_token_id) if t is not None), 0)
 
     def encode(self, text: str) -> list[int]:
@@ -69,6 +75,13 @@ class _HubTokenizer:
         prompt = self._own.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
         whole = self._own.apply_chat_template(turns, tokenize=False)
         return self.encode(prompt), self.encode(whole[len(prompt) :])
+
+
+def _digest(parts: Iterable[str]) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(part.encode(errors="replace") + b"\0")
+    return whole.hexdigest()[:24]
 
 
 def tokenizer(name: str, allow_download: bool = False):
@@ -118,12 +131,11 @@ def windows(texts: Iterable[str], by, sequence: int, most: int) -> tuple[np.ndar
     return stream[:cut].reshape(count, sequence), stream[1 : cut + 1].reshape(count, sequence)
 
 
-def cached_tokens(key: str, make: Callable[[], tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Result of `make`, from the user's cache where it has been stored under the same key."""
-    path = cache_folder() / "tokens" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.npz"
-    if path.exists():
-        with np.load(path) as stored:
-            return stored["tokens"], stored["targets"]
+def cached_tokens(key: Iterable[str], make: Callable[[], tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
+    """Result of `make`, from the user's cache where it has been stored under the same key: all that it depends on."""
+    path = cache_folder() / "tokens" / f"{_digest(key)}.npz"
+    with suppress(Exception), np.load(path) as stored:  # a damaged file raises as it likes, and is made anew
+        return stored["tokens"], stored["targets"]
     tokens, targets = make()
     with replacing(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, tokens=tokens, targets=targets)

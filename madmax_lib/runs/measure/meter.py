@@ -1,7 +1,7 @@
 """How much power and energy does a run take? NVML on GPUs, RAPL on CPUs, a CSV to replay, or nothing.
 
 A thread reads every 50 ms. NVML's energy counter is refreshed only every 20 to 100 ms [Zeus, NSDI 2023], so that the
-energy of a window is the difference of the counter where the window is longer than 1 s, else the integral of the power.
+energy of a window is the difference of the counter where that covers more than 1 s, else the integral of the power.
 """
 
 import os
@@ -88,7 +88,7 @@ class Meter:
 
 
 def energy_j(readings: list[Reading], start_s: float, end_s: float) -> float:
-    """Energy of a window: the counter's difference if it is longer than 1 s, else the integral of the power.
+    """Energy of a window: the counter's difference where it covers more than 1 s, else the integral of the power.
 
     Between readings both are taken as linear, before the first and after the last as constant power. A source without
     power is told by its counter. NaN if it has neither, or for no reading.
@@ -99,9 +99,12 @@ def energy_j(readings: list[Reading], start_s: float, end_s: float) -> float:
     if not readings or not end_s > start_s:
         return nan
     t_s, power_w, counter_j = np.array([reading[:3] for reading in readings], dtype=float).T
-    counted = t_s[0] <= start_s and end_s <= t_s[-1] and not np.isnan(counter_j).any()
-    if counted and (end_s - start_s > _COUNTER_WINDOW_S or np.isnan(power_w).any()):
-        return float(np.diff(np.interp([start_s, end_s], t_s, counter_j))[0])
+    known_s = min(end_s, t_s[-1])  # the counter's last reading is often just before the end
+    if t_s[0] <= start_s and known_s - start_s > (0.0 if np.isnan(power_w).any() else _COUNTER_WINDOW_S):
+        counted_j = float(np.diff(np.interp([start_s, known_s], t_s, counter_j))[0])
+        last_w = counted_j / (known_s - start_s) if np.isnan(power_w[-1]) else power_w[-1]
+        if not np.isnan(counter_j).any():
+            return float(counted_j + last_w * (end_s - known_s))
     times_s = np.unique(np.clip([start_s, *t_s, end_s], start_s, end_s))
     watts = np.interp(times_s, t_s, power_w)
     return float(np.sum((watts[1:] + watts[:-1]) / 2 * np.diff(times_s)))
@@ -198,7 +201,7 @@ def _replay_meter(path: Path) -> Meter:
     Time 0 of the table is the first reading; after the last row the table begins again, its counter going on.
     Raises ValueError naming file and column for a table that is not of this kind.
     """
-    with path.open(newline="") as file:
+    with path.open(newline="", errors="replace") as file:
         rows = list(DictReader(file))
     if missing := {"t_s", "power_w"} - set(rows[0] if rows else ()):
         raise ValueError(f"{path}: column(s) {', '.join(sorted(missing))} missing, or no rows")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from madmax_lib import catalog
+from madmax_lib.runs import testbed
 
 __all__ = ["TORCH_DTYPES", "cores_per_rank", "device_name", "memory_bytes_per_s", "native_dtype", "peak_flops"]
 
@@ -35,7 +36,7 @@ def peak_flops(device: str, dtype: str) -> tuple[float, str]:
     if dist.is_initialized():
         dist.all_reduce(rate, dist.ReduceOp.MAX)
     share = min(1.0, cores_per_rank() / torch.get_num_threads()) if device == "cpu" else 1.0
-    shared = f", x {share:.3g} since ranks share cores" if share < 1 else ""
+    shared = f", x {share:.3g} since ranks share cores or are slowed" if share < 1 else ""
     return float(rate) * share, f"measured: best {side} x {side} matrix product in {dtype}{shared}"
 
 
@@ -86,6 +87,11 @@ def _best_s(run: Callable[[], object], repeats: int, on_gpu: bool = False) -> fl
 
 
 def cores_per_rank() -> float:
-    """Cores of this machine that may be used over its ranks."""
+    """Cores of this machine that a rank may use: their number over that of its ranks, less where devices are slowed.
+
+    A mean of the ranks, on all hosts that the testbed makes here.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return cores / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    hosts, speed = testbed.spread()
+    equal = cores / (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * hosts)
+    return sum(min(equal, share) for share in speed) / len(speed) if speed else equal

@@ -1,7 +1,7 @@
 """How is a large model fine-tuned with few parameters? Low-rank updates of queries and values [arXiv 2106.09685].
 
-All weights are frozen but the head; query and value projections gain B A x, with A (rank, in) drawn and B (out, rank)
-zero, so that training starts at the model itself.
+All weights are frozen but a head that is not tied; query and value projections gain B A x, with A (rank, in) drawn and
+B (out, rank) zero, so that training starts at the model itself.
 """
 
 import torch
@@ -41,7 +41,7 @@ def adapt(layer: TransformerLayer, name: str, rank: int, seed: int) -> None:
 
 
 def freeze_ends(network: Network) -> None:
-    """Freeze embedding and last norm; the head is trained."""
-    for end in (network.embedding, network.norm):
+    """Freeze embedding and last norm; the head is trained, unless it is the token table."""
+    for end in (network.embedding, network.norm, network.head if network.spec.tied else None):
         if end is not None:
             end.requires_grad_(False)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from madmax_lib import catalog
+from madmax_lib.runs.settings import check_value
 from madmax_lib.specs import Transformer
 
 if TYPE_CHECKING:
@@ -63,11 +64,18 @@ def spec(text: str, **sizes) -> Transformer:
     """
     canonical = name(text)
     if unknown := set(sizes) - {f.name for f in fields(Transformer)} | set(sizes) & {"name"}:
-        raise ValueError(f"{sorted(unknown)[0]!r} is not a size of {canonical}")
+        wrong = sorted(unknown)[0]
+        near = get_close_matches(wrong, [f.name for f in fields(Transformer)][1:], n=3, cutoff=0.0)
+        raise ValueError(f"{wrong!r} is not a size of {canonical}; nearest: {', '.join(near)}")
+    for field in fields(Transformer):
+        if field.name in sizes:
+            check_value(field.name, field.type.__name__, sizes[field.name])
     model = Transformer(canonical, **_TINY[canonical]) if canonical in _TINY else catalog.model(canonical)
     again = {field: 0 for field, sources in _DERIVED.items() if set(sources) & set(sizes)}
     if model.image:
         again["sequence"] = 0
+        if "sequence" in sizes:
+            raise ValueError(f"sequence of {canonical} follows from image and patch")
     return replace(model, **{**again, **sizes})
 
 

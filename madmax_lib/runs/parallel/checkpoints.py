@@ -36,7 +36,8 @@ def load(directory: str | Path, modules: list[Network], optimizers: Optimizers, 
         if not values:
             part = local(parameter.detach())
             values["step"] = torch.zeros((), device=part.device)
-            values["exp_avg"], values["exp_avg_sq"] = torch.zeros_like(part), torch.zeros_like(part)
+            empty = getattr(optimizers.adam, "_new_buffer", lambda part, signed: torch.zeros_like(part))  # of 8 bits
+            values["exp_avg"], values["exp_avg_sq"] = empty(part, True), empty(part, False)
     state = _state(modules, optimizers, mesh) | {"progress": progress}
     stored = dcp.FileSystemReader(str(directory)).read_metadata().state_dict_metadata
     if missing := sorted(set(state) - set(stored)):

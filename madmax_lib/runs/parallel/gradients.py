@@ -71,6 +71,8 @@ def sum_tied(modules: Sequence[Network], mesh: Mesh) -> Tensor | None:
         return None
     last = mesh.coordinate("pp") == stages - 1
     parameter = modules[-1].head.weight if last else modules[0].embedding.tokens.weight
+    if not parameter.requires_grad:  # adapters alone are trained
+        return None
     gradient, group = local(parameter.grad), mesh.group("pp")
     own = gradient.to(mesh.dense.device_type, copy=True)  # NCCL sends nothing that is offloaded
     other, peer = torch.empty_like(own), dist.get_global_rank(group, 0 if last else stages - 1)
