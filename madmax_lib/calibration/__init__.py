@@ -8,6 +8,8 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from madmax_lib.calibration import fit as fit
+    from madmax_lib.calibration.calibrate import calibrate as calibrate
+    from madmax_lib.calibration.compared import compared as compared, predicted as predicted
     from madmax_lib.calibration.fit import known_rows as known_rows, usable as usable
     from madmax_lib.calibration.identifiability import (
         constants_of as constants_of,
@@ -16,8 +18,10 @@ if TYPE_CHECKING:
     )
     from madmax_lib.calibration.intervals import coverage as coverage, coverage_by_class as coverage_by_class
     from madmax_lib.calibration.link_logs import read_link_log as read_link_log
+    from madmax_lib.calibration.machine import Machine as Machine, machine as machine
     from madmax_lib.calibration.overlap import overlap_errors as overlap_errors, overlap_facts as overlap_facts
     from madmax_lib.calibration.published_rows import read_rows as read_rows, to_steps as to_steps
+    from madmax_lib.calibration.run_rows import run_rows as run_rows
     from madmax_lib.calibration.trace import (
         fit_timeline as fit_timeline,
         kernel_seconds as kernel_seconds,

@@ -2,7 +2,8 @@
 
 Before the first row a stack has the constants of all others, as uncertain as strangers are: the covariance of the fit
 times the factor by which they err more than it says, and a part of each prior's width, by which stacks differ. With
-slopes J of log step_s and noise N, rows move the constants by P J' (J P J' + N)^-1 times their error.
+slopes J of log step_s and noise N, rows move the constants by P J' (J P J' + N)^-1 times their error. Intervals hold
+that part of stacks as what every source has of its own, so they shrink from the covariance of the fit alone.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _STEP = 1e-5  # of a constant in its fitting scale, for slopes
 
 
 def gradient(steps: Steps, point: np.ndarray, names: Sequence[str], begin: Parameters) -> np.ndarray:
-    """(n, names) slopes of log step_s at point, by constants in their fitting scale; the others are those of begin."""
+    """(n, names) slopes of log step_s at point, by constants in their fitting scale; the rest is that of begin."""
     logarithmic = (bounds().loc[list(names), "scale"] == "log").to_numpy()
     moved = point + np.vstack([np.zeros(len(names)), _STEP * np.eye(len(names))])
     values = np.where(logarithmic, np.exp(moved), moved)
     constants = begin.constants | {name: values[:, i : i + 1] for i, name in enumerate(names)}
-    seconds = np.log(step_s(steps, Parameters(constants=constants)))
+    seconds = np.log(step_s(steps, replace(begin, constants=constants)))
     return ((seconds[1:] - seconds[0]) / _STEP).T
 
 
@@ -48,37 +49,39 @@ class StackPrior:
         places, covariance = begin.uncertainty
         of_table = [places[name] for name in self.names]
         self.inflation = max(begin.residuals.get("constants", 1.0), 1.0) ** 2
+        self.shared = covariance[np.ix_(of_table, of_table)]
         own = np.diag((_OWN * table["sigma"].to_numpy(float)) ** 2)
-        self.covariance = self.inflation * covariance[np.ix_(of_table, of_table)] + own
+        self.covariance = self.inflation * self.shared + own
 
     def given(self, steps: Steps, log_measured: np.ndarray) -> Parameters:
         """Constants after rows: of the Gauss-Newton steps from the prior, the one that meets the rows best on average.
 
-        The prior is one of them, so no update makes the rows worse.
+        The prior is one of them, so no update makes the rows worse. A row is forgiven what it alone is off, not what
+        all are before the first step.
         """
         best = point = self.at
         error = self._error(steps, log_measured, point)
-        least = _mean(error)
+        least, noise = _mean(error), _forgiven(error - np.median(error))
         for _ in range(_ROUNDS):
             slopes = gradient(steps, point, self.names, self.begin)
-            noise = _NOISE**2 * (_FREEDOM + (error / _NOISE) ** 2) / (_FREEDOM + 1)
-            gain = self.covariance @ slopes.T @ np.linalg.inv(slopes @ self.covariance @ slopes.T + np.diag(noise))
+            gain = _gain(self.covariance, slopes, noise)
             point = np.clip(self.at + gain @ (error + slopes @ (point - self.at)), self.low, self.high)
             error = self._error(steps, log_measured, point)
+            noise = _forgiven(error)
             if _mean(error) < least:
                 best, least = point, _mean(error)
-        return self._parameters(best, self.covariance - gain @ slopes @ self.covariance)
+        gain = _gain(self.shared, slopes, noise / self.inflation)
+        return self._parameters(best, self.shared - gain @ slopes @ self.shared)
 
     def _error(self, steps: Steps, log_measured: np.ndarray, point: np.ndarray) -> np.ndarray:
         """log(measured / predicted)."""
-        return log_measured - np.log(step_s(steps, Parameters(constants=self._constants(point))))
+        return log_measured - np.log(step_s(steps, replace(self.begin, constants=self._constants(point))))
 
     def _constants(self, point: np.ndarray) -> dict[str, float]:
         values = np.where(self.logarithmic, np.exp(point), point)
         return self.begin.constants | dict(zip(self.names, values.tolist(), strict=True))
 
     def _parameters(self, point: np.ndarray, covariance: np.ndarray) -> Parameters:
-        covariance = covariance / self.inflation
         width = 1.645 * np.sqrt(np.diag(covariance))
         ends = np.clip([point - width, point + width], self.low, self.high)
         low, high = np.where(self.logarithmic, np.exp(ends), ends).tolist()
@@ -89,6 +92,15 @@ class StackPrior:
             fitted=tuple(self.names),
             covariance=tuple(map(tuple, covariance.tolist())),
         )
+
+
+def _forgiven(error: np.ndarray) -> np.ndarray:
+    """Variance of each row's noise, as Student's t weighs errors."""
+    return _NOISE**2 * (_FREEDOM + (error / _NOISE) ** 2) / (_FREEDOM + 1)
+
+
+def _gain(covariance: np.ndarray, slopes: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    return covariance @ slopes.T @ np.linalg.inv(slopes @ covariance @ slopes.T + np.diag(noise))
 
 
 def _mean(error: np.ndarray) -> float:

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -19,7 +20,7 @@ from scipy.optimize import least_squares
 from madmax_lib import catalog
 from madmax_lib.calibration.bayes import StackPrior
 from madmax_lib.calibration.identifiability import scaled
-from madmax_lib.calibration.published_rows import read_rows, to_steps
+from madmax_lib.calibration.published_rows import read_rows, to_steps, to_table
 from madmax_lib.datasets import local_data
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped, start
 from madmax_lib.simulator.step.inputs import Steps
@@ -45,7 +46,7 @@ _LOCAL = (
     "published_more/layout_sweep.csv",
 )
 _STOP = {"xtol": 1e-4, "ftol": 1e-4}
-_MOST, _FEW = 60, 3  # evaluations from a distance and from near the solution
+_MOST, _FEW = 60, 10  # evaluations from a distance and from near the solution; after 3 a fold still knows its rows
 SCALE = 0.03  # log residual at which soft-L1 turns from square to absolute; repeated runs differ by 3 to 10 %
 _SILENT = 1e-9  # relative change of a time that is arithmetic
 _FULL = 40  # rows of a repository that count in full
@@ -61,7 +62,7 @@ def usable(rows: pd.DataFrame) -> pd.Series:
 
 
 def fit(
-    rows: pd.DataFrame,
+    rows: pd.DataFrame | str | Path,
     *,
     starts: int = 3,
     begin: Parameters | None = None,
@@ -70,14 +71,18 @@ def fit(
 ) -> Parameters:
     """Constants of the step-time model from measured rows.
 
-    rows: a published table, or the output of `read_rows`. starts: fits from the start values and from random points
-    around them; the best counts. begin: constants that are not fitted, and where the first fit starts; the start values
-    if None. near: a fit of almost the same rows, whose constants are few evaluations away. only: constants to fit, all
-    that the rows can tell if None. The intervals follow from the covariance. Raises ValueError if no row
-    can be fitted or a constant is unknown.
+    rows: a published table, a folder of runs, or the output of `read_rows`. starts: fits from the start values and from
+    random points around them; the best counts. begin: constants that are not fitted, and where the first fit starts;
+    the start values if None. near: a fit of almost the same rows, whose constants are few evaluations away. only:
+    constants to fit, all that the rows can tell if None. The intervals follow from the covariance. Rows that cannot be
+    timed are left out. Raises ValueError for a value that cannot be read, with row and column, if no row can be fitted
+    or a constant is unknown.
     """
-    if "supported" not in rows.columns:
+    if "supported" not in (rows := to_table(rows)).columns:
         rows = read_rows(rows)
+        unread = rows[~rows["supported"].astype(bool) & rows["reason"].str.match(r"\w+=")]
+        if len(unread):
+            raise ValueError(f"row {unread.index[0]}: {unread['reason'].iloc[0]}")
     used = rows[usable(rows)]
     used = used[slowness(used) <= SLOWEST]
     if used.empty:
@@ -91,17 +96,31 @@ def fit(
     return problem.parameters(best, used)
 
 
-def update(rows: pd.DataFrame, begin: Parameters | None = None) -> Parameters:
-    """Constants after a few measured rows of one's own stack, two to five or more, by Bayes' rule.
+def update(rows: pd.DataFrame | str | Path, begin: Parameters | None = None) -> Parameters:
+    """Constants after a few measured rows of one's own stack, two to five or more, or a folder of runs, by Bayes' rule.
+
+    rows: columns of `data/published_train.csv`, or the output of `read_rows`. At the least model (of the catalog, else
+    layers, hidden, heads, seq_len too), gpu (or cluster besides), n_gpus, global_batch (samples per step), and a time:
+    iteration_time_s (seconds per step), tokens_per_s_per_gpu or tflops_per_gpu. One's own rows have no column source;
+    then what a row does not state is as in `estimate`: dp follows from n_gpus, tp pp cp ep vpp micro_batch are 1,
+    zero_stage 0, recompute none, precision bf16, software none, seq_len (tokens per sample) the model's. A column plan,
+    such as dp2.tp2.z1, says more than those. Others: software, network_gbit (Gbit/s per device), devices_per_node,
+    overlap_tp overlap_ep overlap_dp (1 or 0), lora_rank. begin: constants before, the shipped ones if None.
 
     The prior has the covariance of begin (the shipped constants if None), as much wider as strangers err, and a
     further part of the prior width of each constant, by which a stack may differ from those of the fit. Software
     that has no rows in the fit moves `stack_rate:other`; predictions then name the same software, or none. The
     covariance and with it the intervals shrink; on the rows themselves the mean error never grows. Raises ValueError
     with a line for each row that cannot be used.
+
+    >>> rows = pd.DataFrame({"model": "llama3-8b", "gpu": "h100", "n_gpus": [8, 16], "global_batch": [16, 32],
+    ...     "zero_stage": 3, "software": "torchtitan", "iteration_time_s": [3.2, 3.3]})
+    >>> steps = to_steps(read_rows(rows))
+    >>> (step_s(steps, shipped()) < step_s(steps, update(rows))).tolist()  # slower than the stacks of the fit
+    [True, True]
     """
     begin = begin or shipped()
-    if "supported" not in rows.columns:
+    if "supported" not in (rows := to_table(rows)).columns:
         rows = read_rows(rows)
     if (refused := rows[~usable(rows)]).size or rows.empty:
         reasons = refused["reason"].where(refused["reason"] != "", "no time is measured")
@@ -143,7 +162,7 @@ class _LeastSquares:
         self.prior, self.low, self.high, at = (scaled(table, name) for name in ("start", "low", "high", "begin"))
         self.sigma = table["sigma"].to_numpy(float)
         self.begin = np.clip(at, self.low, self.high)
-        self.fixed = dict(begin.constants)
+        self.fixed, self.collectives = dict(begin.constants), begin.collectives
         self.log_measured = np.log(rows["measured_s"].to_numpy(float))
         self.weight = weights(rows) / SCALE
 
@@ -157,7 +176,7 @@ class _LeastSquares:
         """Rows, then priors; point may be (..., constants)."""
         values = self.values(point)
         constants = self.fixed | {name: values[..., i : i + 1] for i, name in enumerate(self.names)}
-        predicted = step_s(self.steps, Parameters(constants=constants))
+        predicted = step_s(self.steps, Parameters(constants=constants, collectives=self.collectives))
         of_rows = (np.log(predicted) - self.log_measured) * self.weight
         return np.concatenate([of_rows, (point - self.prior) / self.sigma], axis=-1)
 
@@ -194,6 +213,7 @@ class _LeastSquares:
             intervals=dict(zip(self.names, ends, strict=True)),
             fitted=tuple(self.names),
             covariance=tuple(map(tuple, covariance.tolist())),
+            collectives=self.collectives,
             provenance={
                 "rows": len(rows),
                 "sha256": fingerprint(rows),

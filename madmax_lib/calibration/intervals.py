@@ -2,8 +2,8 @@
 
 Errors of one source are alike, and no two sources are: the spread is learned from sources left out whole, which all
 count the same. The components maximise the likelihood of the errors under Student's t, which forgives the few runs
-that went wrong; then one factor, the quantile, sets the level so that 90 % lie inside, as in conformal prediction [Lei
-et al. 2018, arXiv 1604.04173], and wider for few sources as t is over the normal.
+that went wrong; then one factor, the quantile, sets the level. For 90 % inside of a further source, 90 (1 + 1/n) %
+of the n at hand must: it is one of n + 1 alike [conformal over groups, Dunn et al. 2022, arXiv 1809.07441].
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def class_of(rows: pd.DataFrame) -> pd.Series:
 def spread(table: pd.DataFrame) -> dict[str, float]:
     """Sizes of the components and the quantile, from `validate.folds` by source."""
     parts, error = table[list(COMPONENTS)].to_numpy(float), table["log_error"].to_numpy(float)
-    sources = table["repository"].to_numpy()
     weights = 1 / table.groupby("repository")["repository"].transform("size").to_numpy(float)
 
     def loss(point: np.ndarray) -> float:
@@ -51,7 +50,7 @@ def spread(table: pd.DataFrame) -> dict[str, float]:
     best = min((minimize(loss, begin, bounds=edges) for begin in begins), key=lambda result: result.fun)
     sizes = dict(zip(COMPONENTS, np.exp(best.x).tolist(), strict=True))
     score = np.abs(error) / width_of(table, sizes | {"quantile": 1.0})
-    return sizes | {"quantile": _quantile(score, weights) * _widening(sources)}
+    return sizes | {"quantile": _quantile(score, weights, _INSIDE * (1 + 1 / table["repository"].nunique()))}
 
 
 def comparison_widths(table: pd.DataFrame) -> dict[str, float]:
@@ -123,13 +122,14 @@ def coverage_by_class(table: pd.DataFrame, reference: pd.DataFrame | None = None
     return pd.DataFrame.from_dict(values, orient="index", columns=["rows", "inside", "half_width"])
 
 
-def _quantile(scores: np.ndarray, weights: np.ndarray) -> float:
-    """Weighted quantile, linear between the middles of the weights."""
+def _quantile(scores: np.ndarray, weights: np.ndarray, inside: float = _INSIDE) -> float:
+    """Weighted quantile, linear between the middles of the weights; the largest beyond them."""
     order = np.argsort(scores)
     share = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
-    return float(np.interp(_INSIDE, share, scores[order]))
+    return float(np.interp(inside, share, scores[order]))
 
 
 def _widening(groups: np.ndarray) -> float:
+    """Of few groups, as t is over the normal."""
     freedom = max(len(pd.unique(groups)), _FEWEST) - 1
     return float(t.ppf((1 + _INSIDE) / 2, freedom) / norm.ppf((1 + _INSIDE) / 2))

@@ -23,12 +23,15 @@ from madmax_lib.calibration.row_facts import (
     text_of,
 )
 from madmax_lib.calibration.row_plans import cases_of, devices_of
+from madmax_lib.calibration.run_rows import run_rows
 from madmax_lib.case import Case
+from madmax_lib.plan_rules import SOFTWARE, enforce
+from madmax_lib.plans import legal
 from madmax_lib.simulator.rates.parameters import start
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.step_time import step_time
 
-__all__ = ["model_flops", "read_rows", "to_steps"]
+__all__ = ["model_flops", "read_rows", "to_steps", "to_table"]
 
 _begin = lru_cache(maxsize=1)(start)
 _VTRAIN_SOURCE = "VIA-Research/vTrain data/ground_truth_multi.csv"
@@ -54,8 +57,8 @@ _FACTS = ["kind", "software", "gpu", "family", "dtype", "global_batch", *_PLAN]
 def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
     """One normalised row per row of a published table, same order and index.
 
-    table: columns of `data/published_train.csv`, or of vTrain's ground truth, or a CSV file of either. Unknown columns
-    are ignored, missing ones are empty. The columns of a normalised row:
+    table: columns of `data/published_train.csv`, or of vTrain's ground truth, or a CSV file of either, or a folder of
+    runs. Unknown columns are ignored, missing ones are empty. The columns of a normalised row:
 
     source, model, repository, group: who published it, what was trained, whose it is, and whose model.
     supported, consistent, reason: whether it can be timed, whether it agrees with itself, and why not.
@@ -65,8 +68,7 @@ def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
     kind: dense, mixture, vision or lora; and for groups and plots what the case says: software, gpu, family, dtype,
         global_batch, dp, tp, pp, cp, ep, zero, micro_batch, interleave, recompute, attention.
     """
-    if not isinstance(table, pd.DataFrame):
-        table = pd.read_csv(table, encoding="utf-8-sig")
+    table = to_table(table)
     rows = [_read(raw) for raw in _renamed(table).to_dict("records")]
     return pd.DataFrame(rows, index=table.index, columns=[*_ABOUT, *_JUDGED, *_FACTS])
 
@@ -74,6 +76,13 @@ def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
 def to_steps(rows: pd.DataFrame) -> Steps:
     """Supported normalised rows as steps to be timed."""
     return Steps.stack(rows["case"].tolist())
+
+
+def to_table(rows: pd.DataFrame | str | Path) -> pd.DataFrame:
+    """A table as it is, of a CSV file, or of a folder of runs (`run_rows`)."""
+    if isinstance(rows, pd.DataFrame):
+        return rows
+    return run_rows(rows) if Path(rows).is_dir() else pd.read_csv(rows, encoding="utf-8-sig")
 
 
 def _facts_of(case: Case) -> dict:
@@ -94,26 +103,30 @@ def _renamed(table: pd.DataFrame) -> pd.DataFrame:
     if "# GPUs" not in table.columns:
         return table
     table = table.rename(columns=_VTRAIN)
-    table["iteration_time_s"] = pd.to_numeric(table.get("iteration time (ms)"), errors="coerce") / 1e3
-    table["model"] = table["params_b"].map(lambda billion: f"GPT {billion}B")
+    stated = {name: table.get(name, pd.Series(np.nan, table.index)) for name in ("iteration time (ms)", "params_b")}
+    table["iteration_time_s"] = pd.to_numeric(stated["iteration time (ms)"], errors="coerce") / 1e3
+    table["model"] = stated["params_b"].map(lambda billion: f"GPT {billion}B")
     facts = {"vocab": 50257, "precision": "fp16", "gpu": "A100-80GB", "recompute": "full"}
     return table.assign(source=_VTRAIN_SOURCE, **facts)
 
 
 def _read(raw: dict) -> dict:
     """One row; anything wrong with it becomes its reason."""
-    source, model, devices = text_of(raw, "source"), text_of(raw, "model"), number_of(raw, "n_gpus")
+    source, model = text_of(raw, "source"), text_of(raw, "model")
     first = source.partition(" ")[0]
     repository = first if "/" in first else source  # pages of one repository are of one hand
     row = {"source": source, "model": model, "repository": repository, "group": f"{repository} | {model}"}
-    row |= {"n_gpus": devices, "recompute_stated": False, "case": None, "measured_s": np.nan}
+    row |= {"n_gpus": np.nan, "recompute_stated": False, "case": None, "measured_s": np.nan}
     try:
+        row["n_gpus"] = devices = number_of(raw, "n_gpus")
         shape, (raw, device) = model_of(raw), completed(raw)
         case = _fastest(cases_of(raw, shape, *machine_of(raw, device, devices_of(raw)), software_of(raw, device)))
+        enforce(SOFTWARE if case.software else (), case.plan, case)
+        seconds = _measured_s(case, raw)
     except (ValueError, OverflowError, ZeroDivisionError) as error:
         return row | {"supported": False, "consistent": False, "reason": str(error)}
-    said, reason = text_of(raw, "recompute"), _violation_of(case, devices)
-    row |= {"recompute_stated": bool(said) and "offloads" not in said, "measured_s": _measured_s(case, raw)}
+    said, reason = text_of(raw, "recompute"), _violation_of(case, devices, text_of(raw, "software"))
+    row |= {"recompute_stated": bool(said) and "offloads" not in said, "measured_s": seconds}
     return row | {"supported": True, "consistent": not reason, "reason": reason, "case": case} | _facts_of(case)
 
 
@@ -124,21 +137,19 @@ def _fastest(cases: list[Case]) -> Case:
     return cases[int(np.argmin(step_time(Steps.stack(cases), _begin())["step_s"]))]
 
 
-def _violation_of(case: Case, devices: float) -> str:
-    """What contradicts itself in a row, empty if nothing: world size, batch, experts, layers.
+def _violation_of(case: Case, devices: float, software: str) -> str:
+    """What contradicts itself in a row, empty if nothing: its world size, software or micro-batch, or a rule of plans.
 
-    devices: as stated, NaN where not.
+    devices, software: as stated, NaN and empty where not.
     """
-    plan, model = case.plan, case.model
+    plan = case.plan
     if devices == devices and plan.world_size != devices:
         return f"dp x tp x pp x cp = {plan.world_size:g}, but n_gpus = {devices:g}"
-    if plan.dp > case.global_batch:
-        return f"dp={plan.dp} exceeds the global batch of {case.global_batch}"
-    if model.experts % plan.ep and model.experts:
-        return f"ep={plan.ep} does not divide {model.experts} experts"
-    if plan.pp * plan.interleave > model.layers:
-        return f"pp x vpp = {plan.pp * plan.interleave} exceeds {model.layers} layers"
-    return ""
+    if software not in ("", "none") and not case.software:
+        return f"software={software!r} is not in data/software.csv, the row is timed without one"
+    if plan.dp <= case.global_batch < plan.dp * plan.micro_batch:
+        return f"micro_batch={plan.micro_batch} exceeds {case.global_batch} samples over dp={plan.dp}"
+    return str(legal(case).words())
 
 
 def model_flops(case: Case, raw: dict) -> float:
@@ -161,8 +172,13 @@ def model_flops(case: Case, raw: dict) -> float:
 
 
 def _measured_s(case: Case, raw: dict) -> float:
-    """Seconds per step: as published, else from tokens per second, else from FLOP/s; NaN if none is given."""
+    """Seconds per step: as published, else from tokens per second, else from FLOP/s; NaN if none is given.
+
+    Where a source does not say how long a sample is, only a step that it timed tells.
+    """
     stated = positive_of(raw, "iteration_time_s")
+    if text_of(raw, "source") and not text_of(raw, "seq_len"):
+        return stated
     by_tokens = case.global_batch * case.sequence / (positive_of(raw, "tokens_per_s_per_gpu") * case.plan.world_size)
     by_flops = model_flops(case, raw) / (positive_of(raw, "tflops_per_gpu") * 1e12 * case.plan.world_size)
     return next((seconds for seconds in (stated, by_tokens, by_flops) if seconds > 0), float("nan"))

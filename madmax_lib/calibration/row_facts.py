@@ -1,35 +1,51 @@
 """What does a row say? Its fields, and by them the model, device, network, data type and software of a run.
 
 What a row does not state comes from tables, with citations: `data/row_clusters.csv` for a source (cluster, network,
-software, recompute), `data/row_models.csv` for a model, by its name, beside the catalog. The style of a layer, gated or
+software, recompute, whether the loss is compiled too), `data/row_models.csv` for a model, by its name, beside the
+catalog. A number that is none, or out of its range, is refused with its column. The style of a layer, gated or
 not, is the one whose parameters are nearest to the stated number.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
+import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.software import Software
+from madmax_lib.software import OVERLAPS, Software
 from madmax_lib.specs import DLRM, Cluster, Device, Transformer
 
-__all__ = ["completed", "machine_of", "model_of", "number_of", "positive_of", "remarks_of", "software_of", "text_of"]
+__all__ = [
+    "completed",
+    "count_of",
+    "machine_of",
+    "model_of",
+    "number_of",
+    "positive_of",
+    "remarks_of",
+    "software_of",
+    "text_of",
+]
 
 _VISION = re.compile(r"(vit|deit3?|beit)([-_]|\b)", re.I)
 _OTHERS = re.compile(r"dlrm|mixer|swin|resne|convnext|efficientnet|regnet|vgg|.*\bmamba\b", re.I)
 _MIXTURE = re.compile(r"\d+x\d+b|[-_ ]a\d+b|moe", re.I)
 _NEEDED = {"layers": "layers", "hidden": "hidden", "heads": "heads", "sequence": "seq_len"}  # field: column
 _DIMENSIONS = _NEEDED | {name: name for name in ("kv_heads", "ffn", "vocab")}
+_MOST = dict.fromkeys(("layers", "experts", "pp", "vpp"), 10**4)  # of a count; of others 10^8
+_MOST |= dict.fromkeys(("hidden", "heads", "kv_heads", "ffn", "expert_ffn"), 10**6) | dict.fromkeys(OVERLAPS, 1)
 _EXPERTS = ("experts", "active_experts", "shared_experts", "expert_ffn", "dense_layers")
 _GATED = {"gated": True, "norm": "rms", "positions": "rope", "attention_bias": "none", "mlp_bias": False}
 _ABOUT = ("pattern", "gpu", "source")  # columns of row_clusters.csv that are no facts
 _NETWORK = ("cluster", "devices_per_node", "network_gbit")
 _COMPILED = re.compile(r"\bcompile\b|cumulative flags up to \+ (?!packed)", re.I)  # torchtune's flags add up
+_ZERO_3 = re.compile(r"\bZeRO-3\b")  # DeepSpeed's, which SC'21 and others ran in codes without it
 _SENDS_ONCE = re.compile(r"DeepEP|HybridEP")  # dispatchers
 _GRAPHS = re.compile(r"CUDA graphs|_cg\.sh|\b(26\.(0[6-9]|1\d)|2[7-9]\.\d\d)(\.\d+)? NeMo")  # Bridge since 26.06
 _DTYPES = {  # by the first name in the text
@@ -39,27 +55,43 @@ _DTYPES = {  # by the first name in the text
     r"(?<![a-z])(fp|float)16": "fp16",
     r"tf32": "tf32",
     r"(fp|float)32": "fp32",
+    r"bf16|bfloat|amp|mixed": "bf16",
 }
 
 
 def text_of(raw: dict, name: str) -> str:
     """A field as text, empty if it is not stated."""
     value = raw.get(name)
-    return "" if value is None or value != value else str(value).strip()
+    return "" if value is None or value is pd.NA or value != value else str(value).strip()
 
 
 def number_of(raw: dict, name: str) -> float:
-    """A field as a number, NaN if it is not one."""
-    try:
-        return float(raw.get(name, np.nan))
-    except (TypeError, ValueError):
+    """A field as a number, NaN if it is not stated. Raises ValueError if it is no finite number."""
+    if not (text := text_of(raw, name)):
         return np.nan
+    try:
+        value = float(raw[name])
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={text!r} is not a number") from None
+    if math.isinf(value):
+        raise ValueError(f"{name}={text} must be finite")
+    return value
 
 
 def positive_of(raw: dict, name: str, default: float = np.nan) -> float:
-    """A field as a number above 0, else the default."""
+    """A field as a number, the default if it is not stated. Raises ValueError if it is not above 0."""
     value = number_of(raw, name)
+    if value <= 0:
+        raise ValueError(f"{name}={value:g} must be above 0")
     return value if value > 0 else default
+
+
+def count_of(raw: dict, name: str, default=None, *, least: int = 1):
+    """A field as a whole number, the default if it is not stated. Raises ValueError for another number."""
+    value, most = number_of(raw, name), _MOST.get(name, 10**8)
+    if value == value and (value % 1 or not least <= value <= most):
+        raise ValueError(f"{name}={value:g} must be a whole number of {least} to {most}")
+    return int(value) if value == value else default
 
 
 def remarks_of(raw: dict) -> str:
@@ -68,12 +100,18 @@ def remarks_of(raw: dict) -> str:
 
 
 def model_of(raw: dict) -> Transformer:
-    """The model of a row. Raises ValueError for one that is no plain transformer, or for what is not stated."""
+    """The model of a row. Raises ValueError for one that is no plain transformer, or for what is not stated.
+
+    A row of a run of this project has all its sizes, as JSON.
+    """
     name = text_of(raw, "model") or "unnamed"
+    if text_of(raw, "sizes"):
+        return Transformer(**json.loads(text_of(raw, "sizes")))
     if _OTHERS.match(name):
         raise ValueError(f"{name} is not a plain transformer")
-    own = {field: int(value) for field, column in _DIMENSIONS.items() if (value := positive_of(raw, column)) > 0}
-    own |= {field: int(value) for field in _EXPERTS if (value := number_of(raw, field)) >= 0}
+    own = {field: count_of(raw, column) for field, column in _DIMENSIONS.items()}
+    own |= {field: count_of(raw, field, least=0) for field in _EXPERTS}
+    own = {field: value for field, value in own.items() if value is not None}
     listed = _listed(name)
     if any(own.get(field, listed.get(field)) != listed.get(field) for field in ("hidden", "heads")):
         listed = {}  # another model of that name
@@ -136,11 +174,13 @@ def _listed(name: str) -> dict:
 def completed(raw: dict) -> tuple[dict, Device]:
     """The row with what is known of its source where it says nothing, and the catalog's device.
 
-    A column `cluster` replaces the network of the source. Raises ValueError for no or an unknown device.
+    A column `cluster` replaces the network of the source, and the device where it is a `machine.json`. Raises
+    ValueError for no or an unknown device.
     """
     if not text_of(raw, "gpu"):
         raise ValueError("gpu is not stated")
-    device = catalog.device(text_of(raw, "gpu"))
+    own = text_of(raw, "cluster").endswith(".json")
+    device = catalog.cluster(text_of(raw, "cluster")).device if own else catalog.device(text_of(raw, "gpu"))
     rows = (row for row in _sources() if re.search(row["pattern"], text_of(raw, "source")))
     facts = next((row for row in rows if re.match(rf"{row['gpu']}(-|$)", device.name) or not row["gpu"]), {})
     left_out = _ABOUT + (_NETWORK if text_of(raw, "cluster") else ())
@@ -154,30 +194,40 @@ def machine_of(raw: dict, device: Device, devices: int) -> tuple[Cluster, str]:
     bf16. Raises ValueError where there is none.
     """
     name = text_of(raw, "cluster") or _first_cluster(device)
-    most = min(int(positive_of(raw, "devices_per_node", catalog.cluster(name).devices_per_node)), devices)
+    most = min(count_of(raw, "devices_per_node", catalog.cluster(name).devices_per_node), devices)
     node = next(size for size in range(most, 0, -1) if devices % size == 0)
     cluster = replace(catalog.cluster(name, nodes=devices // node, devices=devices), device=device)
     gbit = positive_of(raw, "network_gbit", 8e-9 * cluster.inter.bandwidth_bytes_per_s)
     text = text_of(raw, "precision").lower()
     first = text.split("(")[0] or text
-    named = (dtype for pattern, dtype in _DTYPES.items() if re.search(pattern, first))
-    dtype = device.nearest(next(named, "fp8" if "fp8" in text else "bf16"))
+    named = [dtype for part in (first, text) for pattern, dtype in _DTYPES.items() if re.search(pattern, part)]
+    if text and not named:
+        raise ValueError(f"precision={text!r} names no data type")
+    dtype = device.nearest(next(iter(named), "bf16"))
     return replace(cluster, inter=replace(cluster.inter, bandwidth_bytes_per_s=gbit / 8e-9)), dtype
 
 
 def software_of(raw: dict, device: Device) -> Software:
     """As the row or its source names it; else fp16 on A100 is Megatron of 2021, FSDP is PyTorch, the rest unknown.
 
+    A row without a source is one's own: it has the software that it names, or none, as in `estimate`.
+
     Compiled layers and CUDA graphs have rows of their own in `data/software.csv`, as far as a software has both ways.
     """
-    old = device.family == "ampere" and "fp16" in text_of(raw, "precision")
-    usual = "fsdp2" if number_of(raw, "zero_stage") >= 2 else "megatron-2021" if old else "none"
+    if not text_of(raw, "source"):
+        return _software(text_of(raw, "software") or "none")
+    old = device.name.startswith("a100") and "fp16" in text_of(raw, "precision")
+    usual = "fsdp2" if count_of(raw, "zero_stage", 0, least=0) >= 2 else "megatron-2021" if old else "none"
     software, remarks = _software(text_of(raw, "software") or usual), remarks_of(raw)
     for variant, pattern in (("compiled", _COMPILED), ("graph", _GRAPHS)):
         other = _software(f"{software.name}-{variant}")
         if pattern.search(remarks) and other.name != "none":
             software = other
-    return replace(software, send_once=software.send_once or bool(_SENDS_ONCE.search(remarks)))
+    if 3 not in software.zero and _ZERO_3.search(remarks):
+        software = replace(software, zero=(*software.zero, 3), engine=True)
+    loss = software.fused_loss or (software.kernels == "compiled" and text_of(raw, "fused_loss") == "1")
+    once = software.send_once or bool(_SENDS_ONCE.search(remarks))
+    return replace(software, fused_loss=loss, send_once=once)
 
 
 @lru_cache(maxsize=1)

@@ -5,9 +5,12 @@ They need runs, traces and the simulator together; `view.plots.runs` draws them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.accounting import breakdown
 from madmax_lib.runs.read import Run, runs_table
 from madmax_lib.simulator.memory.memory import memory, peak_bytes
@@ -75,8 +78,9 @@ def _predicted(run: Run) -> float:
     """Bytes allocated at the peak of the fullest rank."""
     spec, job = run.spec, run.env.get("job", {})
     trainable = job.get("trained_local_parameters", 1) / job.get("local_parameters", 1)
-    software = "deepspeed" if spec.engine == "deepspeed" else "fsdp2"
+    software = catalog.software("deepspeed" if spec.engine == "deepspeed" else "fsdp2")
+    own = replace(software, zero=(0, 1, 2, 3), expert_placement=("dp-cp",), context=("ring", "ulysses"))
     dtype = run.env.get("dtype", spec.dtype)  # the latter may be auto
     shape = {"sequence": spec.sequence or None, "dtype": dtype, "global_batch": spec.global_batch}
-    table = memory(spec.shapes, spec.plan, **shape, software=software, trainable=trainable)
-    return peak_bytes(table[(table["component"] != "buckets") | (software != "fsdp2")], allocated=True)
+    table = memory(spec.shapes, spec.plan, **shape, software=own, trainable=trainable)
+    return peak_bytes(table[(table["component"] != "buckets") | own.engine], allocated=True)

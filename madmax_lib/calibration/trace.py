@@ -1,13 +1,16 @@
 """What does a user's own trace say about the constants? Kernel seconds of a measured Timeline against the model's.
 
-Profile one device or one node, fit, then predict what cannot be run: `estimate(..., parameters=fit_timeline(...))`.
-Matrix products, attention, pointwise work and the time of the whole step give one constant each; all-reduces inside a
-node give the share of the link. Everything else keeps the constants it starts from.
+Profile a run, fit, then predict what cannot be run: `estimate(..., parameters=fit_timeline(...))`. Matrix products,
+attention, pointwise work, optimizer and the time of the whole step give one constant each, of several traces together;
+all-reduces inside a node give the share of the link. Everything else keeps the constants it starts from. A trace that
+cannot be one of its case is refused (`trace_checks`), what the fit leaves of each part is told, and the interval of a
+step holds it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -17,19 +20,23 @@ from scipy.optimize import least_squares
 
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import SCALE, posterior
+from madmax_lib.calibration.trace_checks import check_trace
 from madmax_lib.case import Case
+from madmax_lib.collectives import KINDS, MeasuredCollectives
 from madmax_lib.kinds import collective_names
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
 from madmax_lib.simulator.step.inputs import Coded, Steps
 from madmax_lib.simulator.step.step_time import step_time
+from madmax_lib.simulator.step.uncertainty import log_width
 from madmax_lib.timeline import Meta, Timeline
-from madmax_lib.traces.comm.collectives import bus_factor
+from madmax_lib.traces.comm.collectives import bus_factor, calls
 
 __all__ = ["fit_timeline", "kernel_seconds", "kernel_timeline"]
 
 _CAUSES = {"optimizer_s": "optimizer", "attention_s": "attention", "gemm_s": "gemm"}  # classes of data/op_classes.csv
 _NEWER = {"gemm_s": "nvjet"}  # names of cuBLAS on Hopper and Blackwell
 _OF_KERNELS = ("pointwise_factor", "step_s")  # constants of how kernels are made
+_FITTED = ("gemm_s", "attention_s", "pointwise_s", "optimizer_s", "step_s")
 _LARGE_BYTES = 1e6  # smaller messages show latency, not bandwidth
 _KERNELS = {
     "gemm_s": "sm90_xmma_gemm_bf16",
@@ -62,48 +69,124 @@ def kernel_seconds(timeline: Timeline) -> dict[str, float]:
     return result
 
 
-def fit_timeline(timeline: Timeline, case: Case, begin: Parameters | None = None) -> Parameters:
-    """Constants that make the model meet a measured run of this case, its software one of the catalog.
+def fit_timeline(
+    timeline: Timeline | Sequence[Timeline], case: Case | Sequence[Case], begin: Parameters | None = None
+) -> Parameters:
+    """Constants that make the model meet measured runs, their software ones of the catalog.
 
-    begin: where the rest comes from, the shipped constants if None. Bounds and priors are those of
-    `data/parameter_bounds.csv`, the priors around `begin`. Raises ValueError for a pipeline (profile one stage instead)
-    and a Timeline without compute.
+    timeline, case: one trace and its run, or as many of both: of GPUs or of processes on a CPU; of a pipeline one stage
+    or all, which are fitted to the one that computes longest. begin: where the rest comes from, the shipped constants
+    if None. Bounds and priors are those of `data/parameter_bounds.csv`, the priors around `begin`.
+    provenance["errors"]: predicted / measured - 1 of each part and the step, a dict per run. The interval of each run's
+    step holds what was measured: residuals["stranger"] grows until it does.
+    Raises ValueError for a trace without compute, and one that cannot be of its case: device, dtype, FLOPs or groups.
     """
-    steps = _steps(case)
-    begin, measured = begin or shipped(), kernel_seconds(timeline)
-    machine, kernels = steps.machine, steps.habits.kernels
-    start = dict(begin.constants) | _link_share(timeline, case, machine.near)
-    classes = {"gemm_efficiency": machine.gemm, "attention_efficiency": machine.attention}
-    names = [of.keys(name, bounds().index)[0] for name, of in (classes | dict.fromkeys(_OF_KERNELS, kernels)).items()]
-    solution, edges = _solve(steps, start, names, measured)
+    traces = [timeline] if isinstance(timeline, Timeline) else list(timeline)
+    cases = [case] if isinstance(case, Case) else list(case)
+    if not traces or len(traces) != len(cases):
+        raise ValueError(f"{len(traces)} traces and {len(cases)} cases: each trace needs its own")
+    for trace, of in zip(traces, cases, strict=True):
+        check_trace(trace, of)
+    begin, runs, start, names = begin or shipped(), [], {}, {}
+    for trace, of in zip(traces, cases, strict=True):
+        steps = _steps(of)
+        runs.append((steps, _of_slowest_stage(trace, of)))
+        start |= _link_share(trace, of, steps.machine.near)
+        classes = {"gemm_efficiency": steps.machine.gemm, "attention_efficiency": steps.machine.attention}
+        classes |= dict.fromkeys(_OF_KERNELS, steps.habits.kernels)
+        names |= {coded.keys(name, bounds().index)[0]: None for name, coded in classes.items()}
+        names |= {"optimizer_factor": None} if runs[-1][1]["optimizer_s"] > 0 else {}
+    start, names = dict(begin.constants) | start, list(names)
+    collectives = {**begin.collectives, **_collectives(traces, cases)}
+    solution, edges = _solve(runs, start, names, collectives)
     covariance, *ends = posterior(solution)
     ends = np.exp(np.clip(ends, *edges)).T.tolist()
-    return Parameters(
+    fitted = replace(
+        begin,
         constants=start | dict(zip(names, np.exp(solution.x).tolist(), strict=True)),
         intervals={**begin.intervals, **dict(zip(names, map(tuple, ends), strict=True))},
         fitted=tuple(names),
         covariance=tuple(map(tuple, covariance.tolist())),
-        residuals=begin.residuals,
-        sensitivities=begin.sensitivities,
-        provenance={"source": "timeline", "device": timeline.meta.device, **measured},
+        collectives=collectives,
     )
+    errors = [_errors(_seconds(steps, fitted), measured) for steps, measured in runs]
+    origin = {"source": "timeline", "device": traces[0].meta.device, **runs[0][1], "errors": errors}
+    origin |= {"scale": begin.provenance.get("scale", {})}
+    return replace(fitted, residuals=_wide_enough(fitted, cases, runs), provenance=origin)
 
 
-def _solve(steps: Steps, start: dict[str, float], names: list[str], measured: dict[str, float]):
-    """Least squares over the logarithms of the named constants, and their bounds."""
+def _solve(runs: list[tuple[Steps, dict]], start: dict[str, float], names: list[str], collectives: dict[str, tuple]):
+    """Least squares over the logarithms of the named constants, and their bounds; runs: steps and measured seconds."""
     table = bounds().loc[names]
     low, high, sigma = (table[column].to_numpy(float) for column in ("low", "high", "sigma"))
     prior, edges = np.log(np.clip([start[name] for name in names], low, high)), (np.log(low), np.log(high))
-    causes = [cause for cause in ("gemm_s", "attention_s", "pointwise_s", "step_s") if measured[cause] > 0]
 
     def residuals(point: np.ndarray) -> np.ndarray:
         constants = start | dict(zip(names, np.exp(point).tolist(), strict=True))
-        seconds = _seconds(steps, Parameters(constants=constants))
-        of_causes = [np.log(seconds[cause] / measured[cause]) / SCALE for cause in causes]
-        return np.array([*of_causes, *((point - prior) / sigma)])
+        parameters = Parameters(constants=constants, collectives=collectives)
+        of_parts = []
+        for steps, measured in runs:
+            seconds = _seconds(steps, parameters)
+            of_parts += [np.log(seconds[part] / measured[part]) / SCALE for part in _FITTED if measured[part] > 0]
+        return np.array([*of_parts, *((point - prior) / sigma)])
 
     inside = np.clip(prior, edges[0] + 1e-6, edges[1] - 1e-6)
     return least_squares(residuals, inside, bounds=edges), edges
+
+
+def _collectives(traces: list[Timeline], cases: list[Case]) -> dict[str, tuple]:
+    """What traces of all ranks show of their collectives, as `Parameters` take it: groups with two sizes or more.
+
+    A call takes what the rank that came last sees. gloo reduces and scatters by an all-reduce.
+    """
+    tables = []
+    for trace, case in zip(traces, cases, strict=True):
+        table = calls(trace)
+        table = table[(table["call"] >= 0) & (table["size_bytes"] > 0) & (table["duration_s"] > 0)]
+        keys = {"collective": "first", "group_size": "first", "size_bytes": "max", "duration_s": "min"}
+        table = table.groupby("call").agg(keys).assign(nodes=1)
+        table["nodes"] = -(-table["group_size"] // case.cluster.devices_per_node)
+        table["collective"] = table["collective"].replace({"send": "send_recv", "recv": "send_recv"})
+        tables.append(table)
+        if case.cluster.device.family == "cpu":
+            tables.append(table[table["collective"] == "all_reduce"].assign(collective="reduce_scatter"))
+    rows = pd.concat(tables).rename(columns={"group_size": "ranks", "duration_s": "seconds"})
+    rows = rows[rows["collective"].isin(KINDS)]
+    sizes = rows.groupby(["collective", "ranks", "nodes"])["size_bytes"].transform("nunique")
+    return MeasuredCollectives(rows[sizes > 1]).curves if (sizes > 1).any() else {}
+
+
+def _of_slowest_stage(timeline: Timeline, case: Case) -> dict[str, float]:
+    """`kernel_seconds`, of a pipeline those of the rank that computes longest: it is what the model times."""
+    if case.plan.pp == 1:
+        return kernel_seconds(timeline)
+    ranks = [kernel_seconds(timeline.select(ranks=[rank])) for rank in timeline.ranks]
+    slowest = max(ranks, key=lambda seconds: sum(seconds.values()) - seconds["step_s"])
+    return slowest | {"step_s": max(seconds["step_s"] for seconds in ranks)}
+
+
+def _errors(seconds: dict[str, float], measured: dict[str, float]) -> dict[str, float]:
+    return {part: seconds[part] / value - 1 for part, value in measured.items() if value > 0}
+
+
+def _wide_enough(parameters: Parameters, cases: list[Case], runs: list[tuple]) -> dict[str, float]:
+    """Residuals whose interval of each case's step holds what was measured."""
+    residuals = dict(parameters.residuals)
+    if "quantile" not in residuals:
+        return residuals
+    for case, (_, measured) in zip(cases, runs, strict=True):
+        steps = Steps.of(case)
+        times = step_time(steps, parameters)
+        error = abs(float(np.log(times["step_s"][0] / measured["step_s"])))
+        missing = (error / residuals["quantile"]) ** 2 - (_width(steps, times, parameters) / residuals["quantile"]) ** 2
+        if missing > 0:
+            residuals["stranger"] = float(np.sqrt(residuals["stranger"] ** 2 + missing * (1 + 1e-6)))
+            parameters = replace(parameters, residuals=residuals)
+    return residuals
+
+
+def _width(steps: Steps, times: dict[str, np.ndarray], parameters: Parameters) -> float:
+    return float(np.ravel(log_width(steps, times, parameters))[0])
 
 
 def kernel_timeline(
@@ -114,6 +197,8 @@ def kernel_timeline(
     noise: standard deviation of the logarithm of a kernel's time. It shows what `fit_timeline` can find: the constants
     that made it are known. Raises ValueError for a pipeline.
     """
+    if case.plan.pp > 1:
+        raise ValueError(f"pp={case.plan.pp}: a pipeline's kernels belong to different stages; profile with pp=1")
     parts = _seconds(_steps(case), parameters)
     random, rows, now = np.random.default_rng(seed), [], 0
     for step in range(steps):
@@ -132,9 +217,7 @@ def kernel_timeline(
 
 
 def _steps(case: Case) -> Steps:
-    """The run as a step to be timed, its collectives beside no products. Raises ValueError for a pipeline."""
-    if case.plan.pp > 1:
-        raise ValueError(f"pp={case.plan.pp}: a pipeline's kernels belong to different stages; profile with pp=1")
+    """The run as a step to be timed, its collectives beside no products."""
     return Steps.of(replace(case, plan=replace(case.plan, overlap_tp=False)))
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,10 +12,10 @@ from scipy.stats import spearmanr
 
 from madmax_lib.calibration.fit import SLOWEST, fingerprint, fit, slowness, usable
 from madmax_lib.calibration.intervals import class_of
-from madmax_lib.calibration.published_rows import model_flops, read_rows, to_steps
-from madmax_lib.calibration.row_plans import case_peak_bytes
+from madmax_lib.calibration.published_rows import model_flops, read_rows, to_steps, to_table
+from madmax_lib.calibration.row_plans import case_memory
 from madmax_lib.case import Case
-from madmax_lib.simulator.memory.memory import usable_bytes
+from madmax_lib.simulator.memory.memory import peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.step.step_time import step_time
 from madmax_lib.simulator.step.uncertainty import components, log_width
@@ -27,34 +27,40 @@ _PREDICTED = ["predicted_s", "low_s", "high_s", "predicted_memory_bytes"]
 _FOLDS = 10
 
 
-def predict(rows: pd.DataFrame, parameters: Parameters | None = None) -> pd.DataFrame:
-    """A published table with predictions beside it: the same rows and index, and after its columns
+def predict(rows: pd.DataFrame | str | Path, parameters: Parameters | None = None) -> pd.DataFrame:
+    """A published table or a folder of runs with predictions beside it: the same rows and index, and after its columns
 
     predicted_s, low_s, high_s: seconds of a step and its 90 % interval, by the residuals of the parameters.
     predicted_memory_bytes: peak of the fullest device.
     fits: whether the memory suffices, also for rows whose source reports none.
     supported, reason: whether a row can be predicted, and why not; a contradiction in it is named, but predicted.
 
-    parameters: the shipped constants if None; the shipped residuals stand in where they have none. What cannot be
-    predicted is NaN.
+    rows: as in `fit.update`, but without a time. parameters: the shipped constants if None; the shipped residuals stand
+    in where they have none. What cannot be predicted is NaN; a table never fails because of one row.
     """
     parameters = parameters or shipped()
     if not parameters.residuals:
         known = shipped()
         parameters = replace(parameters, residuals=known.residuals, sensitivities=known.sensitivities)
+    rows = to_table(rows)
     read = read_rows(rows)
-    supported = read["supported"].to_numpy(bool)
+    supported, reason = read["supported"].to_numpy(bool), read["reason"].to_numpy(object)
     result = rows.assign(**dict.fromkeys(_PREDICTED, np.nan))
     if supported.any():
         part = read[supported]
         steps = to_steps(part)
-        times = step_time(steps, parameters)
-        predicted, factor = times["step_s"], np.exp(log_width(steps, times, parameters))
-        held = [_memory_bytes(*row) for row in zip(part["case"], part["recompute_stated"], strict=True)]
-        result.loc[supported, _PREDICTED] = np.transpose([predicted, predicted / factor, predicted * factor, held])
+        with np.errstate(all="ignore"):
+            times = step_time(steps, parameters)
+            predicted, factor = times["step_s"], np.exp(log_width(steps, times, parameters))
+        held = [_peak_bytes(*row) for row in zip(part["case"], part["recompute_stated"], strict=True)]
+        finite = np.isfinite(predicted) & (predicted > 0)
+        columns = np.where(finite, [predicted, predicted / factor, predicted * factor, held], np.nan)
+        result.loc[supported, _PREDICTED] = columns.T
+        reason[supported] = np.where(finite, reason[supported], "no finite time follows from these sizes")
+        supported[supported] = finite
     room = [usable_bytes(case.cluster.device) if case else np.nan for case in read["case"]]
     too_large = result["predicted_memory_bytes"].to_numpy(float) > np.array(room)
-    return result.assign(fits=supported & ~too_large, supported=supported, reason=read["reason"])
+    return result.assign(fits=supported & ~too_large, supported=supported, reason=reason)
 
 
 def folds(rows: pd.DataFrame, *, by: str = "group", near: Parameters | None = None) -> pd.DataFrame:
@@ -149,16 +155,19 @@ def _fold_of(rows: pd.DataFrame, by: str) -> np.ndarray:
     return rows["group"].map({name: i % _FOLDS for i, name in enumerate(names)}).to_numpy()
 
 
-def _memory_bytes(case: Case, recompute_stated: bool) -> float:
-    """Peak of the fullest device; NaN where the plan cannot be laid out.
-
-    Recompute that a source does not state is the least that fits: none, selective or full.
-    """
+def _held(case: Case, recompute_stated: bool) -> pd.DataFrame:
+    """The `memory` of a row; recompute that a source does not state is the least that fits: none, selective or full."""
     known = recompute_stated or case.plan.recompute != "none"
-    peak, room = float("nan"), usable_bytes(case.cluster.device)
     for recompute in [case.plan.recompute] if known else ["none", "selective", "full"]:
-        with contextlib.suppress(ValueError):
-            peak = case_peak_bytes(replace(case, plan=replace(case.plan, recompute=recompute)))
-        if peak <= room:
+        table = case_memory(replace(case, plan=replace(case.plan, recompute=recompute)))
+        if peak_bytes(table) <= usable_bytes(case.cluster.device):
             break
-    return peak
+    return table
+
+
+def _peak_bytes(case: Case, recompute_stated: bool) -> float:
+    """Of the fullest device; NaN where the plan cannot be laid out."""
+    try:
+        return peak_bytes(_held(case, recompute_stated))
+    except ValueError:
+        return float("nan")
