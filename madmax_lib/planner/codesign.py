@@ -3,13 +3,15 @@
 Each row is a search of its own: a resource is worth what it saves when the plan may change with it [arXiv 2310.02784].
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
+from madmax_lib.fields import argument, number
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.specs import Cluster, Transformer
@@ -25,8 +27,7 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
     for name, factor in factors.items():
         if name not in _RESOURCES:
             raise ValueError(f"resource {name!r} is not one of {', '.join(_RESOURCES)}")
-        if not factor > 0:
-            raise ValueError(f"{name}: factor {factor} is not positive")
+        number(f"{name}: factor", factor, positive=True)
     get = dict.fromkeys(_RESOURCES, 1.0) | factors
     device = replace(
         cluster.device,
@@ -42,7 +43,11 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
 
 
 def codesign(
-    model: Transformer, cluster: Cluster, global_batch: int, factors: Sequence[float] = (0.5, 2.0, 4.0), **options
+    model: Transformer | str,
+    cluster: Cluster | str,
+    global_batch: int,
+    factors: Sequence[float] = (0.5, 2.0, 4.0),
+    **options,
 ) -> pd.DataFrame:
     """The best plan as the cluster is and with each of `_RESOURCES` multiplied by each factor.
 
@@ -50,6 +55,7 @@ def codesign(
     log(resource), 1 where twice the resource halves the step. Where no plan fits, they are NaN. options: as in
     `search`; the space is `Space.quick()` if none is given.
     """
+    cluster, factors = catalog.cluster(cluster), argument("factors", factors, Iterable)
     rows = [{"resource": "as it is", "factor": 1.0, **_best(model, cluster, global_batch, options)}]
     for name, factor in product(_RESOURCES, factors):
         best = _best(model, scaled(cluster, {name: factor}), global_batch, options)
@@ -72,11 +78,16 @@ def _best(model: Transformer, cluster: Cluster, global_batch: int, options: dict
     return result.table.iloc[0][["plan", "step_s", "memory_bytes"]].to_dict()
 
 
-def training(table: pd.DataFrame, tokens: float, cluster: Cluster, usd_per_hour: float | None = None) -> pd.DataFrame:
+def training(
+    table: pd.DataFrame, tokens: float, cluster: Cluster | str, usd_per_hour: float | None = None
+) -> pd.DataFrame:
     """Days and cost of training on a number of tokens with the plans of a search or co-design table.
 
     table: with tokens_per_s. Adds days, device_hours and usd (NaN without a price).
     """
+    cluster, tokens = catalog.cluster(cluster), number("tokens", tokens, positive=True)
+    if "tokens_per_s" not in argument("table", table, pd.DataFrame):
+        raise ValueError("table of plans: column 'tokens_per_s' is missing")
     price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
     seconds = tokens / table["tokens_per_s"]
     hours = seconds / 3600 * cluster.world_size

@@ -10,7 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.case import Case
+from madmax_lib.fields import argument
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.offload.fits import FitsResult, fits
@@ -43,7 +45,7 @@ def variants(
     laid out.
     """
     shape, rows = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype, "software": software}, {}
-    for plan in map(Plan.parse, plans):
+    for plan in map(Plan.parse, [plans] if isinstance(plans, str | Plan) else argument("plans", plans, Iterable)):
         row = estimate(model, cluster, plan, **shape, parameters=parameters).iloc[0]
         result = fits(model, cluster, plan, **shape)
         costs = {"exposed": row[EXPOSED].sum() / row["step_s"], "memory_gb": _used_gb(result)["device"]}
@@ -51,14 +53,19 @@ def variants(
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def shortlist(table: pd.DataFrame, model: Transformer, parameters: Parameters | None = None) -> pd.DataFrame:
+def shortlist(table: pd.DataFrame, model: Transformer | str, parameters: Parameters | None = None) -> pd.DataFrame:
     """The best plan of each way to split the model, and whether it may be the fastest.
 
     table: of a search; plans with the same tp, cp, pp, ep, ZeRO stage and recompute count as one way. Adds ratio (step
     over that of the first plan), ratio_low, ratio_high (90 %) and worth_measuring (ratio_low reaches 1). Raises
     ValueError for parameters that know no intervals.
     """
-    width = (parameters or shipped()).residuals.get(f"layouts {'mixture' if model.experts else 'dense'}")
+    model = catalog.model(model)
+    if missing := [name for name in (*_WAY, "step_s") if name not in argument("table", table, pd.DataFrame)]:
+        raise ValueError(f"table of a search: column {missing[0]!r} is missing")
+    width = argument("parameters", parameters, Parameters, shipped).residuals.get(
+        f"layouts {'mixture' if model.experts else 'dense'}"
+    )
     if width is None:
         raise ValueError("parameters without residuals: fit them with calibration.fit.ship, or use the shipped ones")
     table = table.drop_duplicates(_WAY).reset_index(drop=True)
@@ -76,8 +83,8 @@ def lever_table(
     on drives, where the cluster has them. step_s is NaN for what does not fit. Levers that change nothing, or that the
     plan's degrees exclude, are left out. Raises ValueError for a plan that already offloads.
     """
-    case = Case(model, cluster, Plan.parse(plan), global_batch)
-    cluster, plan = case.cluster, case.plan
+    cluster, plan = catalog.cluster(cluster), Plan.parse(plan)
+    case = Case.of_step(model, cluster, plan, global_batch, 0, cluster.device.nearest("bf16"))
     if plan.offload is not None:
         raise ValueError(f"{plan} offloads already: the levers begin with a plan that does not")
     changes = {"as given": {}} | {f"recompute {kind}": {"recompute": kind} for kind in ("none", "selective", "full")}
@@ -94,10 +101,10 @@ def lever_table(
 
 def _outcome(case: Case) -> dict:
     """What a device, the host of a node and its drives hold, and the step if that fits."""
-    run = {"global_batch": case.global_batch, "policy": Policy(share=1.0 if case.plan.offload else None)}
+    run = {"global_batch": case.global_batch, "dtype": case.dtype}
+    run["policy"] = Policy(share=1.0 if case.plan.offload else None)
     placement = fits(case.model, case.cluster, case.plan, **run)
     used_gb = _used_gb(placement).reindex(list(PLACES), fill_value=0.0)
-    run["dtype"] = case.cluster.device.nearest("bf16")
     step_s = estimate(case.model, case.cluster, case.plan, **run)["step_s"].item() if placement.fits else np.nan
     return {"plan": str(case.plan), **used_gb.add_suffix("_gb"), "fits": placement.fits, "step_s": step_s}
 

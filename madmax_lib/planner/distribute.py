@@ -14,6 +14,7 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from madmax_lib.atomic import replacing
+from madmax_lib.fields import argument
 from madmax_lib.planner.evaluate import Found, SearchProblem, evaluate, merged
 from madmax_lib.planner.space import Degrees
 
@@ -69,7 +70,8 @@ def _folder(directory: str | Path | None, problem: SearchProblem, degrees: Seque
     """The directory, with what is searched written down, or checked if it was there."""
     if directory is None:
         return None
-    folder, digest = Path(directory), hashlib.sha256(repr((problem, degrees)).encode()).hexdigest()
+    folder = Path(argument("directory", directory, str | Path))
+    digest = hashlib.sha256(repr((problem, degrees)).encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     note, case = folder / "search.json", problem.case
     if note.exists() and json.loads(note.read_text()).get("sha256") != digest:
@@ -84,7 +86,8 @@ def _folder(directory: str | Path | None, problem: SearchProblem, degrees: Seque
 def _save(folder: Path | None, number: int, found: Found) -> None:
     if folder is None:
         return
-    table = pd.concat([found.table.assign(kept_as="table"), found.front.assign(kept_as="front")], ignore_index=True)
+    halves = [pd.DataFrame(getattr(found, name)).assign(kept_as=name) for name in ("table", "front")]
+    table = pd.concat(halves, ignore_index=True)
     table.attrs = {name: getattr(found, name) for name in _COUNTS}
     with replacing(folder / f"part-{number:02d}.parquet") as temporary:
         table.to_parquet(temporary)
@@ -100,5 +103,5 @@ def _load(folder: Path | None, number: int) -> Found | None:
         counts = {name: table.attrs[name] for name in _COUNTS}
     except (OSError, ValueError, KeyError):
         return None
-    halves = [table[table["kept_as"] == name].drop(columns="kept_as") for name in ("table", "front")]
-    return Found(*halves, **counts)
+    halves = (table[table["kept_as"] == name].drop(columns="kept_as") for name in ("table", "front"))
+    return Found(*({name: column.to_numpy() for name, column in half.items()} for half in halves), **counts)

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pandas as pd
 
 from madmax_lib.case import Case
+from madmax_lib.fields import number, shown, whole
+from madmax_lib.plan_rules import SOFTWARE
 from madmax_lib.planner.space import SEARCHED, Degrees, Space, pass_choices, sharding_choices
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.memory.memory import plans_peak_bytes
@@ -24,6 +25,7 @@ __all__ = ["Found", "SearchProblem", "energy_j", "evaluate", "merged"]
 
 _BLOCK = 1 << 16  # plans at a time: their arrays stay in the cache
 _OBJECTIVES = {"time": "step_s", "cost": "cost_usd", "energy": "energy_j", "memory": "memory_bytes"}
+_TIES = ("tp", "cp", "pp", "ep", "place")
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,21 @@ class SearchProblem:
     room_bytes: float  # memory of a device that a plan may use
 
     def __post_init__(self):
-        if self.objective not in _OBJECTIVES:
-            raise ValueError(f"objective={self.objective!r} is not one of {', '.join(_OBJECTIVES)}")
+        if self.objective not in list(_OBJECTIVES):
+            raise ValueError(f"objective={shown(self.objective)} is not one of {', '.join(_OBJECTIVES)}")
+        number("usd_per_hour", self.usd_per_hour, unknown=True)
         if self.objective == "cost" and not self.usd_per_hour > 0:
             device = self.case.cluster.device.name
             raise ValueError(f"objective='cost' needs a price: {device} has none in the catalog, give usd_per_hour")
-        if self.top < 1 or self.case.global_batch < 1:
-            raise ValueError(f"top={self.top} and global_batch={self.case.global_batch} must be at least 1")
+        object.__setattr__(self, "top", whole("top", self.top, 1))
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a part of the space has shown; tables of plans that were timed together are dictionaries of columns."""
+    """What a part of the space has shown; its tables are columns of equal length, none where nothing fits."""
 
-    table: pd.DataFrame | dict[str, np.ndarray]  # best plans so far
-    front: pd.DataFrame | dict[str, np.ndarray]  # Pareto front so far, in time and memory
+    table: dict[str, np.ndarray]  # best plans so far
+    front: dict[str, np.ndarray]  # Pareto front so far, in time and memory
     evaluated: int  # plans that were timed
     feasible: int  # those of them that fit
     least_bytes: float  # memory of the smallest plan
@@ -66,26 +68,20 @@ def evaluate(problem: SearchProblem, part: Iterable[Degrees]) -> Found:
 
 def merged(problem: SearchProblem, parts: Sequence[Found]) -> Found:
     """The best of what was found in some parts, in order."""
-    found = Found(
-        _joined([part.table for part in parts]),
-        _joined([part.front for part in parts]),
-        sum(part.evaluated for part in parts),
-        sum(part.feasible for part in parts),
-        min((part.least_bytes for part in parts), default=float("inf")),
-    )
-    order = [_OBJECTIVES[problem.objective], "memory_bytes", "step_s", "tp", "cp", "pp", "ep", "place"]
-    if not len(found.table):
-        return found
-    table = found.table.sort_values(order, kind="stable", ignore_index=True)[: problem.top]
-    front = found.front.sort_values(["step_s", "memory_bytes", *order[3:]], kind="stable", ignore_index=True)
-    least = np.minimum.accumulate(np.r_[np.inf, front["memory_bytes"].to_numpy(float)[:-1]])
-    return replace(found, table=table, front=front[front["memory_bytes"] < least].reset_index(drop=True))
+    table = _joined([part.table for part in parts], _OBJECTIVES[problem.objective], "memory_bytes", "step_s")
+    front = _joined([part.front for part in parts], "step_s", "memory_bytes")
+    if table:
+        least = _front(front["step_s"], front["memory_bytes"], np.ones(len(front["place"]), bool))
+        table, front = _rows(table, slice(problem.top)), _rows(front, least)
+    least_bytes = min((part.least_bytes for part in parts), default=float("inf"))
+    return Found(table, front, sum(part.evaluated for part in parts), sum(part.feasible for part in parts), least_bytes)
 
 
 def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[Found]:
     """The plans of some degrees, block by block."""
-    rows = pass_choices(problem.space, problem.case, degrees)
-    columns = sharding_choices(problem.space, degrees, problem.case.cluster)
+    rows = _launchable(pass_choices(problem.space, problem.case, degrees), vars(degrees), problem.case)
+    beside = vars(degrees) | {name: choice[:1] for name, choice in rows.items()}
+    columns = _launchable(sharding_choices(problem.space, degrees, problem.case.cluster), beside, problem.case)
     if not rows or not columns:
         return
     count, width = len(rows["micro_batch"]), columns["zero"].shape[1]
@@ -93,6 +89,16 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[Found]:
     for first in range(0, count, size):
         part = {name: choice[first : first + size] for name, choice in rows.items()}
         yield _evaluated(problem, Plans(**vars(degrees), **part, **columns), first * width)
+
+
+def _launchable(choices: dict[str, np.ndarray], others: dict, case: Case) -> dict[str, np.ndarray]:
+    """Those of the choices that the software runs beside the others, all where none is named; none if none is left."""
+    if not case.software or not choices:
+        return choices
+    plans = Plans(**others, **choices)
+    runs = ~np.logical_or.reduce([np.broadcast_to(rule.broken(plans, case), plans.shape) for rule in SOFTWARE])
+    shape = [-1 if size > 1 else 1 for size in plans.shape]
+    return {name: choice[runs].reshape(shape) for name, choice in choices.items()} if runs.any() else {}
 
 
 def _evaluated(problem: SearchProblem, plans: Plans, place: int) -> Found:
@@ -145,6 +151,12 @@ def _columns(plans: Plans, values: dict, chosen: np.ndarray, place: int) -> dict
     return {name: value[row, column] for name, value in every.items()} | {"place": place + chosen}
 
 
-def _joined(parts: list[pd.DataFrame | dict]) -> pd.DataFrame:
-    filled = [part for part in parts if len(part)]
-    return pd.DataFrame({name: np.concatenate([part[name] for part in filled]) for name in filled[0]} if filled else {})
+def _joined(parts: list[dict[str, np.ndarray]], *order: str) -> dict[str, np.ndarray]:
+    """Rows of all tables in the order of some columns, ties by their plans."""
+    filled = [part for part in parts if part]
+    table = {name: np.concatenate([part[name] for part in filled]) for name in (filled or [{}])[0]}
+    return table and _rows(table, np.lexsort([table[name] for name in reversed((*order, *_TIES))]))
+
+
+def _rows(table: dict[str, np.ndarray], rows: np.ndarray | slice) -> dict[str, np.ndarray]:
+    return {name: column[rows] for name, column in table.items()}

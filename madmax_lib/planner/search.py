@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.case import Case
+from madmax_lib.fields import argument, shown, whole
 from madmax_lib.plan import Plan
 from madmax_lib.planner.distribute import run_parts
 from madmax_lib.planner.evaluate import Found, SearchProblem, energy_j
@@ -82,7 +83,8 @@ def search(
 
     model, cluster: or their names. objective: time, cost (needs a price per device-hour, the catalog's if usd_per_hour
     is None), energy or memory. space: the full `Space` if None, `Space.quick()` for what people usually run. software:
-    that trains, a name of `data/software.csv` or one of your own; any if None. imbalance: of experts, as in `Case`.
+    that trains, a name of `data/software.csv` or one of your own; that of the parameters or any if None. imbalance: of
+    experts, as in `Case`.
     client: a dask client that takes shards of the space. directory: where finished shards are kept, so that a stopped
     search goes on. shard of shards: this part only, for job arrays; it may hold no plan that fits. Interrupting returns
     the best so far with complete=False.
@@ -93,16 +95,20 @@ def search(
     >>> found.best.world_size, len(found.table), found.table["step_s"].is_monotonic_increasing
     (2, 3, True)
     """
-    case = Case(model, cluster, Plan(), global_batch, sequence or 0, dtype, software, imbalance, jitter)
-    model, cluster = case.model, case.cluster
+    software = getattr(parameters, "software", None) if software is None else software
+    case = Case.of_step(model, cluster, Plan(), global_batch, sequence, dtype, software, imbalance, jitter)
+    model, cluster, shard = case.model, case.cluster, whole("shard", shard)
     if isinstance(model, DLRM):
         raise ValueError(f"{model.name}: recommendation models are split by dp only, no search is needed")
-    if not 0 <= shard < shards:
+    if client is not None and not hasattr(client, "scatter"):
+        raise ValueError(f"client={shown(client)} must be a dask client")
+    if shard >= whole("shards", shards, 1):
         raise ValueError(f"shard={shard} is not one of 0 to {shards - 1} (shards={shards})")
     start = time.perf_counter()
     price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
     room_bytes = usable_bytes(cluster.device)
-    problem = SearchProblem(case, space or Space(), objective, top, parameters or shipped(), price, room_bytes)
+    space, parameters = argument("space", space, Space, Space), argument("parameters", parameters, Parameters, shipped)
+    problem = SearchProblem(case, space, objective, top, parameters, price, room_bytes)
     degrees, dropped = legal_degrees(problem.space, case)
     if not degrees:
         reasons = "; ".join(f"{rule} ({count} dropped)" for rule, count in dropped.most_common())
@@ -110,7 +116,7 @@ def search(
     found, complete = run_parts(problem, degrees[shard::shards], client, directory, progress)
     if complete and not found.feasible and shards == 1:
         raise ValueError(_too_large(problem, found))
-    table, front = (_finished(case, problem.parameters, part) for part in (found.table, found.front))
+    table, front = (_finished(case, problem.parameters, pd.DataFrame(part)) for part in (found.table, found.front))
     rules = [(rule, count, "layouts") for rule, count in sorted(dropped.items())]
     rules.append(("must fit in memory", found.evaluated - found.feasible, "plans"))
     rules = pd.DataFrame(rules, columns=["rule", "count", "of"])

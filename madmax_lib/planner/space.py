@@ -16,13 +16,17 @@ from itertools import product
 import numpy as np
 
 from madmax_lib.case import Case
+from madmax_lib.fields import argument
 from madmax_lib.plan import DEFAULTS, Plan
+from madmax_lib.plan_fields import FIELDS
+from madmax_lib.plan_rules import NEST
 from madmax_lib.plans import Plans, legal, rules_of
 from madmax_lib.specs import Cluster
 
 __all__ = ["SEARCHED", "Degrees", "Space", "legal_degrees", "pass_choices", "plan_of", "sharding_choices"]
 
 _PASS = ("micro_batch", "schedule", "interleave", "recompute", "sequence_parallel", "context", "attention")
+_ANY = ("tp", "cp", "pp", "ep", "micro_batch", "interleave", "hybrid")  # None is all that divide
 _SHARDING = ("zero", "shard", "overlap_gather", "reduce_fp32", "qwz", "hpz", "qgz", "prefetch")
 
 SEARCHED = ("tp", "cp", "pp", "ep", "dp", *_PASS, *_SHARDING)  # fields of a Plan that a search sets
@@ -45,9 +49,14 @@ class Space:
     hybrid: sizes of HSDP's shards in devices (default None; () for no HSDP).
     overlap_gather: of ZeRO-1/2 (default both).
     reduce_fp32: gradients reduced in fp32 (default both).
-    quantised: the choices of ZeRO++ too (default True).
+    quantised: the choices of ZeRO++ too, whose 8-bit weights and 4-bit gradients change the numbers (default False).
     prefetch: layers that ZeRO-3 gathers ahead (default 1 and 0).
     tp_beyond_node: tensor parallelism may leave the node (default True).
+
+    A single value stands for a choice of one. Raises ValueError for a value that no Plan takes.
+
+    >>> Space(tp=8).tp
+    (8,)
 
     Raises ValueError for an empty choice.
     """
@@ -67,14 +76,16 @@ class Space:
     hybrid: tuple[int, ...] | None = None
     overlap_gather: tuple[bool, ...] = (True, False)
     reduce_fp32: tuple[bool, ...] = (False, True)
-    quantised: bool = True
+    quantised: bool = False
     prefetch: tuple[int, ...] = (1, 0)
     tp_beyond_node: bool = True
 
     def __post_init__(self):
         for name, values in vars(self).items():
-            if values == () and name != "hybrid":
-                raise ValueError(f"{name}=() leaves nothing to search")
+            if name in ("quantised", "tp_beyond_node"):
+                argument(name, values, bool)
+            elif values is not None or name not in _ANY:
+                object.__setattr__(self, name, _checked(name, values))
 
     @classmethod
     def quick(cls) -> Space:
@@ -82,6 +93,19 @@ class Space:
         one = {"schedule": ("1f1b",), "context": ("ring",), "attention": ("flash",), "sequence_parallel": (True,)}
         one |= {"overlap_gather": (True,), "reduce_fp32": (True,), "prefetch": (1,)}
         return cls(**one, quantised=False, tp_beyond_node=False)
+
+
+def _checked(name: str, values) -> tuple:
+    """Values of one choice as a tuple, each of which a Plan takes."""
+    values = tuple(values) if isinstance(values, (tuple, list, range)) else (values,)
+    field = {"hybrid": "shard"}.get(name, name)
+    for value in values:
+        plan = Plans(**{"sequence_parallel": False} | {field: value})
+        if FIELDS[field].broken(plan, None):
+            raise ValueError(f"Space: {FIELDS[field].words(plan, None).replace(field, name, 1)}")
+    if not values and name != "hybrid":
+        raise ValueError(f"{name}=() leaves nothing to search")
+    return values
 
 
 @dataclass(frozen=True, order=True)
@@ -104,7 +128,8 @@ def legal_degrees(space: Space, case: Case) -> tuple[list[Degrees], Counter]:
     filling = sorted(_filling(space, case))
     names = [field.name for field in fields(Degrees)]
     columns = dict(zip(names, np.array([*map(astuple, filling)], int).reshape(-1, len(names)).T, strict=True))
-    verdicts = [legal(replace(case, plan=Plans(**columns, context=context))) for context in space.context]
+    anyhow = replace(case, software=None)  # what it does not run is dropped with the choices
+    verdicts = [legal(replace(anyhow, plan=Plans(**columns, context=context))) for context in space.context]
     allowed = np.logical_or.reduce([verdict.mask for verdict in verdicts])
     dropped = Counter(verdicts[0].rules[place].name for place in verdicts[0].place[~allowed])
     leaves_node = allowed & (columns["tp"] > case.cluster.devices_per_node) & (not space.tp_beyond_node)
@@ -115,8 +140,7 @@ def legal_degrees(space: Space, case: Case) -> tuple[list[Degrees], Counter]:
 
 def _filling(space: Space, case: Case) -> Iterator[Degrees]:
     world = case.cluster.world_size
-    degrees = _divisors(world)
-    experts = _among(space.ep, _divisors(case.model.experts or 1))
+    degrees, experts = _divisors(world), _among(space.ep, _divisors(case.model.experts or 1))
     for tp, cp, pp in product(*(_among(values, degrees) for values in (space.tp, space.cp, space.pp))):
         if world % (tp * cp * pp) == 0:
             yield from (Degrees(tp, cp, pp, ep, world // (tp * cp * pp)) for ep in experts)
@@ -124,22 +148,24 @@ def _filling(space: Space, case: Case) -> Iterator[Degrees]:
 
 def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.ndarray]:
     """Columns of `_PASS`, each (a, 1); none if no micro-batch or context goes with the degrees."""
-    local = case.global_batch // degrees.dp
-    contexts = _contexts(space, case, degrees)
+    local, contexts = case.global_batch // degrees.dp, _contexts(space, case, degrees)
     parallel = (False,) if degrees.tp == 1 else (True,) if degrees.ep > 1 else space.sequence_parallel
-    rows = []
-    for micro in _among(space.micro_batch, _divisors(local)):
-        schedules = list(_schedules(space, case.model.layers, degrees.pp, local // micro))
-        for (schedule, v), *choices in product(schedules, space.recompute, parallel, contexts, space.attention):
-            rows.append((micro, schedule, v, *choices))
-    return {name: np.array([row[i] for row in rows])[:, None] for i, name in enumerate(_PASS)} if rows else {}
+    micros, layers = _among(space.micro_batch, _divisors(local)), case.model.layers
+    orders = [(micro, *order) for micro in micros for order in _schedules(space, layers, degrees.pp, local // micro)]
+    others = [*product(space.recompute, parallel, contexts, space.attention)]
+    if not orders or not others:
+        return {}
+    columns = [np.repeat(column, len(others)) for column in zip(*orders, strict=True)]
+    columns += [np.tile(column, len(orders)) for column in zip(*others, strict=True)]
+    return {name: column[:, None] for name, column in zip(_PASS, columns, strict=True)}
 
 
 def _contexts(space: Space, case: Case, degrees: Degrees) -> list[str]:
     """Ways to exchange keys and values that are legal for the degrees."""
     if degrees.cp == 1:
         return ["ring"]
-    cases = {context: replace(case, plan=Plans(**vars(degrees), context=context)) for context in space.context}
+    anyhow = replace(case, software=None)
+    cases = {context: replace(anyhow, plan=Plans(**vars(degrees), context=context)) for context in space.context}
     return [context for context, one in cases.items() if not any(rule.broken(one.plan, one) for rule in rules_of(one))]
 
 
@@ -162,7 +188,7 @@ def sharding_choices(space: Space, degrees: Degrees, cluster: Cluster) -> dict[s
     rows: list[tuple] = []
     for zero in space.zero if ranks > 1 else (0,):
         if zero == 3:
-            rows += _full_shardings(space, ranks, max(cluster.devices_per_node // degrees.tp, 1))
+            rows += _full_shardings(space, ranks, degrees.ep, max(cluster.devices_per_node // degrees.tp, 1))
         else:
             gathers = space.overlap_gather if zero else (False,)
             wide = space.reduce_fp32 if ranks > 1 else (False,)
@@ -170,9 +196,10 @@ def sharding_choices(space: Space, degrees: Degrees, cluster: Cluster) -> dict[s
     return {name: np.array([row[i] for row in rows])[None, :] for i, name in enumerate(_SHARDING)} if rows else {}
 
 
-def _full_shardings(space: Space, ranks: int, node: int) -> list[tuple]:
+def _full_shardings(space: Space, ranks: int, ep: int, node: int) -> list[tuple]:
     """ZeRO-3 over some ranks, `node` of them in a node: plain, HSDP with every size of shard, ZeRO++ in its parts."""
     sizes = [0, *_among(space.hybrid, _divisors(ranks)[1:-1])]
+    sizes = [size for size in sizes if not NEST.broken(Plans(ep=ep, shard=size), None)]
     plain = product(sizes, space.reduce_fp32, space.prefetch)
     rows = [(3, size, False, fp32, False, False, False, ahead) for size, fp32, ahead in plain]
     if space.quantised:

@@ -46,7 +46,7 @@ def check() -> Iterator[tuple[str, str, str]]:
 def report() -> str:
     """All of it as text, one fact per line."""
     here, found, kept = environment(), list(check()), cache_folder() / "timelines"
-    kept_mb = sum(path.stat().st_size for path in kept.glob("*")) / 1e6
+    kept_mb = sum(path.stat().st_size for path in kept.glob("*.parquet")) / 1e6
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lines = [f"madmax-workbench {__version__}, Python {platform.python_version()}, {platform.machine()}"]
     lines += [f"{os.cpu_count()} CPU cores, {memory_bytes / 1e9:.0f} GB of memory"]

@@ -10,11 +10,11 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from madmax_lib import __version__
-from madmax_lib.accounting import breakdown, exposed_by_collective, top_kernels
+from madmax_lib.accounting import breakdown, top_kernels
 from madmax_lib.atomic import write_text
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.advise import advise
-from madmax_lib.traces.comm.collectives import waiting
+from madmax_lib.traces.comm.collectives import exposed_by_collective, waiting
 from madmax_lib.units import format_s
 from madmax_lib.view.drawing import plural, shorten
 from madmax_lib.view.notebooks.page import page, paragraph
@@ -38,10 +38,11 @@ _DEFINITIONS = (
 
 def write_report(timeline: Timeline, path: str | Path, title: str) -> Path:
     """Write the report of a timeline; the file appears whole or not at all."""
+    whole, timeline = timeline, timeline.select(steps=timeline.steps) if timeline.steps else timeline
     table = breakdown(timeline)
     with plt.style.context(Path(__file__).parents[1] / "paper.mplstyle"):
         sections = _sections(timeline, table)
-    head = [f"<h1>{escape(title)}</h1>", paragraph(_about(timeline), "about"), paragraph(_message(table), "message")]
+    head = [f"<h1>{escape(title)}</h1>", paragraph(_about(whole), "about"), paragraph(_message(table), "message")]
     body = "\n".join([*head, *sections, paragraph(_DEFINITIONS, "about")])
     write_text(Path(path), page(f"Trace report: {title}", body))
     return Path(path)
@@ -80,7 +81,10 @@ def _about(timeline: Timeline) -> str:
     device = timeline.meta.device or "no device named"
     missing = timeline.meta.world_size - len(timeline.ranks)
     absent = f" ({missing} of {timeline.meta.world_size} ranks have no trace here)" if missing > 0 else ""
-    return f"{plural(len(timeline.ranks), 'rank')}{absent}, {steps}, {len(timeline):,} spans, {device}"
+    outside = breakdown(timeline.where(timeline.spans["step"] == -1))
+    outside_s = (outside["total_s"] - outside["idle_s"]).mean() if timeline.steps else 0.0
+    left = f". {format_s(outside_s)} of work per rank belong to no step and are not in the numbers" if outside_s else ""
+    return f"{plural(len(timeline.ranks), 'rank')}{absent}, {steps}, {len(timeline):,} spans, {device}{left}"
 
 
 def _message(table: pd.DataFrame) -> str:

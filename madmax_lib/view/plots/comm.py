@@ -9,7 +9,7 @@ from madmax_lib.traces.comm.collectives import bandwidths
 from madmax_lib.units import format_bytes, format_s
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_bandwidth", "plot_clock_offsets", "plot_groups", "plot_skew", "plot_stragglers"]
+__all__ = ["plot_bandwidth", "plot_clock_offsets", "plot_groups", "plot_skew", "plot_stragglers", "plot_workers"]
 
 _MARKERS = dict(zip((*COLLECTIVES, "send", "recv"), "osD^vPXhd<>*p12"[: len(COLLECTIVES) + 2], strict=True))
 _MOST_ROWS, _MOST_RANKS = 16, 64
@@ -103,6 +103,19 @@ def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ending = {"rows": draw.rank_labels(shown["rank"]), "key": {"exposed": "comm", "hidden under compute": "hidden"}}
     x = "waiting of the other ranks [ms]"
     return draw.bar_chart(ax, shown, cost_ms, title, notes=notes, x=x, origin=table, **ending)
+
+
+def plot_workers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Slowdown by each worker alone, of `what_if_no_stragglers(...).workers`: data-parallel rank by stage."""
+    if table.empty:
+        return draw.empty(ax, table, "No step to replay", table)
+    cells = table.pivot_table(index="dp_rank", columns="stage", values="S", aggfunc="max").head(_MOST_RANKS)
+    worst = table.loc[table["S"].idxmax()]
+    ax = ax or draw.new_axes(height=1.3 + 0.3 * len(cells))
+    draw.grid(ax, cells, texts=cells.map("{:.3f}".format), limits=(1, max(1.02, worst["S"])))
+    title = f"Stragglers slow the step by {table.attrs['slowdown'] - 1:.1%}, rank {worst['rank']:.0f} alone by "
+    title += f"{worst['S'] - 1:.1%}"
+    return draw.finish(ax, table, title, x="stage", y="data-parallel rank", origin=table)
 
 
 def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:

@@ -7,17 +7,27 @@ Tables are those of `runs.read` and `calibration.run_tables`. What is measured i
 import pandas as pd
 from matplotlib.axes import Axes
 
+from madmax_lib.calibration.fit import fingerprint
 from madmax_lib.calibration.run_tables import steps_files
 from madmax_lib.runs.read import PHASES, Run, runs_table
+from madmax_lib.timeline import with_origin
 from madmax_lib.units import bytes_unit, format_bytes, format_s
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_losses", "plot_run", "plot_run_memory", "plot_run_phases", "plot_shares", "plot_speed"]
+__all__ = ["plot_beside", "plot_losses", "plot_run", "plot_run_memory", "plot_run_phases", "plot_shares", "plot_speed"]
 
 _PHASES = dict(zip((*PHASES, "other"), ("#303030", "#9dbada", "compute", "other", "idle"), strict=True))
 _SHARES = {"compute": "compute", "exposed communication": "comm", "idle": "idle"}
 _FEW_STEPS = 20  # up to which there is room for the loss of each
 _FEW_PERCENT = 9  # parts below are drawn without a number
+
+_BESIDE = {  # column of a calibration's results, its unit, colour
+    "step": ("s", 1e3, "other"),
+    "compute": ("compute", 100.0, "compute"),
+    "exposed_comm": ("exposed_comm", 100.0, "comm"),
+    "overlap": ("overlap", 100.0, "comm"),
+}
+_UNITS = ("per cent", "ms per step")
 
 
 def plot_run(run: Run, ax: Axes | None = None) -> Axes:
@@ -117,6 +127,29 @@ def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     title = f"{table.attrs['model']} needs {least} to {most} per rank, as predicted"
     x = f"memory of a rank at its peak [{unit}]"
     return draw.finish(ax, table, title, x=x, rows=_strategies(table), key=key)
+
+
+def plot_beside(table: pd.DataFrame, what: str = "step", ax: Axes | None = None) -> Axes:
+    """Measured (filled) and predicted (hatched) of each run of a calibration. table: its results, by run.
+
+    what: step, in ms, or compute, exposed_comm or overlap, in per cent of the step or of the communication.
+    """
+    name, factor, kind = _BESIDE[what]
+    shown = factor * table[[f"measured_{name}", f"predicted_{name}"]]
+    ax = ax or draw.new_axes(height=1.4 + 0.34 * len(table))
+    for place, (column, source) in enumerate(zip(shown, (None, "simulated"), strict=True)):
+        notes = shown[column].map("{:.0f}".format)
+        draw.bars(ax, shown[column].fillna(0.0), [kind] * len(shown), source=source, slot=(place, 2), notes=notes)
+    off = (shown.iloc[:, 1] - shown.iloc[:, 0]).abs()
+    title = f"{what.replace('_comm', ' communication').capitalize()} is off by {off.mean():.0f} points on average"
+    if what == "step":
+        off = off / shown.iloc[:, 0]
+        title = f"Steps are predicted within {off.median():.1%} (median), {off.max():.1%} at worst"
+    key = {"measured": draw.fill_of(kind), "predicted before the run": draw.fill_of(kind, "simulated")}
+    rows = [f"{run} ({strategy})" for run, strategy in zip(table.index, table["strategy"], strict=True)]
+    data = table[["strategy"]].join(shown).reset_index()
+    origin = with_origin(table.copy(), {"files": {"results.csv": {"sha256": fingerprint(table.reset_index())}}})
+    return draw.finish(ax, data, title, x=_UNITS[what == "step"], rows=rows, key=key, columns=2, origin=origin)
 
 
 def _phases(steps: pd.DataFrame) -> pd.DataFrame:
