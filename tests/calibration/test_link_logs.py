@@ -119,3 +119,6 @@ def test_a_log_takes_the_place_of_the_formulas(tmp_path):
     assert mm.breakdown(measured)["total_s"].max() != mm.breakdown(plain)["total_s"].max()
     with pytest.raises(ValueError, match="measured collectives: nodes must be a positive number in every row"):
         mm.simulate("gpt2-large", "dgx-a100", "dp8", global_batch=8, collectives=rows.assign(nodes=pd.NA))
+    two = pd.concat([rows.assign(network="100mbit"), rows.assign(network="300mbit")])
+    with pytest.raises(ValueError, match="rows of several networks, 100mbit and 300mbit; choose one"):
+        mm.simulate("gpt2-large", "dgx-a100", "dp8", global_batch=8, collectives=two)

@@ -20,16 +20,15 @@ def test_every_fact_is_predicted(facts):
 
 def test_predicted_is_of_the_simulated_step(facts):
     row = facts[(facts["what"] == "overlap") & facts["run"].str.startswith("vit-huge dp2.z3")].iloc[0]
-    step = mm.simulate(
-        "vit-huge", "kaggle-2xt4", "dp2.z3.mb16.full", global_batch=32, dtype="fp16", software="deepspeed"
-    )
+    plan, run = "dp2.z3.mb16.full.bucket1000000000", {"global_batch": 32, "dtype": "fp16", "software": "deepspeed"}
+    step = mm.simulate("vit-huge", "kaggle-2xt4", plan, **run)
     assert row["predicted"] == pytest.approx(mm.breakdown(step)["overlap"].mean(), rel=0.01)
 
 
 def test_overlap_is_nearer_than_a_constant_guess(facts):
     table = overlap_errors(facts)
-    assert table.at["overlap", "error"] < table.at["overlap", "constant"] / 2
-    assert table.at["speed_ratio", "error"] < 0.1  # asked for
+    assert table.at["overlap", "constant"] > 0.3
+    assert table.loc[["overlap", "exposed_share", "speed_ratio"], "error"].max() < 0.1  # asked for
 
 
 def test_errors_by_what_was_measured():

@@ -9,7 +9,7 @@ import pytest
 from support import local_or_skip
 
 from madmax_lib import catalog
-from madmax_lib.calibration.fit import slowness
+from madmax_lib.calibration.fit import known_rows, slowness
 from madmax_lib.calibration.intervals import coverage, coverage_by_class, spread
 from madmax_lib.calibration.published_rows import to_steps
 from madmax_lib.calibration.validate import baseline, errors, folds, layout_ranks, predict, score
@@ -63,7 +63,7 @@ def test_predict_adds_columns_and_keeps_rows(table, predicted):
     assert predicted.columns.tolist() == [*table.columns, *ADDED]
     pd.testing.assert_frame_equal(predicted[table.columns], table)
     known = predicted["supported"].to_numpy(bool)
-    assert known.sum() == 356 and (predicted.loc[~known, "reason"] != "").all()
+    assert known.sum() == 362 and (predicted.loc[~known, "reason"] != "").all()
     assert predicted.loc[~known, "predicted_s"].isna().all() and not predicted.loc[~known, "fits"].any()
     inside = predicted[known]
     assert (inside["low_s"] < inside["predicted_s"]).all() and (inside["predicted_s"] < inside["high_s"]).all()
@@ -75,7 +75,29 @@ def test_predict_survives_anything():
     columns = {"model": ["x", None, 3], "gpu": ["TPUv4", "A100", np.nan], "layers": [1, "y", np.nan]}
     result = predict(pd.DataFrame(columns, index=[1, 1, 2]))
     assert result.index.tolist() == [1, 1, 2] and not result["supported"].any() and (result["reason"] != "").all()
-    assert len(predict(pd.DataFrame())) == 0
+    for empty in (pd.DataFrame(), pd.DataFrame(columns=["model", "gpu"])):
+        assert predict(empty).columns.tolist() == [*empty.columns, *ADDED] and predict(empty).empty
+
+
+ODD = [*"x8", "yes", "", "1e400", b"8", None, pd.NA, np.nan, np.inf, -np.inf, -1, 0, 1e-9, 0.5, True, 2.5, 7, 128]
+ODD += [1e4, 1e7, 1e9, 1e30]
+FACTS = ["model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "experts", "active_experts"]
+FACTS += ["expert_ffn", "dense_layers", "gpu", "n_gpus", "tp", "pp", "dp", "cp", "ep", "vpp", "zero_stage", "plan"]
+FACTS += ["micro_batch", "global_batch", "precision", "recompute", "overlap_tp", "lora_rank", "software", "source"]
+FACTS += ["iteration_time_s", "tokens_per_s_per_gpu", "network_gbit", "devices_per_node", "cluster", "notes"]
+
+
+def test_no_row_is_so_odd_that_a_table_fails(table):
+    """2,000 published rows with one to three fields that hold anything: a time in its interval, or a reason."""
+    draw = np.random.default_rng(0)
+    rows = table.iloc[draw.integers(len(table), size=2000)].to_dict("records")
+    for row in rows:
+        row.update((FACTS[draw.integers(len(FACTS))], ODD[draw.integers(len(ODD))]) for _ in range(draw.integers(1, 4)))
+    result = predict(pd.DataFrame(rows, dtype=object))
+    known = result["supported"].to_numpy(bool)
+    assert (result.loc[~known, "reason"] != "").all() and 200 < known.sum() < 1800
+    low, middle, high = (result.loc[known, name].to_numpy(float) for name in ("low_s", "predicted_s", "high_s"))
+    assert np.isfinite(middle).all() and ((low <= middle) & (middle <= high)).all()
 
 
 def test_published_rows_that_ran_fit_and_those_that_failed_do_not(predicted):
@@ -142,17 +164,21 @@ def test_folds_keep_source_and_model_together_and_stay_as_good_as_they_are(held_
 
 
 def test_the_readme_tells_these_errors(left_out):
-    """Of sources left out, by kind and for the sweep of layouts; where all rows behind the constants are at hand."""
+    """Of sources left out; where all rows behind the constants are at hand."""
+    if not left_out["source"].str.contains("ultrascale").any():
+        pytest.skip("the table of README includes measurements that are not on this machine")
+    readme = (PROJECT / "README.md").read_text()
+    assert not [line for line in readme_lines(left_out) if line not in readme]
+
+
+def readme_lines(left_out):
+    """Rows of its table, by kind and of the sweep. `PYTHONPATH=tests python` of this file writes them."""
     table = left_out.assign(error=np.abs(np.expm1(-left_out["log_error"])), **coverage(left_out))
     table = table[slowness(left_out) <= ORDINARY]
     swept = table["source"].str.contains("ultrascale")
-    if not swept.any():
-        pytest.skip("the table of README includes measurements that are not on this machine")
     parts = {name: table[~swept & (table["kind"] == kind)] for kind, name in README_KINDS.items()}
     parts["a sweep of layouts of one stack, those within 1.5 x of the best"] = table[swept]
-    lines = [f"| {name} | {columns(part)} |" for name, part in parts.items()]
-    readme = (PROJECT / "README.md").read_text()
-    assert not [line for line in lines if line not in readme]
+    return [f"| {name} | {columns(part)} |" for name, part in parts.items()]
 
 
 def columns(part):
@@ -171,12 +197,16 @@ def test_folds_beat_one_rate_per_device(rows, dense):
 
 
 def test_intervals_cover_sources_that_the_fit_has_not_seen(held_out, left_out):
-    """Asked: 85 to 95 % inside, at least 75 % of each source of eight rows or more; half-widths of 30 and 15 %."""
+    """Asked: 85 to 95 % inside, at least 75 % of each source of eight rows or more; half-widths of 30 and 15 %.
+
+    Known stacks have 15.9 %: at 14 % one in five of their rows lay outside.
+    """
     apart, known = coverage_by_class(left_out), coverage_by_class(held_out, left_out)
-    assert 0.85 < apart.at["all", "inside"] < 0.97 and apart.at["all", "half_width"] < 0.25
-    assert 0.80 < known.at["all", "inside"] < 0.97 and known.at["all", "half_width"] < 0.16
+    assert 0.85 < apart.at["all", "inside"] < 0.95 and apart.at["all", "half_width"] < 0.25
+    assert 0.80 < known.at["all", "inside"] < 0.95 and known.at["all", "half_width"] < 0.16
+    assert apart.at["mixture", "half_width"] < 0.30
     inside = coverage(left_out)["inside"].groupby(left_out["repository"])
-    assert (inside.mean()[inside.size() >= 8] < 0.75).sum() <= 3  # JAX-Toolbox, Primus, Automodel
+    assert (inside.mean()[inside.size() >= 8] < 0.75).sum() <= 1  # JAX-Toolbox: two runs of one plan 24 % apart
 
 
 def test_shipped_spread_is_that_of_sources_left_out(left_out):
@@ -189,3 +219,10 @@ def test_the_table_of_the_data_directory(predicted):
     result = predict(pd.read_csv(path))
     assert np.allclose(result["predicted_s"], predicted["predicted_s"][: len(result)], rtol=1e-6, equal_nan=True)
     assert re.fullmatch("[0-9a-f]{64}", str(shipped().provenance["sha256"]))
+
+
+if __name__ == "__main__":
+    text = (PROJECT / "README.md").read_text()
+    for line in readme_lines(folds(known_rows(), by="source")):
+        text = re.sub(rf"^{re.escape(line.split(' | ')[0])} \|.*$", line, text, flags=re.M)
+    (PROJECT / "README.md").write_text(text)

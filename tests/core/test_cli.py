@@ -100,3 +100,13 @@ def test_report_of_a_directory(tmp_path, capsys):
     output = tmp_path / "report.html"
     assert main(["report", str(dataset("gpt-ddp")), "-o", str(output)]) == 0
     assert "2 rank(s)" in capsys.readouterr().out and "Who waits for whom" in output.read_text()
+    files = sorted(map(str, dataset("gpt-ddp").glob("rank*.json.gz")))
+    for traces in (files, [str(dataset("gpt-ddp") / "rank*.gz")]):
+        assert main(["report", *traces, "-o", str(output)]) == 0 and "2 rank(s)" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_empty_trace_is_bad_input(tmp_path, capsys):
+    (tmp_path / "rank0.json").write_text('{"traceEvents": []}')
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 2
+    assert "the trace holds no events" in capsys.readouterr().err and not (tmp_path / "r.html").exists()

@@ -1,8 +1,18 @@
-"""Flags of Megatron-LM and configurations of torchtitan as people have them, to plans; what a plan cannot say."""
+"""Configurations of frameworks as people have them, to plans and back; what a plan, or a framework, cannot say."""
+
+import json
+import math
+import random
 
 import pytest
+from support import local_or_skip
 
-from madmax_lib.plan import Plan
+from madmax_lib import plan_flags
+from madmax_lib.case import Case
+from madmax_lib.catalog import model
+from madmax_lib.plan import DEFAULTS, Plan
+from madmax_lib.plans import legal
+from madmax_lib.software import OVERLAPS
 
 GPT3 = """torchrun --nproc-per-node 8 --nnodes=128 pretrain_gpt.py \\
     --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --num-layers-per-virtual-pipeline-stage 1 \\
@@ -38,8 +48,8 @@ GPT3 = """torchrun --nproc-per-node 8 --nnodes=128 pretrain_gpt.py \\
          Plan(dp=32, zero=3, bucket_bytes=float("inf"))),
         ("--use-distributed-optimizer --num-distributed-optimizer-instances 4 --transformer-impl local", 32,
          Plan(dp=32, zero=1, shard=8, attention="unfused", bucket_bytes=float("inf"))),
-        ("--data-parallel-size 2 --checkpoint-activations --optimizer-cpu-offload", None,
-         Plan(dp=2, recompute="full", offload="optimizer", bucket_bytes=float("inf"))),
+        ("--data-parallel-size 2 --optimizer-cpu-offload", None,
+         Plan(dp=2, offload="optimizer", bucket_bytes=float("inf"))),
     ],
 )  # fmt: skip
 def test_megatron(args, world, plan):
@@ -69,6 +79,7 @@ def test_megatron(args, world, plan):
          "--decoder-first-pipeline-num-layers 3", 2, "=3 is not a multiple of the 2 virtual stages"),
         ("--account-for-loss-in-pipeline-split --num-layers 16 --pipeline-model-parallel-size 4", 4,
          r"16 \+ 1 layers do not divide over 4 stages"),
+        ("--checkpoint-activations", 1, "no longer takes it"),
         ("--expert-model-parallel-size 3", 8, "ep=3 does not divide dp x cp = 8 x 1"),
     ],
 )  # fmt: skip
@@ -167,3 +178,247 @@ def test_torchtitan_refused(text, options, message):
 def test_a_configuration_that_is_not_there():
     with pytest.raises(FileNotFoundError):
         Plan.from_torchtitan("no_such.toml")
+
+
+# fields that a file does not fix, or that came after the expected values were worked out
+FREE = {"prefetch", "bucket_bytes", "attention", "capacity", *OVERLAPS}
+
+
+def differences(stated, expected):
+    """What a configuration states otherwise than expected; of a partial one only what is listed counts."""
+    plan, listed = vars(stated.plan), expected["plan"]
+    free = FREE | set(expected.get("free", ())) | (set(DEFAULTS) if expected.get("partial") else set())
+    wanted = {name: value for name, value in DEFAULTS.items() if name not in free}
+    wanted |= {"sequence_parallel": stated.plan.tp > 1} | listed
+    if expected.get("partial"):
+        wanted = listed
+    run = {name: value for name, value in expected.get("settings", {}).items() if hasattr(stated, name)}
+    found = {name: plan[name] for name in wanted} | {name: getattr(stated, name) for name in run}
+    return {name: (found[name], value) for name, value in (wanted | run).items() if found[name] != value}
+
+
+def test_files_state_what_their_frameworks_would_run():
+    """Real files, each with the plan that its framework's code makes of it, which written again is read as the same."""
+    folder, wrong = local_or_skip("configs/expected.json").parent, {}
+    for name, expected in json.loads((folder / "expected.json").read_text()).items():
+        if name.startswith("_"):
+            continue
+        try:
+            stated = plan_flags.read(folder / name, world_size=expected["world_size"], layers=expected.get("layers"))
+        except ValueError as error:
+            every, some = (
+                expected.get("refused", ()),
+                expected.get("refused_any", ("",) if "refused" in expected else ()),
+            )
+            if not (all(word in str(error) for word in every) and any(word in str(error) for word in some)):
+                wrong[name] = str(error)
+            continue
+        wrong |= {name: "not refused"} if "plan" not in expected else {}
+        if "plan" in expected and (found := differences(stated, expected)):
+            wrong[name] = found
+        given = {"layers": expected.get("layers"), "world_size": expected["world_size"]}
+        run = {what: getattr(stated, what) for what in ("global_batch", "sequence", "dtype")}
+        text = plan_flags.write(stated.plan, stated.framework, layers=given["layers"], **run)
+        if plan_flags.read(text, stated.framework, **given).plan != stated.plan:
+            wrong[name] = f"comes back otherwise: {text}"
+    assert not wrong
+
+
+PINS = {  # framework: its software, and where the framework can state less than that can launch
+    "torchtitan": ("torchtitan", {"attention": ["flash"], "offload": [None, "all"], "schedule": ["1f1b", "gpipe"],
+                                  "reduce_fp32": [True], "one_bucket": [False]}),
+    "megatron-lm": ("megatron-core", {"offload": [None, "optimizer"], "ends": [False]}),
+    "megatron-bridge": ("megatron-bridge", {"offload": [None, "optimizer"], "ends": [False]}),
+    "deepspeed": ("deepspeed", {"sequence_parallel": [False], "recompute": ["none", "full"], "attention": ["flash"],
+                                "overlap_gather": [False], "ends": [False]}),
+    "accelerate": ("fsdp2", {"sequence_parallel": [False], "recompute": ["none", "full"], "attention": ["flash"],
+                             "pp": [1], "ep": [1], "reduce_fp32": [False], "offload": [None], "one_bucket": [False]}),
+}  # fmt: skip
+
+
+REFUSED = {
+    "torchtitan": {"qwz", "interleave", "zero", "overlap_gather"},
+    "deepspeed": {"overlap_tp", "offload"},
+    "accelerate": {
+        "qwz",
+        "overlap_tp",
+        "overlap_gather",
+        "zero",
+        "bucket_bytes",
+        "the plan: parallelism_config.parallelism_config_dp_replicate_size",
+    },
+}
+
+
+def random_plan(rng, world, pins):
+    """Fields of a plan that fills a world; choices that change nothing stand at their defaults, as in a search."""
+    choices = {
+        "ep": (1, 2, 4, 8), "zero": (0, 1, 2, 3), "micro_batch": (1, 2, 4), "recompute": ("none", "selective", "full"),
+        "interleave": (1, 2, 4), "schedule": ("1f1b", "gpipe"), "context": ("ring", "ulysses"), "shard": (0, 2, 4, 8),
+        "overlap_gather": (False, True), "reduce_fp32": (False, True), "sequence_parallel": (False, True),
+        "etp": (0, 1), "attention": ("flash", "unfused"), "offload": (None, "optimizer", "all"),
+        "one_bucket": (False, True), "ends": (False, True), "overlap_tp": (None, True), "qwz": (False, False, True),
+    }  # fmt: skip
+    plan = {"pp": rng.choice(pins.get("pp", (1, 2, 4, 8))), "tp": rng.choice((1, 2, 4)), "cp": rng.choice((1, 1, 2))}
+    plan["dp"] = max(world // math.prod(plan.values()), 1)
+    plan |= {name: rng.choice(values) for name, values in (choices | pins).items() if name not in plan}
+    ends, one_bucket, ranks = plan.pop("ends"), plan.pop("one_bucket"), plan["dp"] * plan["cp"]
+    plan |= {"zero": 0, "reduce_fp32": False} if ranks == 1 else {}
+    plan |= {"bucket_bytes": math.inf} if one_bucket and plan["zero"] < 3 and ranks > 1 else {}
+    plan |= {"overlap_gather": False} if plan["zero"] in (0, 3) or one_bucket else {}
+    plan |= {"context": "ring"} if plan["cp"] == 1 else {}
+    plan |= {"shard": 0, "qwz": False} if plan["zero"] < 3 or plan["shard"] == ranks else {}
+    plan |= {"etp": 0} if plan["ep"] == 1 or plan["tp"] == 1 else {}
+    plan |= {"overlap_tp": None, "sequence_parallel": False} if plan["tp"] == 1 else {}
+    plan |= (
+        {"schedule": "1f1b", "ends": False} if plan["pp"] == 1 else {"embedding_as_layer": ends, "head_as_layer": ends}
+    )
+    plan.pop("ends", None)
+    return plan
+
+
+@pytest.mark.parametrize("framework", PINS)
+def test_round_trip(framework):
+    """200 random plans that the framework's software can launch, written and read back; refusals name the reason."""
+    rng, (software, pins), written, refused = random.Random(20), PINS[framework], 0, set()
+    while written < 200:
+        trained = model(rng.choice(("llama3-8b", "llama3-70b", "mixtral-8x7b")))
+        try:
+            plan = Plan(**random_plan(rng, rng.choice((8, 16, 64)), pins))
+        except ValueError:
+            continue
+        batch = plan.dp * plan.micro_batch * plan.pp * rng.choice((1, 2, 8))
+        if not legal(Case(trained, None, plan, batch, software=software)).mask:
+            continue
+        run = {"global_batch": batch, "sequence": trained.sequence, "layers": trained.layers}
+        try:
+            text = plan_flags.write(plan, framework, **run)
+        except ValueError as error:
+            refused.add(str(error).partition(" cannot state ")[2].partition("=")[0])
+            continue
+        stated = plan_flags.read(text, world_size=plan.world_size, layers=trained.layers)
+        moot = {"reduce_fp32": plan.reduce_fp32} if plan.dp * plan.cp == 1 else {}
+        assert Plan(**vars(stated.plan) | moot) == plan, text
+        assert (stated.framework, stated.global_batch, stated.sequence, stated.dtype) == (
+            framework, batch, trained.sequence, "bf16"), text  # fmt: skip
+        written += 1
+    assert refused <= REFUSED.get(framework, set())
+
+
+DUMP = {"model_spec": {"name": "llama3"}, "training": {"num_tokens_per_microbatch_per_dp_rank": 8192,
+        "max_context_length": 4096}, "parallelism": {"data_parallel_shard_degree": -1, "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "Interleaved1F1B", "num_pp_microbatches": 4},
+        "activation_checkpoint": {"debug": False}}  # fmt: skip
+LOGGED = "\n".join(f"[rank0]:{line}" for line in json.dumps(DUMP, indent=2).splitlines())
+SCRIPT = """#!/bin/bash
+NNODES=${SLURM_NNODES:-"1"}
+TP=2  # ranks
+GPT_ARGS=(
+    --tensor-model-parallel-size $TP --sequence-parallel
+    # --pipeline-model-parallel-size 4
+    "--micro-batch-size 2")
+torchrun --nproc_per_node 8 --nnodes $NNODES pretrain_gpt.py ${GPT_ARGS[@]} --bf16 --overlap-grad-reduce"""
+FSDP = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 16\nnum_machines: 2\nfsdp_config:\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "world", "text", "batch"),
+    [
+        (f"[rank0]:[titan] 2026-08-21 - root - INFO - Running with configs: {LOGGED}\n[rank0]:[titan] saved {{}}", 8,
+         "dp4.pp2.z2.v2.mb2.full.embedding-layer.head-layer.overlap-gather.reduce-fp32", 32),
+        ("--module llama3 --config llama3_8b --parallelism.tensor-parallel-degree=2 --training.local-batch-size 4 "
+         "--parallelism.no-enable-sequence-parallel activation-checkpoint:selective", 8,
+         "dp4.tp2.z3.mb4.nosp.selective.reduce-fp32", 16),
+        (SCRIPT, None, "dp4.tp2.mb2.bucket160000000.reduce-fp32", 8),
+        (SCRIPT, 64, "dp32.tp2.mb2.bucket160000000.reduce-fp32", 64),
+        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|(tt|)*2tL --fp16", 4,
+         "dp1.pp4.embedding-layer.head-layer.one-bucket", None),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|tL --fp16", 2,
+         "dp1.pp2.first3.last1.one-bucket", None),
+        ("--use-megatron-fsdp --use-distributed-optimizer --overlap-grad-reduce --bf16 --main-grads-dtype bf16", 8,
+         "dp8.z3.bucket80000000", None),
+        ({"model": {"tensor_model_parallel_size": 2}, "ddp": {"use_distributed_optimizer": True},
+          "mixed_precision": "bf16_mixed", "comm_overlap": None}, 8,
+         "dp4.tp2.nosp.z1.overlap-gather.reduce-fp32.bucket536870912", None),
+        ({"ddp": {"grad_reduce_in_fp32": True}, "mixed_precision": {"bf16": True, "grad_reduce_in_fp32": False}}, 4,
+         "dp4.one-bucket", None),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True, "mics_shard_size": -1},
+          "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 16, "dp16.z3.mb2.qwz.bucket1000000000", 64),
+        ('// comment\n{"train_batch_size": 16, "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e6}}', 8,
+         "dp8.z1.mb2.bucket10000000", 16),
+        (FSDP + "  fsdp_sharding_strategy: HYBRID_SHARD_ZERO2", None, "dp16.z2.hs8.overlap-gather", None),
+        (FSDP.replace("FSDP", "DEEPSPEED").replace("fsdp", "deepspeed") + "  zero_stage: 3\n"
+         "parallelism_config:\n  parallelism_config_sp_size: 4", None, "dp4.cp4.z3.ulysses.bucket1000000000", None),
+        (FSDP.replace("FSDP", "MEGATRON_LM").replace("fsdp", "megatron_lm") + "  megatron_lm_tp_degree: 4\n"
+         "  megatron_lm_sequence_parallelism: true", None, "dp4.tp4.one-bucket.reduce-fp32", None),
+    ],
+)  # fmt: skip
+def test_forms(source, world, text, batch):
+    stated = plan_flags.read(source, world_size=world)
+    assert (str(stated.plan), stated.global_batch) == (str(Plan.parse(text)), batch)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "of no known framework .*no keys"),
+        ("a: 1\nb: 2", "of no known framework .*it has a, b"),
+        ("hello", "not a configuration: 'hello'"),
+        ("{bad", "not JSON"),
+        ("a: [1\nb", "not YAML"),
+        ("--tensor-model-parallel-size 0", "=0 must be a whole number of at least 1"),
+        ("--tensor-model-parallel-size $TP", r"=\$TP is not a whole number"),
+        ("--warp-parallel-size 2", "not known, and it could change the plan"),
+        ("--hybrid-layer-pattern M-|M-", "its | cuts the pipeline"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "layers=2: a plan recomp"),
+        ("--recompute-granularity full", "needs --recompute-method"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|ttm|L|", "could change the plan"),
+        ({"zero_optimization": {"stage": 3, "warp": 1}}, "zero_optimization.warp=1: not known"),
+        ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, "=30 is no multiple of 4 x 8"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}, "train_batch_size": 8}, "exclude each other"),
+        ({"train_batch_size": 8, "optimizer": {"type": "OneBitAdam"}}, "it sends signs of gradients"),
+        ({"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+         "offloads parameters with the optimizer"),
+        ({"distributed_type": "TPU"}, "distributed_type=TPU: not NO, MULTI_GPU"),
+        (FSDP + "  fsdp_warp: 1", "fsdp_config.fsdp_warp=1: not known"),
+        ({"model": {"name": "flux"}, "parallelism": {}, "activation_checkpoint": {"mode": "full"}}, "language model"),
+        ({"model": {"tensor_model_parallel_size": 2, "cpu_offloading": True}}, "model.cpu_offloading=True: a"),
+    ],
+)  # fmt: skip
+def test_refused(source, message):
+    with pytest.raises(ValueError, match=message) as error:
+        plan_flags.read(source, world_size=8)
+    assert "\n" not in str(error.value)
+
+
+def test_harmless_keys_are_listed():
+    words = "scatter_embedding_sequence_parallel cpu_offloading_activations deallocate_pipeline_outputs parallel_output"
+    assert plan_flags.read({"model": dict.fromkeys(words.split(), True)}).plan == Plan(bucket_bytes=math.inf)
+    stated = plan_flags.read("--bf16 --log-num-zeros-in-grad --dist-ckpt-optim-fully-reshardable --fp8-format hybrid")
+    assert stated.harmless == ("log-num-zeros-in-grad", "dist-ckpt-optim-fully-reshardable", "fp8-format")
+    assert stated.notes == ("--fp8-format=hybrid: fp8 is of the products, which a plan does not say",)
+
+
+@pytest.mark.parametrize(
+    ("plan", "framework", "run", "message"),
+    [
+        ("dp4", "nanotron", {}, "framework='nanotron' is not one of torchtitan, megatron-lm, megatron-bridge"),
+        ("dp4.mb2", "megatron", {"global_batch": 12}, "dp x micro_batch = 4 x 2; the nearest is 16"),
+        ("dp4.z1", "torchtitan", {}, "torchtitan cannot state zero=1: its configuration would run zero=2"),
+        ("dp2.pp2.zb", "torchtitan", {}, "cannot state schedule=zero-bubble"),
+        ("dp4.pp2.v4.reduce-fp32", "torchtitan", {}, "give layers="),
+        (
+            "dp2.pp2.gpipe",
+            "megatron-core",
+            {},
+            "cannot state schedule=gpipe: its configuration would run schedule=1f1b",
+        ),
+        ("dp8.z3.selective", "deepspeed", {}, "cannot state recompute=selective"),
+        ("dp2.pp2", "accelerate", {}, "cannot state pp=2"),
+        ("dp4", "deepspeed", {"dtype": "int4"}, "dtype=int4 is not one of bf16, fp16, fp32"),
+        ("dp4.cp2.z3.hs1", "accelerate", {}, "shard=1 must be a multiple of cp=2"),
+    ],
+)
+def test_not_written(plan, framework, run, message):
+    with pytest.raises(ValueError, match=message):
+        plan_flags.write(plan, framework, **run)

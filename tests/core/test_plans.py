@@ -1,7 +1,9 @@
 """One rule book: every door of the workbench gives the same verdict on a plan, in the same words."""
 
 import random
+import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -216,6 +218,48 @@ def test_a_case_resolves_its_software_once():
         replace(case, software="megatronne")
 
 
+REFUSED = [
+    ("gpt2", "dp8", "hugectr", "hugectr does not train language models such as gpt2"),
+    ("gpt2", "dp8", "timm", "timm does not train language models such as gpt2"),
+    ("vit-huge", "dp8", "nanotron", "nanotron does not train image models such as vit-huge"),
+    ("gpt2", "dp4.tp2", "llm-foundry", "llm-foundry does not run tp=2"),
+    ("gpt2", "dp4.pp2", "jax", "jax does not run pp=2 under 1f1b"),
+    ("gpt2", "pp2.v2", "nanotron", "nanotron does not run interleave=2"),
+    ("gpt2", "dp8.z3", "megatron-2021", "megatron-2021 does not run zero=3 with pp=1"),
+    ("gpt2", "dp4.pp2.z3", "deepspeed", "deepspeed does not run zero=3 with pp=2"),
+    ("gpt2", "dp8.z1.hs2", "nanotron", "nanotron does not run shard=2 (HSDP)"),
+    ("gpt2", "dp8.z3.hpz", "torchtitan", "torchtitan does not run hpz"),
+    ("gpt2", "dp4.cp2", "deepspeed", "deepspeed does not run cp=2 by ring"),
+    ("mixtral-8x7b", "dp8.ep4", "fsdp2", "fsdp2 does not run ep=4 over dp x cp = 8 x 1"),
+    ("mixtral-8x7b", "dp2.tp4.etp1.ep4", "deepspeed", "deepspeed does not run ep=4 over dp x cp x tp / etp = 2 x 1"),
+]
+
+
+@pytest.mark.parametrize(("model", "plan", "software", "words"), REFUSED)
+def test_a_software_runs_what_its_table_says(model, plan, software, words):
+    """One plan is refused in every door; a row of a table is no plan; a search does not try it."""
+    model, plan = mm.model(model), Plan.parse(plan)
+    cluster = mm.cluster("dgx-h100", devices=plan.world_size)
+    doors = [partial(door, model, cluster, plan, global_batch=16) for door in (mm.estimate, mm.simulate, mm.fits)]
+    for door in (*doors, partial(mm.memory, model, plan, global_batch=16)):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            door(software=software)
+        door()
+    table = pd.DataFrame([vars(plan), vars(Plan(dp=plan.world_size))])
+    seconds = mm.estimate(model, cluster, table, global_batch=16, software=software)["step_s"]
+    assert np.isnan(seconds[0]) and np.isnan(seconds[1]) == ("models" in words)
+
+
+def test_a_search_tries_what_the_software_runs():
+    cluster, space = mm.cluster("dgx-h100", nodes=1), replace(Space.quick(), zero=(0, 3), schedule=("1f1b", "gpipe"))
+    for name, more in (("jax", "gpipe"), ("llm-foundry", "1f1b"), (None, "1f1b")):
+        found = mm.search("gpt2", cluster, 16, software=name, space=space, top=10**4, progress=False)
+        plans = [Plan.parse(text) for text in found.table["plan"]]
+        assert all(legal(Case(mm.model("gpt2"), cluster, plan, 16, software=name)).mask for plan in plans)
+        assert {plan.schedule for plan in plans if plan.pp > 1} <= {more, "gpipe"} and plans
+        assert (max(plan.pp for plan in plans) > 1) == (name != "llm-foundry")
+
+
 DOORS = {
     "estimate": lambda model, cluster, plan, **run: mm.estimate(model, cluster, plan, **run)["step_s"].item(),
     "simulate": lambda *plan, **run: mm.breakdown(mm.simulate(*plan, **run))["total_s"].max(),
@@ -233,7 +277,7 @@ def search(*arguments, **run):
 
 @pytest.mark.parametrize("door", DOORS)
 def test_names_and_text_stand_for_what_they_name(door):
-    names, run = ("gpt2-large", "dgx-a100", "dp4.tp2.z1"), {"global_batch": 64, "software": "torchtitan"}
+    names, run = ("gpt2-large", "dgx-a100", "dp4.tp2.z2"), {"global_batch": 64, "software": "torchtitan"}
     things = mm.model(names[0]), mm.cluster(names[1]), Plan.parse(names[2])
     assert DOORS[door](*names, **run) == DOORS[door](*things, **run | {"software": catalog.software("torchtitan")})
     if door != "levers":

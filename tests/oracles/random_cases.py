@@ -17,7 +17,7 @@ SOFTWARE = ["megatron-core", "megatron-2021", "megatron-bridge", "torchtitan", "
 def drawn_cases(kind: str, count: int, seed: int, *, most_passes: int = 6000) -> list[Case]:
     """Legal cases, each on up to 512 devices.
 
-    kind: ordinary, plans as they are launched; random, any legal plan; software, these under a software of the catalog.
+    kind: ordinary, plans as they are launched; random, any legal plan; software, those that one of the catalog runs.
     most_passes: of layers, over all micro-batches and both directions.
     """
     draw, cases = np.random.default_rng(seed), []
@@ -30,8 +30,7 @@ def drawn_cases(kind: str, count: int, seed: int, *, most_passes: int = 6000) ->
             enforce(rules_of(case), plan, case)
         except ValueError:
             continue
-        launched = case.software.interleave or plan.interleave == 1
-        if launched and 2 * model.layers * plan.micro_batches(batch) <= most_passes:
+        if 2 * model.layers * plan.micro_batches(batch) <= most_passes:
             cases.append(case)
     return cases
 

@@ -29,7 +29,7 @@ def test_offload_takes_memory_and_time():
 
 def test_a_plan_that_cannot_be_laid_out():
     with pytest.raises(ValueError, match="has 8 devices"):
-        variants(GPT, NODE, ["dp4"], global_batch=16)
+        variants(GPT, NODE, ["dp4"], global_batch=16, dtype="fp16")
 
 
 def test_levers_change_one_thing_each():

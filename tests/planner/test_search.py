@@ -86,8 +86,7 @@ def test_simulate_agrees_with_the_winner():
     best = search(GPT, LARGE, 128, space=Space.quick(), top=3, progress=False)
     for row in best.table.to_dict("records"):
         step = mm.simulate(GPT, LARGE, plan_of(row), global_batch=128).spans
-        # interleaving with few large micro-batches is what the closed form knows least: 3.1 % for the winner
-        assert (step["start_ns"] + step["dur_ns"]).max() / 1e9 == pytest.approx(row["step_s"], rel=0.035)
+        assert (step["start_ns"] + step["dur_ns"]).max() / 1e9 == pytest.approx(row["step_s"], rel=0.03)
 
 
 def test_shards_together_are_the_whole(found):
@@ -176,7 +175,7 @@ def test_the_part_of_a_killed_worker_is_done_again(dask_client, tmp_path):
         ({"model": mm.model("dlrm-a")}, "recommendation models are split by dp only"),
         ({"space": Space(micro_batch=(5,))}, "names no micro-batch, schedule or ZeRO stage that divides"),
         ({"shard": 3, "shards": 3}, "shard=3 is not one of 0 to 2"),
-        ({"top": 0}, "top=0 and global_batch=16 must be at least 1"),
+        ({"top": 0}, "top=0 must be a whole number above zero"),
     ],
 )
 def test_what_cannot_be_searched(change, message):
@@ -205,7 +204,7 @@ def test_scaled_clusters():
     twice = scaled(NODE, {"compute": 2.0, "inter": 3.0})
     assert twice.device.peak("bf16") == 2 * NODE.device.peak("bf16") and twice.intra == NODE.intra
     assert twice.inter.bandwidth_bytes_per_s == 3 * NODE.inter.bandwidth_bytes_per_s
-    for factors, message in (({"disk": 2.0}, "resource 'disk' is not one of"), ({"intra": 0}, "intra: factor 0 is")):
+    for factors, message in (({"disk": 2.0}, "resource 'disk' is not one of"), ({"intra": 0}, "intra: factor=0 must")):
         with pytest.raises(ValueError, match=message):
             scaled(NODE, factors)
 

@@ -27,7 +27,7 @@ REFUSED = [  # beside what test_plan and test_spec have: all doors give the same
     ("gpt-tiny", "dp2.z2.offload-nvme", {}, "offload='nvme' does not run here"),
     ("gpt-tiny", "dp2.z3.qwz", {}, "qwz (8-bit gathers) is ZeRO++, which only DeepSpeed runs"),
     ("moe-tiny", "dp2.ep2.cap125", {}, "cap (dropped tokens) are simulated only"),
-    ("vit-tiny", "tp2", {}, "vit-tiny: patches and class token are not split over ranks"),
+    ("vit-tiny", "tp2", {}, "patches and class token are not split over ranks; write tp2.nosp"),
     ("vit-tiny", "cp2", {}, "cp=2 does not divide 65 tokens of vit-tiny"),
     ("gpt-tiny", "dp1", {"weights_16bit": True}, "weights_16bit=True needs dtype='bf16', but dtype='fp32'"),
     (

@@ -228,6 +228,58 @@ def test_what_a_dataset_of_the_hub_is_trained_on(hugging_face):
     assert (batch["targets"] >= 0).all() and batch["targets"].dtype == np.int64
 
 
+@pytest.mark.parametrize(("name", "rows", "message"), [
+    ("cifar-100", [], "train data of cifar-100: there are no samples"),
+    ("cifar-100", [{"img": None, "fine_label": 100}], "train data of cifar-100: label 100 of sample 0 is not in 0..99"),
+    ("glue", [{"sentence": "good", "label": 1}, {"sentence": "bad", "label": -1}], "label -1 of sample 1 is not in"),
+    ("glue", [{"sentence": None, "label": 1}], "train data of glue: sentence of sample 0 is no text"),
+    ("wikitext-103", [{"text": "a"}, {"text": None}], "text of sample 1 is no text"),
+    ("wikitext-103", [{"text": ""}], "sequence=128 is longer than the text of 0 tokens"),
+])  # fmt: skip
+def test_rows_that_cannot_be_learned_from_are_named(hugging_face, monkeypatch, name, rows, message):
+    monkeypatch.setitem(ROWS, hub.SOURCES[name].path, rows)
+    with pytest.raises(ValueError, match=message):
+        get_data(name)
+
+
+def test_a_damaged_image_is_told_by_its_number(hugging_face, monkeypatch):
+    def convert(*_):
+        raise OSError("image file is truncated")
+
+    data = get_data("cifar-100", image=8)
+    monkeypatch.setattr(Image.Image, "convert", convert)
+    with pytest.raises(OSError, match=r"image 2 of its dataset cannot be read \(image file is truncated\)"):
+        data.read["train"](np.array([2]))
+
+
+def test_tokens_follow_every_text_and_the_tokenizer_itself(hugging_face, monkeypatch, tmp_path):
+    def first():
+        return get_data("wikitext-103", sequence=8, by=by).read["train"](np.arange(3))[0].tolist()
+
+    def from_pretrained(path, local_files_only):
+        shift = len(tokens)  # another tokenizer under the same name
+        own = {"__len__": lambda self: 200, "encode": lambda self, text, **_: [shift + len(text)] * 20}
+        own |= {"get_vocab": lambda self: {"a": shift}, "chat_template": None, "pad_token_id": 0, "eos_token_id": 0}
+        return type("Own", (), own)()
+
+    monkeypatch.setitem(
+        sys.modules, "transformers", SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=from_pretrained))
+    )
+    by, tokens = "bytes", []
+    for middle in ("two", "six"):
+        monkeypatch.setitem(ROWS, "Salesforce/wikitext", [{"text": text * 40} for text in ("", middle, "")])
+        tokens.append(first())
+    by = "folder"
+    tokens = [*tokens, first()]
+    tokens = [*tokens, first()]
+    assert all(one != other for number, one in enumerate(tokens) for other in tokens[:number])
+    files = list(tmp_path.glob("tokens/*"))
+    for damaged in (b"", b"PK\x03\x04", files[0].read_bytes()[:-30]):
+        for path in files:
+            path.write_bytes(damaged)
+        assert len(first()) == 3
+
+
 def test_a_dataset_that_is_not_in_the_cache_is_replaced(hugging_face):
     reason = r"c4 is not on this machine and may not be downloaded \(ConnectionError: Couldn't reach allenai/c4\)$"
     with pytest.warns(DataWarning, match=f"in place of c4: {reason}"):

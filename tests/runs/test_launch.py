@@ -22,11 +22,13 @@ import torch
 
 import madmax_lib as mm
 from madmax_lib import Plan, RunSpec, launch
-from madmax_lib.runs import RunError, prepare, read_run, read_runs, runs_table, sweep, train
+from madmax_lib.runs import RunError, launch_all, prepare, read_run, read_runs, runs_table, sweep, train
 from madmax_lib.runs.data.batches import get_data
+from madmax_lib.runs.directory import last_checkpoint, owned
+from madmax_lib.runs.failures import failure
 from madmax_lib.runs.measure import meter
 from madmax_lib.runs.parallel import trainer
-from madmax_lib.runs.read import COLUMNS, PHASES, last_checkpoint, read_steps
+from madmax_lib.runs.read import COLUMNS, PHASES, read_steps
 
 launching = sys.modules[launch.__module__]  # the room has the call under this name
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
@@ -43,6 +45,17 @@ def test_another_run_is_not_overwritten(tmp_path):
         prepare(RunSpec(device="cpu", steps=7), tmp_path)
     with pytest.raises(NotADirectoryError, match="this is a file"):
         prepare(spec, tmp_path / "notes.txt")
+    (tmp_path / "steps.csv").write_text("old")
+    (tmp_path / "spec.json").unlink()
+    with pytest.raises(FileExistsError, match=r"holds steps.csv of a run that has no spec.json"):
+        prepare(spec, tmp_path)
+
+
+def test_one_launcher_at_a_time(tmp_path):
+    spec = RunSpec(device="cpu")
+    with owned(tmp_path), pytest.raises(FileExistsError, match="a run is on there"):
+        launch(spec, tmp_path)
+    assert not list(tmp_path.iterdir()) and prepare(spec, tmp_path)  # which was left alone, and is free again
 
 
 def test_neither_specs_and_checks_nor_the_launcher_import_torch():
@@ -142,6 +155,17 @@ def test_a_run_that_was_cut_short_goes_on_at_its_checkpoint(run, tmp_path):
     assert again.summary["steps_dropped"]["warm-up"] == 4 and len(list(directory.glob("trace_*"))) == 2
 
 
+def test_states_are_taken_up_in_the_form_that_the_optimizer_gives_them(tmp_path):
+    """torchao's are in 8 bits: plain tensors would be four times as large, and the losses others."""
+    spec, asked = RunSpec(sizes=SMALL, sequence=32, device="cpu"), []
+    first, again = (trainer.parallelize(spec.model, spec.plan, spec, sizes=SMALL) for _ in range(2))
+    first.step(train._draw(spec.get_data(), spec, first, 0))
+    first.save(tmp_path / "1")
+    again.optimizers.adam._new_buffer = lambda part, signed: asked.append(signed) or torch.zeros_like(part)
+    again.load(tmp_path / "1")
+    assert again.steps_done == 1 and asked == [True, False] * len(list(again.optimizers.states()))
+
+
 def test_where_a_run_starts(tmp_path):
     spec = RunSpec(device="cpu", checkpoint_every=2)
 
@@ -157,6 +181,17 @@ def test_where_a_run_starts(tmp_path):
     assert left_by_a_run("interrupted") == [0, 2] and (tmp_path / "steps.csv").read_text() == "header\n0\n1\n"
     assert left_by_a_run("failed") == [0, 2] and not (tmp_path / "summary.json").exists()
     assert left_by_a_run("completed") == [0] and not (tmp_path / "checkpoints").exists()
+    left_by_a_run("failed")
+    content = json.loads((tmp_path / "spec.json").read_text())
+    content["resolved"]["data"] = "wikitext-103"
+    (tmp_path / "spec.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="its run began with data wikitext-103, now it is arithmetic"):
+        prepare(spec, tmp_path)
+    for latest in ("", "foo", "4"):
+        (tmp_path / "checkpoints" / "latest").write_text(latest)
+        with pytest.raises(ValueError, match=r"latest: names .*which is no checkpoint here; delete"):
+            prepare(spec, tmp_path)
+    assert (tmp_path / "steps.csv").read_text() == "header\n0\n1\n"  # what was refused is as it was
 
 
 def test_a_sweep_keeps_what_is_complete(run, monkeypatch):
@@ -171,7 +206,7 @@ def test_a_sweep_keeps_what_is_complete(run, monkeypatch):
 
 
 def test_a_sweep_goes_on_after_what_fails_and_what_is_refused(tmp_path, monkeypatch):
-    def end(spec, directory, environment):
+    def end(spec, directory, environment, lock):
         return ("out-of-memory", "CUDA out of memory") if spec.strategy == "dp2" else ("completed", "")
 
     monkeypatch.setattr(launching, "_run", end)
@@ -186,6 +221,68 @@ def test_a_sweep_goes_on_after_what_fails_and_what_is_refused(tmp_path, monkeypa
     (tmp_path / "gpt-tiny_dp3" / "spec.json").write_text(json.dumps({"steps": 7}))
     with pytest.raises(FileExistsError, match="holds another run"):
         sweep(specs, tmp_path)
+
+
+def test_runs_in_one_start_are_those_of_their_own(tmp_path):
+    """Two layouts in one start, whose losses are those of one process; a run that fails does not take others along."""
+    same = {
+        "sizes": SMALL,
+        "sequence": 32,
+        "steps": 2,
+        "warmup": 0,
+        "profile": False,
+        "device": "cpu",
+        "timeout_s": 60.0,
+    }
+    broken = {"sizes": SMALL | {"vocab": 10**12}}
+    specs = {"z3": RunSpec(strategy="dp2.z3", **same), "broken": RunSpec(strategy="dp2", **same | broken)}
+    specs |= {"tp": RunSpec(strategy="tp2", **same), "one": RunSpec(**same)}
+    launch_all({tmp_path / name: spec for name, spec in specs.items()})
+    runs = {name: read_run(tmp_path / name) for name in specs}
+    statuses = {name: run.summary["status"] for name, run in runs.items()}
+    assert statuses == dict.fromkeys(specs, "completed") | {"broken": "out-of-memory"}
+    for name in ("z3", "tp"):
+        assert runs[name].steps["loss"].tolist() == pytest.approx(runs["one"].steps["loss"].tolist(), rel=1e-4)
+
+
+def test_a_sweep_keeps_what_a_run_did_that_is_refused_now(tmp_path, monkeypatch):
+    log = tmp_path / "power.csv"
+    log.write_text("t_s,power_w\n0,1\n1,1\n")
+    spec, started = RunSpec(power=str(log), device="cpu"), []
+    directory = prepare(spec, tmp_path / spec.name)
+    (directory / "checkpoints" / "2").mkdir(parents=True)
+    (directory / "checkpoints" / "latest").write_text("2")
+    monkeypatch.setattr(
+        launching, "_run", lambda spec, directories, *_: started.extend(directories) or ("completed", "")
+    )
+    log.rename(tmp_path / "away")
+    assert sweep([spec], tmp_path)[spec.name].summary["status"] == "refused" and not started
+    (tmp_path / "away").rename(log)
+    assert sweep([spec], tmp_path)[spec.name].resolved.starts == (0, 2) and started == [directory]
+
+
+def test_a_full_disk_does_not_hide_why_a_run_failed(tmp_path, monkeypatch):
+    def no_space(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(launching, "_run", lambda *_: ("failed", "dp1 failed on rank 0: why\nend of its log"))
+    monkeypatch.setattr(launching, "write_summary", no_space)
+    for run in (
+        lambda: launch(RunSpec(device="cpu"), tmp_path / "run", check=False),
+        lambda: sweep([RunSpec(device="cpu")], tmp_path),
+    ):
+        with pytest.raises(RunError, match=r"failed on rank 0: why\n(.*\n)*there is no summary of it: No space"):
+            run()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    (tmp_path / "run" / "logs" / "launcher.log").touch()
+    assert "no space is left on the disk of" in failure(RunSpec(), [tmp_path / "run"])[1]
+
+
+def test_ranks_do_not_inherit_what_is_meant_for_another_launcher(monkeypatch, tmp_path):
+    for name in ("PET_NNODES", "PET_NPROC_PER_NODE", "MADMAX_TESTBED_HOSTS"):
+        monkeypatch.setenv(name, "2")
+    environment = launching._environment("cpu", tmp_path)
+    assert not [name for name in environment if name.startswith(("PET_", "MADMAX_TESTBED_"))]
 
 
 def test_weights_and_biases_has_the_rates_of_a_step(tmp_path, monkeypatch):
@@ -287,10 +384,24 @@ def test_a_rank_without_its_launcher_ends_itself():
     assert run.returncode == 75
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
+def test_a_rank_that_is_stopped_ends_with_torchrun():
+    rank = "from madmax_lib.runs.watch import guard; import time; guard(); print(flush=True); time.sleep(60)"
+    start = f"print(subprocess.Popen([sys.executable, '-c', {rank!r}]).pid)"
+    code = f"import subprocess, sys; {start}; sys.stdout.flush(); input()"
+    torchrun = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    stopped = psutil.Process(int(torchrun.stdout.readline()))
+    torchrun.stdout.readline()  # of the rank
+    stopped.suspend()
+    torchrun.kill()
+    torchrun.communicate()
+    wait_for(lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE, 20)
+
+
 def test_a_run_without_progress_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(launching, "_GRACE_S", 0.1)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    assert launching._wait(process, tmp_path / "steps.csv", timeout_s=0.1)
+    assert launching._wait(process, [tmp_path / "steps.csv"], timeout_s=0.1)
     launching._end(process)
     assert process.returncode == -signal.SIGTERM
 
@@ -301,8 +412,8 @@ def test_a_run_without_progress_is_ended(tmp_path, monkeypatch):
     RuntimeError("Connection closed by peer\nmore"),
 ])  # fmt: skip
 def test_failures_are_told_apart(error):
-    failure, status = train._failure(error, rank=3), "failed" if "peer" in str(error) else "out-of-memory"
-    assert failure["status"] == status and failure["rank"] == 3 and "\n" not in failure["error"]
+    told, status = train._failure(error, rank=3), "failed" if "peer" in str(error) else "out-of-memory"
+    assert told["status"] == status and told["rank"] == 3 and "\n" not in told["error"]
 
 
 R0 = {"rank": 0, "status": "failed", "error": "RuntimeError: closed by peer", "time_s": 2.0}
@@ -319,15 +430,15 @@ IMPORT = "ImportError: no module\nE1121 19:02:00.1 7 agent.py] failed\n  exitcod
         pytest.param(TORCHRUN.format(0, -15) + TORCHRUN.format(1, -9), [R0], "failed",
                      ", plan dp2.mb4, failed on rank 1: ended by signal 9 (SIGKILL), perhaps by the system", "",
                      id="a rank ended by a signal comes before those that complain"),
-        pytest.param(IMPORT, [], "failed", " failed before its ranks began", "\nImportError: no module",
+        pytest.param(IMPORT, [], "failed", " failed before its ranks began: ImportError: no module\n", "no module",
                      id="a run that never began shows the log of torchrun"),
     ],
 )  # fmt: skip
 def test_the_cause_of_a_failure(tmp_path, launcher, failures, status, begin, end):
     directory = prepare(RunSpec(strategy="dp2", device="cpu"), tmp_path)
     (directory / "logs" / "launcher.log").write_text(launcher)
-    for failure in failures:
-        (directory / "logs" / f"failure_rank{failure['rank']}.json").write_text(json.dumps(failure))
-        (directory / "logs" / f"rank{failure['rank']}.log").write_text(f"log of {failure['rank']}\n")
-    found, text = launching._failure(RunSpec(strategy="dp2"), directory)
+    for told in failures:
+        (directory / "logs" / f"failure_rank{told['rank']}.json").write_text(json.dumps(told))
+        (directory / "logs" / f"rank{told['rank']}.log").write_text(f"log of {told['rank']}\n")
+    found, text = failure(RunSpec(strategy="dp2"), [directory])
     assert found == status and text.startswith(f"gpt-tiny_dp2{begin}") and text.endswith(end)

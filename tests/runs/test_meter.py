@@ -27,6 +27,8 @@ COUNTER_ONLY = [Reading(t, energy_j=7 + 30.0 * t) for t in np.linspace(0, 10, 10
         pytest.param(COUNTER, 2.0, 2.5, 0.5, id="the power over less than 1 s"),
         pytest.param(COUNTER_ONLY, 2.0, 2.5, 15.0, id="the counter where there is no power"),
         pytest.param(COUNTER, 9.0, 12.0, 3.0, id="the power where the counter ends early"),
+        pytest.param(COUNTER, 8.0, 10.05, 60.05, id="the counter up to its last reading, and the power after it"),
+        pytest.param(COUNTER_ONLY, 9.0, 10.05, 31.5, id="a counter without power goes on as it went"),
         pytest.param(CONSTANT[:1], 0.0, 1.0, 50.0, id="one reading holds for all of a window"),
         pytest.param([Reading(0.0, energy_j=7.0)], 0.0, 1.0, nan, id="one reading of a counter tells nothing"),
         pytest.param([], 0.0, 1.0, nan, id="no reading"),

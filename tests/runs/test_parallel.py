@@ -75,6 +75,7 @@ MATRIX = [
     ("vit", "dp2.pp2.mb2", {}),
     ("vit", "dp2.mb4", {"lora_rank": 4}),
     ("vit", "dp2.z3.mb4", {"lora_rank": 4}),
+    ("gpt2", "pp2.mb4", {"lora_rank": 4}),  # its head is the token table, which is frozen
 ]
 MIXED = [
     ("gpt2", "dp2.mb4", {"dtype": "bf16"}),
@@ -140,7 +141,8 @@ def test_the_reference_learns_something_at_each_step(rows):
     """Were the updates small, any layout would agree."""
     for name, row in rows.items():
         if "one process" in name:
-            assert len({round(norm, 3) for norm in row["grad_norm"]}) == 3 and min(row["grad_norm"]) > 0.5
+            least = 0.05 if name.startswith("gpt2 one process lora") else 0.5  # adapters alone, the head is frozen too
+            assert len({round(norm, 3) for norm in row["grad_norm"]}) == 3 and min(row["grad_norm"]) > least
             assert max(row["loss"]) - min(row["loss"]) > 1e-3
 
 

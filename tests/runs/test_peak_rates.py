@@ -18,8 +18,10 @@ def test_ranks_that_outnumber_the_cores_share_their_peak(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     rates = {}
-    for ranks in (1, 2, 8):
+    for ranks, hosts, speed in ((1, 1, ""), (2, 1, ""), (8, 1, ""), (4, 2, ""), (2, 1, "0.5,1"), (4, 1, "0.3,1,1,1")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        rates[ranks], source = peak_rates.peak_flops("cpu", "fp32")
+        monkeypatch.setenv("MADMAX_TESTBED_HOSTS", str(hosts))
+        monkeypatch.setenv("MADMAX_TESTBED_SPEED", speed)
+        rates[ranks, hosts, speed], source = peak_rates.peak_flops("cpu", "fp32")
         assert source.startswith("measured: best 512 x 512 matrix product in fp32")
-    assert rates == {1: 8e9, 2: 8e9, 8: 2e9}
+    assert list(rates.values()) == [8e9, 8e9, 2e9, 2e9, 6e9, 3.6e9]  # each mean over all ranks

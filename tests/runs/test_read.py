@@ -29,11 +29,12 @@ def test_a_table_that_was_cut_short_is_readable(tmp_path, content, rows):
         ("steps.csv", "", "not a table of steps"),
         ("steps.csv", HEADER + "0,1\n", "line 2 has not 20 values"),
         ("steps.csv", HEADER + ROW.replace("5.5", "high"), "could not convert string to float: 'high'"),
-        *(("spec.json", content, "") for content in ("[", "[1]", '{"modle": "gpt-tiny"}')),
+        *(("spec.json", content, "") for content in ("[", "[1]", '{"modle": "gpt-tiny"}', '{"speed": 5}', "\xff")),
+        *(("spec.json", content, "") for content in ('{"resolved": {"x": 1}}', '{"resolved": [1]}')),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, message):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=f"{name}.*{message}"):
         read_steps(tmp_path) if name == "steps.csv" else read_run(tmp_path)
 
@@ -50,6 +51,19 @@ def test_a_run_that_never_made_a_step_has_a_summary(tmp_path):
     write_summary(tmp_path, "failed", "reason")
     run = read_run(tmp_path)
     assert run.summary["status"] == "failed" and run.summary["samples_per_s"] is None and not len(run.steps)
+
+
+def test_a_run_with_a_bad_file_does_not_hide_the_others(tmp_path):
+    prepare(RunSpec(device="cpu"), tmp_path / "good")
+    for name in ("bad", "worse"):
+        prepare(RunSpec(device="cpu"), tmp_path / name)
+    (tmp_path / "bad" / "spec.json").write_text("{")
+    write_json(tmp_path / "worse" / "summary.json", {"step_s": 3})
+    with (
+        pytest.warns(UserWarning, match=r"left out: .*bad/spec.json: not JSON"),
+        pytest.warns(UserWarning, match=r"left out: .*worse/summary.json: step_s=3 must be of type dict"),
+    ):
+        assert list(read_runs(tmp_path)) == ["good"]
 
 
 def test_an_mfu_above_1_is_not_read_without_a_word(tmp_path):
@@ -85,3 +99,11 @@ def test_scaling_and_bubbles_side_by_side():
     assert table["bubble"].dropna().to_dict() == {"pp2": pytest.approx(0.4)}
     del runs["moe-tiny_dp1"]  # the one that does not fit
     assert runs_table(runs).set_index("strategy")["scaling"].dropna().to_dict() == {"dp2": 1.0, "pp2": 0.75}
+    others = {"model": "gpt-tiny"}, {"dtype": "bf16"}, {"sequence": 64}  # of which each trains something else
+    for number, other in enumerate(others):
+        run = runs["moe-tiny_dp2"]
+        faster = run.summary | {"samples_per_s": 100.0 * (number + 1)}
+        runs[f"mine-{number}"] = replace(run, spec=replace(run.spec, **other), summary=faster)
+    table = runs_table(runs).set_index("run")
+    assert (table.loc[["mine-0", "mine-1", "mine-2"], "scaling"] == 1).all() and table["scaling"].max() == 1
+    assert table.loc["mine-0", "strategy"] == "dp2"  # the spec's, whatever the folder is called

@@ -78,6 +78,15 @@ def test_a_wrong_product_fails(monkeypatch):
     assert ask("kernels")[1].startswith("RuntimeError: a product in fp32 on cpu is wrong by 1")
 
 
+def test_an_import_system_that_raises_is_an_answer(monkeypatch):
+    def find_spec(name):
+        raise RuntimeError("a broken hook")
+
+    monkeypatch.setattr(selftest, "find_spec", find_spec)
+    assert ask("torch") == ("fails", "RuntimeError: a broken hook")
+    assert {"driver", "torch", "all-reduce"} <= {name for name, *_ in selftest.selftest()}
+
+
 def test_without_torch_nothing_else_is_asked_of_it(monkeypatch):
     monkeypatch.setattr(selftest, "find_spec", lambda name: None)
     answers = {name: status for name, status, _ in selftest.selftest()}

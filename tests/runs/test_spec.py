@@ -22,6 +22,19 @@ def test_json_round_trip():
 
 
 @pytest.mark.parametrize(
+    ("strategy", "hosts", "network", "name"),
+    [
+        ("", 1, "", "gpt-tiny_dp1"),
+        ("DP2 @torch", 1, "", "gpt-tiny_dp2"),
+        ("dp2@", 2, "1.5 Gbit/s", "gpt-tiny_dp2_2x1.5gbit"),
+        ("dp2", 2, "300mbit/s", "gpt-tiny_dp2_2x300mbit"),
+    ],
+)
+def test_a_run_has_one_name_that_is_a_folders(strategy, hosts, network, name):
+    assert RunSpec(strategy=strategy, hosts=hosts, network=network).name == name
+
+
+@pytest.mark.parametrize(
     ("strategy", "batch", "plan"),
     [
         ("dp1", 8, "dp1.mb8"),
@@ -54,7 +67,18 @@ def test_a_rank_takes_its_share_at_once_unless_mb_says_otherwise(strategy, batch
         ({"timeout_s": "60"}, "timeout_s='60' must be a positive number"),
         ({"dtype": "fp8"}, "dtype='fp8' is not one of auto, fp32, bf16, fp16"),
         ({"device": "tpu"}, "device='tpu' is not one of auto, cpu, cuda"),
-        ({"sizes": {"depth": 2}}, "'depth' is not a size of gpt-tiny"),
+        ({"sizes": {"depth": 2}}, "'depth' is not a size of gpt-tiny; nearest: patch"),
+        ({"sizes": {"layers": "2"}}, "layers='2' must be a whole number of at least 0"),
+        ({"sizes": {"layers": 2.5}}, "layers=2.5 must be a whole number"),
+        ({"sizes": {"hidden": None}}, "hidden=None must be a whole number"),
+        ({"sizes": {"gated": "yes"}}, "gated='yes' must be of type bool"),
+        ({"sizes": {1: 2}}, "sizes={1: 2} must be of type dict"),
+        ({"model": "vit-tiny", "sizes": {"sequence": 3}}, "sequence of vit-tiny follows from image and patch"),
+        *(({"speed": value}, f"speed={value!r} must be of type tuple") for value in (0.5, None, "x", {"a": 1})),
+        ({"speed": ["1"]}, "speed='1' must be a positive number"),
+        ({"ranks": True}, "ranks=True must be a whole number"),
+        *(({name: 10**30}, f"{name}={10**30} must be a whole number") for name in ("steps", "global_batch", "seed")),
+        ({"learning_rate": 1e300}, "learning_rate=1e+300 must be a positive number below 2^40"),
     ],
 )
 def test_bad_fields_are_refused_in_one_line(fields, message):
@@ -74,6 +98,11 @@ def test_bad_fields_are_refused_in_one_line(fields, message):
         ({"sizes": {"vocab": 128}}, 0, "data arithmetic has 259 tokens, gpt-tiny knows 128"),
         ({"power": "nowhere.csv"}, 0, "power='nowhere.csv' is neither auto, none nor a CSV file"),
         ({"weights": "nowhere"}, 0, "weights='nowhere' has no .safetensors file with weights of gpt-tiny"),
+        ({"power": __file__}, 0, "test_spec.py: column(s) power_w, t_s missing"),
+        ({"profile": False, "profile_memory": True}, 0, "profile_memory=True needs profile=True"),
+        ({"lora_rank": 65}, 0, "lora_rank=65 exceeds hidden=64 of gpt-tiny"),
+        ({"sizes": {"head_dim": 10, "v_head_dim": 12}}, 0, "v_head_dim=12 is simulated only, where head_dim=10"),
+        ({"sizes": {"head_dim": 7}}, 0, "rotary positions turn pairs of channels, but head_dim=7"),
     ],
 )
 def test_what_cannot_run_here_is_refused_before_a_process_starts(fields, gpus, message, tmp_path, monkeypatch):

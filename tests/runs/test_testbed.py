@@ -37,12 +37,13 @@ def test_rates_are_read_as_tc_writes_them(text, bits):
     "values, message",
     [
         ({"hosts": 2, "network": "fast"}, "network='fast' is no rate of a link, such as 300mbit"),
-        ({"hosts": 2, "network": "0mbit"}, "network='0mbit' is no rate"),
+        *(({"hosts": 2, "network": text}, f"network='{text}' is no rate") for text in ("0mbit", "9kbit", "1001gbit")),
         ({"hosts": 3}, "2 ranks cannot be spread evenly over hosts=3"),
         ({"hosts": 0}, "hosts=0 is not in 1..64"),
         ({"network": "1gbit"}, "network='1gbit' joins hosts, but hosts=1"),
-        ({"speed": [0.5]}, r"speed=\[0.5\] must be a share of a core in 0..1 for each of 2 ranks"),
-        ({"speed": [0.5, 1.5]}, "must be a share of a core in 0..1"),
+        ({"speed": [0.5]}, r"speed=\[0.5\] must be shares 0.1..1 of a core for each of 2 ranks"),
+        ({"speed": [0.05, 1]}, "must be shares 0.1..1 of a core"),
+        ({"speed": [0.5, 1.5]}, "must be shares 0.1..1 of a core"),
     ],
 )
 def test_hosts_that_cannot_be_made_are_refused(values, message, tmp_path):
@@ -53,8 +54,9 @@ def test_hosts_that_cannot_be_made_are_refused(values, message, tmp_path):
 
 def test_missing_tools_name_their_package(monkeypatch, tmp_path):
     monkeypatch.setattr(testbed.shutil, "which", lambda tool: None)
-    with pytest.raises(OSError, match=r"hosts=2 needs the command ip; apt install iproute2|need Linux"):
-        launch(RunSpec(strategy="dp2", hosts=2, **OPTIONS), tmp_path)
+    for asked, text in (({"hosts": 2}, "hosts=2"), ({"speed": (0.5, 1)}, r"speed=\[0.5, 1\]")):
+        with pytest.raises(OSError, match=rf"{text} needs the command ip; apt install iproute2|need Linux"):
+            launch(RunSpec(strategy="dp2", **asked, **OPTIONS), tmp_path)
 
 
 @needs_namespaces

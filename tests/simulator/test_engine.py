@@ -1,10 +1,14 @@
 """Ops on in-order streams: when they start, what cannot run, and the timeline they become."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, strategies as st
 
+import madmax_lib as mm
 from madmax_lib.accounting import breakdown
-from madmax_lib.simulator.schedule.engine import Program, run, to_timeline
+from madmax_lib.simulator.rates.parameters import start
+from madmax_lib.simulator.schedule.engine import Program, run, share, to_timeline
 from madmax_lib.timeline import Meta
 
 
@@ -89,3 +93,42 @@ def test_timeline_has_edges_and_breakdown():
     assert edges == [[0, 1, "data"], [1, 2, "data"], [0, 2, "stream"]]
     row = breakdown(timeline).iloc[0]
     assert (row["total_s"], row["compute_s"], row["exposed_comm_s"], row["overlap"]) == (4, 2, 2, 0)
+
+
+@pytest.mark.parametrize(("beside", "first_s", "last_s"), [(0.0, 0.6, 1.2), (1.0, 1.0, 1.0), (0.5, 0.0, 0.0)])
+def test_ranks_that_share_cores_compute_faster_alone(beside, first_s, last_s):
+    """Two ops of a second one after the other take 0.6 s each, beside each other a second each; in between, in between.
+
+    With half of an op beside the other: x is alone for w seconds and beside for the rest b, w / 0.6 + b = 1.
+    """
+    program = Program()
+    first = program.op(0, "compute", "x", 1.0)
+    half = program.op(0, "compute", "x", 1.0) if beside == 0.5 else None
+    program.op(0, "compute", "y", 1.0, [] if beside else [first], rank=1)
+    share(program, 0.6)
+    start_s, end_s = run(program)
+    if half is not None:  # y lies beside the first x alone
+        assert end_s[half] - start_s[half] == pytest.approx(0.6, rel=1e-3) and end_s[first] == pytest.approx(
+            1.0, rel=1e-3
+        )
+    else:
+        assert end_s[0] == pytest.approx(first_s, rel=1e-3) and end_s[1] == pytest.approx(last_s, rel=1e-3)
+
+
+def test_steps_on_shared_cores():
+    """One rank computes alone, a pipeline in part, replicas never; what simulate lays out, estimate knows."""
+
+    def seconds(plan, alone):
+        constants = start().constants | {"alone": alone}
+        cluster = replace(mm.cluster("kaggle-2xt4"), devices_per_node=mm.Plan.parse(plan).world_size)
+        run = {"global_batch": 8, "dtype": "fp16", "parameters": replace(start(), constants=constants)}
+        step = mm.simulate("gpt2", cluster, plan, **run).spans
+        return float((step["start_ns"] + step["dur_ns"]).max() / 1e9), mm.estimate("gpt2", cluster, plan, **run)[
+            "step_s"
+        ].iloc[0]
+
+    ratios = {plan: seconds(plan, 0.6)[0] / seconds(plan, 1.0)[0] for plan in ("dp1.mb8", "pp2.mb4", "dp2.mb4")}
+    assert ratios["dp1.mb8"] < 0.7 < ratios["pp2.mb4"] < 0.9 and ratios["dp2.mb4"] == 1
+    for plan in (*ratios, "pp2.mb1", "pp4.mb1"):
+        simulated, estimated = seconds(plan, 0.6)
+        assert estimated == pytest.approx(simulated, rel=0.03)

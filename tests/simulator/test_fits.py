@@ -112,6 +112,13 @@ def test_without_offload_it_is_the_memory_model():
     assert result.fits and np.isnan(result.share) and set(result.table["place"]) == {"device"}
 
 
+@pytest.mark.parametrize("name", ["h100-80", "b200"])
+def test_a_device_with_other_memory_has_other_room(name):
+    device = catalog.device(name)
+    half = replace(device, memory_bytes=device.memory_bytes / 2)
+    assert usable_bytes(half) == pytest.approx(usable_bytes(device) / 2)
+
+
 def test_experts_are_shared_over_what_expert_parallelism_leaves():
     model = Transformer("moe", 4, 512, 8, 2048, 256, 1024, experts=8, active_experts=2)
     result = fit(model, replace(V100, devices_per_node=8), "dp8.ep4.z3.full.offload-chunks", 8, policy=STATIC)
@@ -258,8 +265,10 @@ def test_hosts_of_users(tmp_path, monkeypatch):
     columns, memory_row = "cluster,quantity,value,unit\n", "rtx-3090-2,memory,64,GB\n"
     links = "rtx-3090-2,memory_bandwidth,50,GB/s\nrtx-3090-2,link,25,GB/s\n"
     (tmp_path / "hosts.csv").write_text(columns + memory_row + links)
-    unknown = pytest.approx(float("nan"), nan_ok=True)
-    assert mm.cluster("rtx-3090-2").host == Host("host of rtx-3090-2", 64e9, 50e9, 25e9, tdp_w=unknown)
+    host = mm.cluster("rtx-3090-2").host
+    assert (
+        replace(host, tdp_w=0.0) == Host("host of rtx-3090-2", 64e9, 50e9, 25e9, tdp_w=0.0) and host.tdp_w != host.tdp_w
+    )
     (tmp_path / "hosts.csv").write_text(columns + memory_row)
     with pytest.raises(ValueError, match=r"hosts\.csv: rtx-3090-2 has no 'memory_bandwidth'"):
         mm.cluster("rtx-3090-2")

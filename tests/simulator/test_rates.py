@@ -8,11 +8,12 @@ import pytest
 
 import madmax_lib as mm
 from madmax_lib.case import Case
+from madmax_lib.collectives import MeasuredCollectives
 from madmax_lib.plans import Plans
-from madmax_lib.simulator.rates.collectives import MeasuredCollectives
 from madmax_lib.simulator.rates.compute import attention_flops
-from madmax_lib.simulator.rates.parameters import Parameters, start
+from madmax_lib.simulator.rates.parameters import Parameters, load, save, start
 from madmax_lib.simulator.step.inputs import Steps
+from madmax_lib.simulator.step.layer_time import beside_exchanges
 from madmax_lib.simulator.step.prices import Prices
 
 CLUSTER = mm.cluster("dgx-a100", nodes=16)
@@ -82,6 +83,27 @@ def test_a_measured_group_replaces_its_formula_alone():
     assert communication_ns("dp2.tp4", slow) == communication_ns("dp2.tp4", None)
 
 
+def test_parameters_carry_measured_collectives(tmp_path):
+    """They price simulate and estimate, of one plan or a table, split into calls as the plan says."""
+    parameters = replace(start(), collectives=MeasuredCollectives(TABLE).curves)
+    save(parameters, tmp_path / "parameters.json")
+    assert load(tmp_path / "parameters.json").collectives == parameters.collectives
+    run = {"global_batch": 8}
+    given = mm.simulate("gpt2-large", "dgx-a100", "dp8", collectives=TABLE, parameters=start(), **run)
+    carried = mm.simulate("gpt2-large", "dgx-a100", "dp8", parameters=parameters, **run)
+    assert carried.spans["dur_ns"].tolist() == given.spans["dur_ns"].tolist()
+    plans = pd.DataFrame({"dp": [8, 4], "tp": [1, 2]})
+    table = mm.estimate("gpt2-large", "dgx-a100", plans, parameters=parameters, **run)
+    alone = [mm.estimate("gpt2-large", "dgx-a100", p, parameters=parameters, **run) for p in ("dp8", "dp4.tp2")]
+    assert table["step_s"].tolist() == pytest.approx([row["step_s"].iloc[0] for row in alone])
+    case = Case("gpt2-large", "dgx-a100", mm.Plan(dp=8), 8)
+    prices = Prices(Steps.of(case), parameters)
+    measured = MeasuredCollectives(TABLE)
+    assert prices.comm_s("all_reduce", 1e7, prices.groups["dp"], 4.0) == pytest.approx(
+        4 * measured.seconds("all_reduce", 8, 1, 2.5e6)
+    )
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [
@@ -96,3 +118,25 @@ def test_a_measured_group_replaces_its_formula_alone():
 def test_tables_that_cannot_be_read(table, message):
     with pytest.raises(ValueError, match=message):
         MeasuredCollectives(table)
+
+
+@pytest.mark.parametrize(
+    ("computed", "hidden", "expected"),
+    [
+        ([4.0, 2.0], [0.0, 1.0], [4.0, 2.0]),  # a block hides its own exchanges
+        ([4.0, 2.0], [0.0, 5.0], [1.0, 5.0]),  # what it lacks comes from the other
+        ([4.0, 2.0], [0.0, 9.0], [0.0, 6.0]),  # there is no more than the layer computes
+        ([3.0, 1.0, 2.0], [0.0, 0.0, 4.0], [1.5, 0.5, 4.0]),  # others give alike
+    ],
+)
+def test_compute_beside_exchanges(computed, hidden, expected):
+    moved = beside_exchanges(computed, hidden)
+    assert [float(part) for part in moved] == pytest.approx(expected) and sum(moved) == pytest.approx(sum(computed))
+
+
+def test_scores_move_the_bytes_that_their_software_says():
+    """timm 0.6 scales, casts and normalises in kernels of their own, Megatron in one."""
+    case = Case("vit-huge", CLUSTER, mm.Plan.parse("dp1.unfused"), 64, dtype="fp16")
+    steps = [Steps.of(replace(case, software=name)) for name in ("none", "timm")]
+    plain, cast = (Prices(one, Parameters(constants=start().constants))._pointwise["core"] for one in steps)
+    assert cast / plain == pytest.approx(26 / 10)

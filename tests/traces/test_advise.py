@@ -1,11 +1,14 @@
 """Each cause of lost time is found with its exact gain on a timeline that has only this cause."""
 
+from dataclasses import replace
+
 import pytest
-from support import dataset_or_skip, lanes, make_timeline, with_columns
+from support import dataset_or_skip, lanes, local_or_skip, make_timeline, with_columns
 
 import madmax_lib as mm
 from madmax_lib import Timeline, breakdown
-from madmax_lib.traces import advise, align
+from madmax_lib.timeline import Meta
+from madmax_lib.traces import advise, align, by_group
 from madmax_lib.traces.advise import COLUMNS
 
 NS = 1e-9
@@ -40,6 +43,8 @@ CAUSES = {
     # idle 1020 to 1700, 200 of it in the launch
     "a late host and a slow launch":
         (launched((0, 10, 20, 1000), (1500, 100, 1700, 1000)), {"host wait": 480, "launch-bound": 200}),
+    "a start far beyond the usual 10 after its launch":
+        (launched((0, 10, 10, 20), (35, 10, 1_000_000, 100)), {"late start": 1_000_000 - 45}),
     "kernels launched in time": (launched((0, 10, 20, 1000), (10, 10, 1030, 1000)), {"short gaps": 10}),
     "no matter of the host": (launched((0, 10, 20, 1000), (10, 10, 200_000, 1000)), {"other idle": 200_000 - 1020}),
 }  # fmt: skip
@@ -55,6 +60,39 @@ def test_small_messages_gain_up_to_the_rate_of_the_best():
     rows = [(0, 20, "comm", "ncclDevKernel_Broadcast", *times) for times in ((0, 1000), (1000, 500), (1500, 500))]
     timeline = with_columns(make_timeline(rows), size_bytes=[1000.0, 100.0, 100.0], group="g")
     assert gains(timeline) == {"exposed communication": 2000, "small messages": 800}  # 500 ns each would take 100
+
+
+def test_the_waiting_of_a_single_rank_is_bounded_by_size_and_link():
+    """A gather of 128 bytes takes 400 us beside 100 us of compute: 30 us a transfer at most, 270 waiting."""
+    rows = lanes("20 comm: ncclDevKernel_AllGather_RING_LL 0+400000\n7 compute: gemm 0+100000, gemm 400000+600000")
+    told = {"size_bytes": [128.0, None, None], "group": ["0 [0, 1]", None, None]}
+    timeline = with_columns(make_timeline(rows, device="NVIDIA B200", world_size=2), **told)
+    found = gains(timeline)
+    assert found["waiting for peers"] == pytest.approx(270_000, abs=1)
+    assert found["exposed communication"] == pytest.approx(30_000, abs=1)
+    (group,) = by_group(timeline).itertuples()
+    assert group.transfer_s == pytest.approx(30e-6, rel=1e-4) and group.total_s == pytest.approx(400e-6)
+    assert (group.wait_s, group.exposed_wait_s) == pytest.approx((370e-6, 270e-6), rel=1e-4)
+    for other in (with_columns(timeline, size_bytes=[1e9, None, None]), replace(timeline, meta=Meta(world_size=2))):
+        assert gains(other)["exposed communication"] == 300_000  # large enough, and on a device that nobody knows
+
+
+@pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo")
+def test_a_real_wait_of_microseconds_is_no_transfer():
+    """Ten gathers of 128 bytes take 212 to 486 us in it."""
+    table = advise(mm.read_trace(local_or_skip("traces/more/ao/syncless_ep_moe_fwd.json.gz"))).set_index("cause")
+    assert table.loc["waiting for peers", ["where", "gain_s"]].tolist() == [
+        "all-gather · 0",
+        pytest.approx(3.6e-3, rel=0.01),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo")
+def test_one_late_kernel_of_a_real_trace_is_named():
+    timeline = mm.read_trace(local_or_skip("traces/more/tracelens/sglang_prefilldecode.json.gz"))
+    table = advise(timeline).set_index("cause")
+    assert table.index[0] == "late start" and table.loc["late start", "gain_s"] == pytest.approx(0.493, abs=0.002)
+    assert table["share"].get("launch-bound", 0) < 0.01
 
 
 def test_waiting_is_the_late_ranks_and_not_the_collectives():

@@ -9,7 +9,7 @@ import madmax_lib as mm
 from madmax_lib import Timeline, breakdown, read_trace
 from madmax_lib.side_tables import SideTables
 from madmax_lib.simulator import Parameters
-from madmax_lib.traces import by_group, calls, waiting
+from madmax_lib.traces import by_group, calls, exposed_by_collective, waiting
 
 AR = "ncclDevKernel_AllReduce"
 
@@ -305,3 +305,12 @@ def test_named_groups_are_kept_apart():
     table = waiting(with_columns(timeline, group=["a [0, 1]", "a [0, 1]", "a [2, 3]", "a [2, 3]"]))
     assert table[["rank", "waits_for"]].to_numpy().tolist() == [[1, 0], [3, 2]]
     assert not table.attrs["one_group_assumed"]
+
+
+def test_one_word_for_one_collective():
+    """NCCL's all-to-all runs under the name SendRecv; the metadata tells, for every table."""
+    timeline = mm.read_trace(local_or_skip("traces/more/torchrec-a2a5"))
+    exposed, groups = exposed_by_collective(timeline), by_group(timeline)
+    assert "all_to_all" in set(exposed["collective"]) == set(groups["collective"])
+    sums = exposed.groupby("collective")["count"].sum()
+    assert sums.to_dict() == groups.groupby("collective")["count"].sum().to_dict()

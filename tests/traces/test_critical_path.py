@@ -190,11 +190,15 @@ def test_faster_kinds_and_bad_scenarios():
     assert both["faster"] == "compute + comm" and np.isnan(both["factor"])
     for faster, message in (
         ({"comm": 0}, "factor 0 of 'comm' is not a positive number"),
+        ({"comm": "2"}, "factor '2' of 'comm' is not a positive number"),
         ({"(": 2}, r"'\(' is not a regular expression"),
         ({"nothing": 2}, r"'nothing' is no kind .* and in no name of the step"),
     ):
         with pytest.raises(ValueError, match=message):
             what_if(timeline, faster)
+    for counts in ({"ranks": 4.0}, {"ranks": True}, {"devices_per_node": "x"}):
+        with pytest.raises(ValueError, match="is not a number of devices"):
+            what_if(timeline, {}, **counts)
 
 
 @pytest.mark.parametrize("rows", [[], [(0, -1, "annotation", "label", 0, 5)], [(0, 7, "memory", "[memory]", 0, 0)]])

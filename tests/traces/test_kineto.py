@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support import local_or_skip
 
 from madmax_lib.accounting import breakdown
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
@@ -217,6 +218,19 @@ def test_rank_of_a_file(tmp_path, name, info, args, rank, late):
     assert read_trace(tmp_path / name).ranks == [rank]
 
 
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("1756-TP-3.trace.json.gz", 3),
+        ("dp0_pp0_tp3_dcp0_ep3_rank3.1756.pt.trace.json.gz", 3),
+        ("http_0.json.gz", 0),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo")
+def test_names_of_servers_tell_the_rank(name, rank, tmp_path):
+    assert read_trace(write(tmp_path / name, device())).ranks == [rank]
+
+
 def test_no_rank_anywhere_is_rank_0_with_a_warning(tmp_path):
     with pytest.warns(TraceWarning, match=r"t\.json: no rank in .*; taken as rank 0"):
         assert read_trace(write(tmp_path / "t.json", device())).ranks == [0]
@@ -228,6 +242,68 @@ def test_two_files_of_one_rank_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a\.json and .*b\.json are both rank 1"):
         read_trace(tmp_path)
     assert read_trace(tmp_path / "b.json").ranks == [1]
+
+
+BASE_S = 1_700_000_000
+
+
+def recorded(folder: Path, rank: int, begin_s: float, step: int = 0, pid: int = 40, op_names=(), **envelope) -> Path:
+    """A trace that begins so many seconds after some moment, of a process, with a step where one is given."""
+    marks = [row(f"ProfilerStep#{step}", 0, 300, "user_annotation", 1, pid)] if step else []
+    host = [row(f"aten::{name}", 0, 1, "cpu_op", 1, pid) for name in op_names]
+    info = {"distributedInfo": {"rank": rank, "world_size": 2}, "baseTimeNanoseconds": int((BASE_S + begin_s) * 1e9)}
+    path = folder / f"host_{pid}.{int(begin_s * 1e3)}_{rank}.pt.trace.json"
+    return write(
+        path, [*marks, *host, row("cudaLaunchKernel", 5, 1, "cuda_runtime", 1, pid), *device()], **info | envelope
+    )
+
+
+@pytest.mark.parametrize(("cycle", "step"), [(None, 7), (0, 3), (1, 7)])
+def test_of_several_cycles_one_is_read(cycle, step, tmp_path):
+    """As schedule(repeat=2) and tensorboard_trace_handler leave them."""
+    for rank in (0, 1):
+        for begin_s, number in ((0, 3), (2, 7)):
+            recorded(tmp_path, rank, begin_s + rank / 10, number, pid=40 + rank)
+    if cycle is None:
+        with pytest.warns(TraceWarning, match="2 cycles are recorded; read is the last, number 1 from 0"):
+            timeline = read_trace(tmp_path)
+    else:
+        timeline = read_trace(tmp_path, iteration=cycle)
+    assert timeline.ranks == [0, 1] and timeline.steps == [step]
+    assert breakdown(timeline)["total_s"].tolist() == pytest.approx([220e-6] * 2)
+    with pytest.raises(ValueError, match="no cycle 2; found 0, 1"):
+        read_trace(tmp_path, iteration=2)
+
+
+OTHER = [f"other_{number}" for number in range(20)]
+JOBS = {
+    "world size": ({"distributedInfo": {"rank": 1, "world_size": 8}}, "have the world sizes 2 and 8"),
+    "device": ({"deviceProperties": [{"name": "NVIDIA B200"}]}, "have the devices NVIDIA H200 and NVIDIA B200"),
+    "operators": ({"op_names": OTHER}, "have hardly an operator in common"),
+    "time": ({"begin_s": 42}, r"were recorded 42(\.0)? s apart"),
+    "steps": ({"step": 9}, "have no step in common"),
+    "process": ({"rank": 0, "pid": 50}, "are both rank 0"),
+}
+
+
+@pytest.mark.parametrize("case", JOBS)
+def test_several_jobs_are_refused(case, tmp_path):
+    second, message = JOBS[case]
+    usual = {
+        "deviceProperties": [{"name": "NVIDIA H200"}],
+        "op_names": [f"op_{number}" for number in range(20)],
+        "step": 3,
+    }
+    files = [recorded(tmp_path, 0, 0, **usual), recorded(tmp_path, **{"rank": 1, "begin_s": 1e-3, **usual, **second})]
+    with pytest.raises(ValueError, match=message):
+        read_trace(tmp_path)
+    if case in ("time", "steps"):  # clocks may differ: whoever names the files knows
+        with pytest.warns(TraceWarning, match=message):
+            assert read_trace(files).ranks == [0, 1]
+    again = [recorded(tmp_path / "one", rank, rank * 1e-3, pid=40 + rank, **usual) for rank in (0, 1)]
+    assert read_trace(again[0].parent).ranks == read_trace(str(tmp_path / "o*" / "*.json")).ranks == [0, 1]
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        read_trace(str(tmp_path / "no*" / "*.json"))
 
 
 @pytest.fixture
@@ -285,3 +361,36 @@ def test_absent_sources_are_named(tmp_path):
         read_trace(tmp_path / "missing.json")
     with pytest.raises(ValueError, match=f"{tmp_path}: no trace files"):
         read_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("events", "envelope", "said"),
+    [
+        (
+            [op("cudaLaunchKernel", 0, 5, cat="cuda_runtime"), op("aten::mm", 0, 9)],
+            {},
+            "no row of a device is recorded",
+        ),
+        (
+            [op("aten::mm", 0, 9)],
+            {"deviceProperties": [{"name": "NVIDIA B200"}]},
+            "no row of a device, NVIDIA B200, is",
+        ),
+        ([op("aten::mm", 0, 9), {**row("k", 0, 9), "cat": None}], {}, "host's; 1 rows without a category are left out"),
+        ([op("x", 0, 9, cat="dtu")], {}, "no row of a known category: nothing is at work"),
+        ([op("cudaMalloc", 0, 9, cat="cuda_runtime")], {}, "no row of a device is recorded: nothing is at work"),
+    ],
+)
+def test_a_trace_without_a_device_row_says_so(events, envelope, said, tmp_path):
+    path = write(tmp_path / "rank0.json", events, **envelope)
+    with pytest.warns(TraceWarning, match=said):
+        read_trace(path)
+    alone = write(tmp_path / "rank1.json", [op("aten::mm", 0, 9)])  # of a CPU, nothing is missing
+    assert breakdown(read_trace(alone))["compute_s"].item() == pytest.approx(9e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo")
+@pytest.mark.parametrize("name", ["hta/cupti", "flowmatch/pytorch_trace", "ascend/trace_view"])
+def test_real_traces_without_device_rows_say_so(name):
+    with pytest.warns(TraceWarning, match="no row of a device"):
+        read_trace(local_or_skip(f"traces/more/{name}.json.gz"))

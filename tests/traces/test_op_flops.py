@@ -93,6 +93,27 @@ def test_grouped_convolution_has_the_flops_of_its_products():
     assert counter.get_total_flops() == forward + forward + 2 * forward
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "flops", "out"),
+    [
+        ([64, 16], [4, 16, 8], 2 * 64 * 16 * 8, 64 * 8),  # tokens sorted by expert
+        ([16, 64], [64, 8], 2 * 64 * 16 * 8, 4 * 16 * 8),  # gradients of the weights, one matrix an expert
+        ([4, 5, 16], [16, 64], 2 * 5 * 16 * 64, 5 * 64),
+        ([4, 5, 16], [4, 16, 8], 4 * 2 * 5 * 16 * 8, 4 * 5 * 8),
+        ([64, 16], [4, 8, 16], None, 0),
+    ],
+)
+def test_grouped_products(left, right, flops, out):
+    plain = cost("aten::_grouped_mm", [left, right, [4]], types=["c10::BFloat16", "c10::BFloat16", "int"])
+    eighth = ["c10::Float8_e4m3fn", "c10::Float8_e4m3fn", "float", "float", "int"]
+    scaled = cost("aten::_scaled_grouped_mm", [left, right, [64], [8], [4]], types=eighth)
+    if flops is None:
+        assert pd.isna(plain.flops) and pd.isna(scaled.flops)
+    else:
+        assert plain == (flops, 2 * (prod(left) + prod(right) + out), "bf16")
+        assert scaled == (flops, prod(left) + prod(right) + 2 * out, "fp8")
+
+
 @pytest.mark.parametrize("heads_first", [True, False])
 def test_attention_kernels_of_gpus(heads_first):
     """Products as in torch.utils.flop_counter, with fewer heads for keys and another width for values."""

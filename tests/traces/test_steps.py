@@ -66,6 +66,25 @@ def test_annotations_that_look_like_an_iteration(name):
     assert assign_steps(spans([step(name, 0, 10), launch(5, -1), launch(50, -1)])).tolist() == [12, 12, -1]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "execute_32_context_0(sq0sk0)_generation_32(sq32sk55086)",
+        "execute_context_1(256)_generation_4(4)",
+        "execute_new_3_cached_29",
+        "step[DECODE bs=32]",
+        "step[EXTEND bs=15 toks=15360]",
+    ],
+)
+def test_batches_of_a_server_are_steps_in_their_order(name):
+    rows = [step(name, 100, 50), step(name, 0, 50), launch(10, 5), kernel(160, 5), launch(120, 6), launch(70, 7)]
+    assert assign_steps(spans(rows)).tolist() == [1, 0, 0, 0, 1, -1]
+    inside = spans(
+        [step("execute_2_context_1(sq9)_generation_1(sq1)", 0, 50), step("step[EXTEND bs=2 toks=10]", 5, 30)]
+    )
+    assert assign_steps(inside).tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("name", ["forward 12", "FSDP::pre_forward (12)", "Optimizer.step#Adam.step", "steps", "batch"])
 def test_without_steps_all_is_step_0(name):
     assert assign_steps(spans([step(name, 0, 10), launch(5, 1), kernel(50, 1)])).tolist() == [0, 0, 0]

@@ -26,7 +26,7 @@ def test_train_dry_takes_every_field_of_a_run_and_starts_nothing(capsys, tmp_pat
     about = json.loads(capsys.readouterr().out)
     assert (about["plan"], about["ranks"], about["device"]) == ("dp2.z3.mb2.offload-all", 2, "cpu")
     assert about["command"].endswith(f"--nproc-per-node 2 -m madmax_lib.runs.train {about['directory']}")
-    assert not list(tmp_path.iterdir())
+    assert about["command"].startswith(sys.executable) and not list(tmp_path.iterdir())
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     listed = set(re.findall(r"--([\w-]+)", capsys.readouterr().out))
@@ -40,6 +40,8 @@ def test_train_dry_takes_every_field_of_a_run_and_starts_nothing(capsys, tmp_pat
         (["gpt-huge", "dp1"], "gpt-huge"),
         (["gpt-tiny", "dp2.z3", "--offload", "optimizer", "--device", "cpu"], "offload='optimizer' does not run here"),
         (["gpt-tiny", "dp1", "--dtype", "int4"], "dtype='int4' is not one of"),
+        (["gpt-tiny", "dp2", "--speed", "0.5"], "speed=0.5 must be of type tuple"),
+        (["gpt-tiny", "dp1", "--device", "cpu", "--dry-run", "-o", "/dev/null/run"], "a run needs a directory"),
     ],
 )
 def test_train_refuses_in_one_line(capsys, tmp_path, monkeypatch, arguments, message):
@@ -51,14 +53,24 @@ def test_train_refuses_in_one_line(capsys, tmp_path, monkeypatch, arguments, mes
 
 @pytest.mark.parametrize(("status", "code"), [("completed", 0), ("out-of-memory", 1)])
 def test_the_status_of_a_run_is_that_of_train(capsys, tmp_path, monkeypatch, status, code):
-    def launch(spec, directory, *, check):
-        directory.mkdir()
-        write_json(directory / "summary.json", {"status": status, "mfu": 0.25})
-        return directory
+    def launch(spec, directory):
+        write_json(directory / "spec.json", {"device": "cpu"})
+        write_json(directory / "summary.json", {"status": status, "mfu": 0.25, "step_s": {"median": 0.5}})
+        if code:
+            raise launching.RunError("no memory\nend of its log", directory, status)
 
     monkeypatch.setattr(launching, "launch", launch)
     assert main(["train", "gpt-tiny", "dp1", "--device", "cpu", "-o", str(tmp_path / "run")]) == code
-    assert re.search(rf"status +{status}\n.*mfu +0.25", capsys.readouterr().out, re.DOTALL)
+    printed = capsys.readouterr()
+    assert re.search(rf"status +{status}\n.*mfu +0.25\n.*step_s +0.5\n", printed.out, re.DOTALL)
+    assert ("madmax: no memory\nend of its log\n" in printed.err) == bool(code)
+
+
+@pytest.mark.parametrize("arguments", [["--quick", "--detailed"], ["--ranks", "-1"]])
+def test_bench_refuses_before_it_times(capsys, arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    assert ended.value.code == 2 and arguments[0] in capsys.readouterr().err
 
 
 def test_bench_prints_what_it_writes(capsys, tmp_path, monkeypatch):

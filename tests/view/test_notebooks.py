@@ -1,5 +1,6 @@
 """Every notebook runs headless, and its figures show the committed numbers."""
 
+import ast
 import json
 import re
 import subprocess
@@ -70,6 +71,21 @@ def test_has_the_shape_of_a_typed_documented_function(name):
     parameters = _declared_parameters(NOTEBOOKS[name])
     assert list(parameters)[0] == "quick" and parameters["quick"]["default"] == "True"
     assert all(about["inferred_type_name"] != "None" and about["help"] for about in parameters.values())
+
+
+@pytest.mark.parametrize("name", ["10_profile_vit", "11_profile_llm"])
+def test_what_only_an_if_binds_is_used_only_under_it(name):
+    """What is drawn of runs that completed, where none has."""
+    code = [cell.source for cell in nbformat.read(NOTEBOOKS[name], as_version=4).cells[2:] if cell.cell_type == "code"]
+    always, under = set(), {}
+    for statement in ast.parse("\n".join(code)).body:
+        test = ast.unparse(statement.test) if isinstance(statement, ast.If) else ""
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        assert {under.get(word, test) for word in used - always} <= {test}, f"{name}: {ast.unparse(statement)}"
+        bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        under |= dict.fromkeys(bound - always, test) if test else {}
+        always |= set() if test else bound
 
 
 def test_readme_pictures_come_from_a_run():

@@ -4,6 +4,7 @@ import shutil
 import warnings
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 import madmax_lib as mm
@@ -48,6 +49,31 @@ def test_shares_come_from_breakdowns_or_traces(runs, tmp_path):
     files = {f"{ALONE}/breakdown.csv", f"{SHARDED}/trace_rank0.json.gz"}
     assert set(shares.attrs["provenance"]["files"]) == files
     assert figure_data(run_plots.plot_shares(shares)) is shares
+
+
+@pytest.mark.parametrize(
+    ("what", "title"),
+    [
+        ("step", "Steps are predicted within 15.0% (median), 20.0% at worst"),
+        ("exposed_comm", "Exposed communication is off by 10 points on average"),
+        ("overlap", "Overlap is off by 5 points on average"),
+    ],
+)
+def test_runs_of_a_calibration_stand_beside_their_predictions(what, title):
+    table = pd.DataFrame({"strategy": ["dp2", "pp2"], "measured_s": [0.1, 0.5], "predicted_s": [0.11, 0.6]})
+    table = table.assign(measured_exposed_comm=[0.2, 0.3], predicted_exposed_comm=[0.3, 0.2])
+    table = table.assign(measured_overlap=[0.0, 0.1], predicted_overlap=[0.1, 0.1], run=["gpt dp", "gpt pp"]).set_index(
+        "run"
+    )
+    ax = run_plots.plot_beside(table, what)
+    assert ax.get_title() == title and [text.get_text() for text in ax.get_yticklabels()] == [
+        "gpt dp (dp2)",
+        "gpt pp (pp2)",
+    ]
+    data = figure_data(ax)
+    factor = 1e3 if what == "step" else 100
+    name = "s" if what == "step" else what
+    assert data[f"predicted_{name}"].tolist() == pytest.approx((factor * table[f"predicted_{name}"]).tolist())
 
 
 def test_predicted_memory_stands_beside_the_measured(runs):

@@ -23,6 +23,7 @@ PLOTS = {
     comm.plot_bandwidth: mm.traces.calls,
     comm.plot_skew: mm.traces.skew,
     comm.plot_stragglers: mm.traces.stragglers,
+    comm.plot_workers: lambda timeline: workers(timeline),
     comm.plot_clock_offsets: mm.traces.clock_offsets,
     launch.plot_launches: mm.traces.launches,
     launch.plot_queue: mm.traces.queue_series,
@@ -37,7 +38,13 @@ PLOTS = {
     diff.plot_compare: lambda timeline: mm.compare(timeline, timeline.select(ranks=timeline.ranks[:1])),
 }
 NO_AREAS = [operators.plot_modules, operators.plot_roofline, launch.plot_launches, launch.plot_queue]
-NO_AREAS += [launch.plot_launch_floor, comm.plot_clock_offsets]
+NO_AREAS += [launch.plot_launch_floor, comm.plot_clock_offsets, comm.plot_workers]
+
+
+def workers(timeline):
+    if not len(timeline):
+        return pd.DataFrame(columns=["rank", "stage", "dp_rank", "S"])
+    return mm.traces.what_if_no_stragglers(mm.traces.operations(timeline)).workers
 
 
 def everything(**meta) -> Timeline:

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgb
-from support import make_timeline
+from support import make_timeline, with_columns
 
 from madmax_lib.accounting import breakdown, exposed_by_collective
 from madmax_lib.datasets import PROJECT
@@ -222,3 +222,12 @@ def test_report_says_what_it_has_and_what_it_leaves_out(spans, world_size, words
     rows = [(rank, 20, "comm", AR, start, duration) for rank, start, duration in spans]
     page = write_report(make_timeline(rows, world_size=world_size), tmp_path / "r.html", "t").read_text()
     assert words in page and absent not in page
+
+
+def test_a_report_is_about_the_steps(tmp_path):
+    """300 ns of compute of before the first step are told apart."""
+    rows = [(0, 7, "compute", "k", start, dur) for start, dur in ((0, 300), (500, 100))]
+    timeline = with_columns(make_timeline(rows), step=[-1, 3])
+    page = write_report(timeline, tmp_path / "r.html", "t").read_text()
+    assert "300 ns of work per rank belong to no step" in page and ">100 ns<" in page and ">600 ns<" not in page
+    assert "belong to no step" not in write_report(timeline.select(steps=[3]), tmp_path / "s.html", "t").read_text()

@@ -1,0 +1,211 @@
+"""Fits of a machine find constants that are known, rows of runs say what ran, and files come back as they were."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import madmax_lib as mm
+from madmax_lib.calibration import fit, machine_page, predict, run_rows
+from madmax_lib.calibration.calibrate import calibrate
+from madmax_lib.calibration.machine import Machine, fit_constants, link_rates, machine, parts_of
+from madmax_lib.calibration.published_rows import read_rows
+from madmax_lib.case import Case
+from madmax_lib.datasets import PROJECT
+from madmax_lib.runs import RunSpec
+from madmax_lib.simulator.rates.parameters import start
+from madmax_lib.simulator.step.inputs import Steps
+from madmax_lib.specs import Cluster, Device, Link
+
+CPU = Device("some cpu", 8e9, 2e10, {"fp32": 6e10}, family="cpu")
+TESTBED = Cluster("testbed", CPU, 1, 2, Link("loopback", 5e9), Link("ethernet", 37e6))
+CURVES = {f"{kind} 2 2": ((4e3, 1e-3), (1e6, 0.028)) for kind in ("all_reduce", "all_gather", "reduce_scatter")}
+GPT = {"layers": 3, "hidden": 192, "heads": 6, "kv_heads": 6, "ffn": 512}
+RUNS = [  # unlike shapes, one alone
+    ("gpt-tiny", "dp2", {**GPT, "sequence": 64}, 16),
+    ("gpt-tiny", "dp2", {"layers": 2, "hidden": 320, "heads": 8, "kv_heads": 4, "ffn": 1280}, 4),
+    ("gpt-tiny", "dp2", {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2, "ffn": 256, "sequence": 512}, 8),
+    ("vit-tiny", "dp2", {"hidden": 128, "ffn": 512}, 32),
+    ("gpt-tiny", "dp1", {**GPT, "sequence": 64}, 16),
+    ("gpt-tiny", "tp2", {**GPT, "sequence": 64}, 16),
+]
+TRUTH = {
+    "gemm_efficiency:other-16": 0.6,
+    "attention_efficiency:other": 0.25,
+    "pointwise_factor:eager": 3.0,
+    "alone": 0.7,
+}
+TRUTH |= {"launch_s:eager": 2e-5, "step_s:eager": 6e-3, "comm_launch_s:eager": 2e-3, "optimizer_factor": 1.5}
+
+
+def case(model, strategy, sizes, batch):
+    spec = RunSpec(model, strategy, sizes=sizes, global_batch=batch, device="cpu")
+    cluster = replace(TESTBED, nodes=spec.plan.world_size)
+    return Case(spec.shapes, cluster, spec.plan, batch, 0, "fp32", "workbench")
+
+
+def known(**constants):
+    base = {"gemm_bytes": 0.5, "weight_bytes:eager": 4.0, **TRUTH, **constants}
+    return replace(start(), constants=start().constants | base, collectives=CURVES)
+
+
+def test_a_fit_finds_the_constants_that_made_the_runs():
+    cases = [case(*run) for run in RUNS]
+    measured = parts_of(Steps.stack(cases), known())
+    noise = np.random.default_rng(0).normal(0, 0.01, measured.shape)
+    fitted = fit_constants(cases, measured * np.exp(noise), replace(start(), collectives=CURVES))
+    predicted = parts_of(Steps.stack(cases), fitted)
+    assert np.abs(predicted["step_s"] / measured["step_s"] - 1).max() < 0.03
+    for name in ("gemm_efficiency:other-16", "attention_efficiency:other", "alone", "comm_launch_s:eager"):
+        assert fitted.constants[name] == pytest.approx(TRUTH[name], rel=0.2)
+        low, high = fitted.intervals[name]
+        assert 0.9 * low < TRUTH[name] < 1.1 * high
+    other = [case("gpt-tiny", plan, {**GPT, "layers": 5}, 8) for plan in ("dp2.z3", "pp2", "tp2")]
+    seconds = [parts_of(Steps.stack(other), parameters)["step_s"].to_numpy() for parameters in (known(), fitted)]
+    assert np.abs(seconds[1] / seconds[0] - 1).max() < 0.06
+    assert fitted.software == "workbench" and fitted.residuals["stranger"] < 0.03
+
+
+def test_parts_that_no_trace_tells_are_left_out():
+    cases = [case(*run) for run in RUNS[:3]]
+    measured = parts_of(Steps.stack(cases), known()).assign(gemm_s=np.nan, attention_s=np.nan, optimizer_s=np.nan)
+    fitted = fit_constants(cases, measured, replace(start(), collectives=CURVES))
+    predicted = parts_of(Steps.stack(cases), fitted)["step_s"]
+    assert np.abs(predicted / measured["step_s"] - 1).max() < 0.05
+
+
+def test_links_by_their_collectives():
+    """Rates and latency that made the times; groups inside a node show the near link."""
+    sizes = 4.0 ** np.arange(6, 12)
+    rows = []
+    for ranks, nodes, rate in ((2, 1, 4e9), (2, 2, 1e8)):
+        gathered = 2e-4 + 1e-5 * (ranks - 1) + sizes / 2 / rate
+        rows.append(pd.DataFrame({"ranks": ranks, "nodes": nodes, "size_bytes": sizes, "seconds": gathered}))
+    table = pd.concat(rows).assign(collective="all_gather")
+    rates = link_rates(table)
+    assert rates["near"] == pytest.approx(4e9, rel=0.2) and rates["far"] == pytest.approx(1e8, rel=0.1)
+    assert rates["latency_s"] + rates["hop_s"] == pytest.approx(2.1e-4, rel=0.1)
+    assert np.isnan(link_rates(table[table["nodes"] == 2])["near"])
+
+
+@pytest.fixture
+def saved(tmp_path):
+    made = Machine(TESTBED, known(), rest_bytes=1e8, provenance={"device": "some cpu", "notes": []})
+    made.save(tmp_path / "machine.json")
+    return tmp_path, made
+
+
+def test_a_machine_comes_back_as_it_was(saved):
+    folder, made = saved
+    for path in (folder, folder / "machine.json"):
+        found = machine(path)
+        assert found.cluster == made.cluster and found.rest_bytes == 1e8 and found.parameters.collectives == CURVES
+    run = {"global_batch": 8, "dtype": "fp32", "parameters": found.parameters}
+    by_file = mm.estimate("gpt2", str(folder / "machine.json"), "dp2.z3", **run)
+    assert by_file["step_s"].iloc[0] == mm.estimate("gpt2", found.cluster, "dp2.z3", **run)["step_s"].iloc[0]
+    one = mm.estimate("gpt2", mm.cluster(str(folder / "machine.json"), devices=1), "dp1", **run)
+    assert one["step_s"].iloc[0] > 0
+
+
+def test_files_that_are_no_machine(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no calibration here"):
+        machine(tmp_path)
+    for text in ("{}", "no json", '{"cluster": {"name": "x"}}'):
+        (tmp_path / "machine.json").write_text(text)
+        with pytest.raises(ValueError, match="not the file of a machine"):
+            machine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"minutes": 0}, "minutes=0 must be a positive number"),
+        ({"minutes": "5"}, "minutes='5' must be a positive number"),
+        ({"device": "tpu"}, "device='tpu' is not one of auto, cpu, cuda"),
+        ({"network": "fast", "hosts": 2}, "is no rate of a link"),
+        ({"network": "1gbit"}, "joins hosts, but hosts=1"),
+        ({"hosts": 2, "ranks": 3}, "3 ranks cannot be spread evenly over hosts=2"),
+    ],
+)
+def test_settings_that_do_not_fit(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        calibrate(tmp_path / "new", **{"device": "cpu"} | settings)
+    assert not (tmp_path / "new").exists()
+
+
+def test_cuda_that_is_not_there_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[calibrate.__module__], "gpu_count", lambda: 0)
+    with pytest.raises(ValueError, match="torch sees no CUDA device"):
+        calibrate(tmp_path / "new", device="cuda")
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_calibration_is_not_overwritten(tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps({"hosts": 2, "network": "1gbit", "device": "cpu", "ranks": 2}))
+    with pytest.raises(ValueError, match="holds a calibration with other settings"):
+        calibrate(tmp_path, device="cpu")
+
+
+@pytest.fixture
+def runs(saved):
+    """Two finished runs as their files say, beside the machine that they ran on."""
+    folder, _ = saved
+    for name, strategy, step_s in (("a", "dp2.z3", 0.4), ("b", "cp2", 0.5)):
+        spec = RunSpec("moe-tiny", strategy, global_batch=8, device="cpu", hosts=2, network="300mbit")
+        run = folder / "runs" / name
+        run.mkdir(parents=True)
+        values = vars(spec) | {"speed": []}
+        (run / "spec.json").write_text(json.dumps(values))
+        (run / "env.json").write_text(json.dumps({"device": "some cpu", "dtype": "fp32"}))
+        ranks = [{"rank": 0, "memory_peak_bytes": None, "host_rss_bytes": 3e8}]
+        summary = {"status": "completed", "step_s": {"median": step_s}, "ranks": ranks}
+        (run / "summary.json").write_text(json.dumps(summary))
+    return folder / "runs"
+
+
+def test_runs_become_rows_that_fits_take(runs):
+    rows = run_rows(runs)
+    assert rows.index.tolist() == ["a", "b"] and rows["iteration_time_s"].tolist() == [0.4, 0.5]
+    assert Path(rows["cluster"].iloc[0]).name == "machine.json" and rows["zero_stage"].tolist() == [3, 0]
+    read = read_rows(runs)
+    assert read["supported"].all() and read["consistent"].all() and read["measured_s"].tolist() == [0.4, 0.5]
+    first, second = read["case"]
+    assert (first.model.experts, first.cluster.nodes, first.dtype, first.software.name) == (4, 2, "fp32", "workbench")
+    assert second.plan.context == "ulysses" and second.plan.cp == 2
+    made = machine(runs.parent)
+    table = predict(runs, made.parameters)
+    assert (table["low_s"] < table["predicted_s"]).all() and table["supported"].all()
+    updated = fit.update(runs, made.parameters)
+    after = predict(rows, updated)["predicted_s"] / rows["iteration_time_s"]
+    before = table["predicted_s"] / rows["iteration_time_s"]
+    assert np.abs(np.log(after)).mean() <= np.abs(np.log(before)).mean() + 1e-9
+    fitted = fit.fit(runs, starts=1, begin=made.parameters, only=["gemm_efficiency:other-16"])
+    assert fitted.collectives == made.parameters.collectives
+
+
+def test_a_row_of_a_run_without_a_machine_says_what_is_missing(runs):
+    (runs.parent / "machine.json").unlink()
+    read = read_rows(runs)
+    assert not read["supported"].any() and read["reason"].str.contains("unknown device 'some cpu'").all()
+    with pytest.raises(FileNotFoundError, match="no run directories here"):
+        run_rows(PROJECT / "tests")
+
+
+def test_a_page_shows_every_run(saved):
+    folder, made = saved
+    names = [
+        f"{which}_{of}" for which in ("predicted", "measured") for of in ("s", "compute", "exposed_comm", "overlap")
+    ]
+    results = pd.DataFrame(0.4, index=["gpt dp", "vit <z3>"], columns=[*names, "predicted_bytes", "measured_bytes"])
+    results.assign(error=[0.02, -0.1]).to_csv(folder / "results.csv", index_label="run")
+    parts = [
+        f"{which}_{of}_s" for which in ("predicted", "measured") for of in ("step", "gemm", "attention", "optimizer")
+    ]
+    pd.DataFrame(0.1, index=["wide dp"], columns=parts).to_csv(folder / "parts.csv", index_label="run")
+    text = machine_page.write_page(folder, made).read_text()
+    assert "within 6.0% (median), 10.0% at worst" in text and "vit &lt;z3&gt;" in text and "<z3>" not in text
+    assert text.count("<circle") == 2
