@@ -1,4 +1,4 @@
-"""python -m madmax_lib run | site | report | doctor | check | train | bench: the workbench without a notebook."""
+"""python -m madmax_lib run | report | check | train | bench | calibrate | ...: the workbench without a notebook."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _parser(named: list[str]) -> argparse.ArgumentParser:
     site.add_argument("-o", "--output", type=Path, help="folder for the pages (default: build/site)")
     site.set_defaults(command=_site)
     report = commands.add_parser("report", help="one HTML page about a directory of traces")
-    report.add_argument("traces", type=Path, help="trace file or directory of traces, one per rank")
+    report.add_argument("traces", nargs="+", help="traces, one per rank: files, directories, patterns")
     report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
     report.set_defaults(command=_report)
     runs_commands.add(commands, named)
@@ -114,8 +114,12 @@ def _report(options: argparse.Namespace) -> int:
 
     if options.output.is_dir():
         raise IsADirectoryError(f"{options.output}: is a directory, give the name of a file for the report")
-    timeline = read_trace(options.traces)
-    path = write_report(timeline, options.output, title=options.traces.resolve().name)
+    first, *more = options.traces
+    timeline = read_trace(options.traces if more else first)
+    if not len(timeline):
+        raise ValueError(f"{first}: the trace holds no events")
+    name = Path(first).resolve().name
+    path = write_report(timeline, options.output, title=f"{name} and {len(more)} more" if more else name)
     print(f"{path}: {len(timeline.ranks)} rank(s), {len(timeline):,} spans")
     return 0
 

@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pandas as pd
 
+from madmax_lib.fields import argument
 from madmax_lib.intervals import EMPTY, covered_before, intersection, pack, subtraction, total, union
 from madmax_lib.kinds import collectives_of
 from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
@@ -29,7 +30,7 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     >>> breakdown(Timeline(spans))[["total_s", "compute_s", "comm_s", "exposed_comm_s", "overlap"]].round(2).values
     array([[10.  ,  6.  ,  6.  ,  4.  ,  0.33]])
     """
-    spans = timeline.spans
+    spans = argument("timeline", timeline, Timeline).spans
     kind, rank = spans["kind"].cat.codes.to_numpy(), spans["rank"].to_numpy()
     times = _intervals(spans)
     of_kind = {name: np.flatnonzero(kind == spans["kind"].cat.categories.get_indexer([name])) for name in BUSY_KINDS}
@@ -61,15 +62,17 @@ def breakdown_between(timeline: Timeline, start_s: float, end_s: float) -> pd.Da
     return table.assign(idle_s=table["idle_s"] + window_s - table["total_s"], total_s=window_s)
 
 
-def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
+def exposed_by_collective(timeline: Timeline, collective: np.ndarray | None = None) -> pd.DataFrame:
     """Communication by collective: rank, collective, count, comm_s, exposed_s (not under compute), size_bytes.
 
     Collectives that run side by side each count in full, so the exposed times of a rank can sum to more than its
-    exposed_comm_s. size_bytes is NaN when a span of the collective does not tell its size.
+    exposed_comm_s. size_bytes is NaN when a span of the collective does not tell its size. collective: of each of the
+    communication spans (n,); left out, what the names tell.
     """
     comm, compute = (timeline.spans[timeline.spans["kind"] == kind] for kind in ("comm", "compute"))
     names = comm["name"].cat.remove_unused_categories()
-    collective = collectives_of(timeline, list(names.cat.categories))[names.cat.codes]
+    if collective is None:
+        collective = collectives_of(timeline, list(names.cat.categories))[names.cat.codes]
     rows = []
     for (rank, name), part in comm.groupby([comm["rank"], collective]):
         comm_s = total(_intervals(part)) / NS_PER_S

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from madmax_lib import catalog
+from madmax_lib.fields import is_number, shown, whole
+from madmax_lib.hardware import dtype_named
 from madmax_lib.software import Software
 from madmax_lib.specs import Cluster, Model
 
@@ -17,8 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["Case"]
 
 _NUMBERS = {  # field: (least, what it is)
-    "global_batch": (-np.inf, "a number of samples"),
-    "sequence": (0, "a number of tokens, or 0 for the model's own"),
     "jitter": (0, "at least 0, the mean delay of a rank over the time it computes, or 'measured'"),
     "imbalance": (1, "at least 1, the busiest device over the mean, or 'measured'"),
 }
@@ -29,11 +30,11 @@ class Case:
     """A training step, or with `Plans` one step per plan.
 
     model: what is trained; a text names one of the catalog or a `config.json`.
-    cluster: where, or the name of one in the catalog, with its nodes; None where only memory is asked for.
+    cluster: where, or the name of one in the catalog or of a `machine.json`; None where only memory is asked for.
     plan: how the model is split, a `Plan` or the columns of many.
     global_batch: samples per step over all devices (default None: as many as the pipeline wants).
-    sequence: tokens per sample (default 0: the model's own).
-    dtype: of the matrix products, a key of `ops.BYTES` (default bf16).
+    sequence: tokens per sample (default 0, or None: the model's own).
+    dtype: of the matrix products, a name of `hardware.DTYPES`, or torch's (default bf16).
     software: that trains, a `Software` or the name of one in the catalog (default None: `none`, which is false).
     imbalance: tokens of the busiest expert device over the mean, `measured` for that in `data/spreads.csv` (default 1:
         routing was even, mostly by force, in the runs that constants are fitted to).
@@ -56,14 +57,31 @@ class Case:
             if isinstance(value := getattr(self, name), str) and value == "measured":
                 object.__setattr__(self, name, float(catalog.table("spreads").set_index("quantity")["value"][name]))
         for name, (least, what) in _NUMBERS.items():
-            value = getattr(self, name)
-            if not np.all(np.isreal(value)) or (value is not None and not np.all(value >= least)):
-                raise ValueError(f"{name}={value!r} must be {what}")
-        for name, named in (("model", catalog.model), ("cluster", catalog.cluster)):
-            if isinstance(text := getattr(self, name), str):
-                object.__setattr__(self, name, named(text))
-        object.__setattr__(self, "software", catalog.software(self.software))
-        object.__setattr__(self, "sequence", self.sequence or getattr(self.model, "sequence", 0))
+            if not is_number(value := getattr(self, name), least):
+                raise ValueError(f"{name}={shown(value)} must be {what}")
+        put = partial(object.__setattr__, self)
+        put("model", catalog.model(self.model))
+        if self.cluster is not None:
+            put("cluster", catalog.cluster(self.cluster))
+        if self.global_batch is not None and not isinstance(self.global_batch, np.ndarray):
+            put("global_batch", whole("global_batch", self.global_batch, 1))
+        sequence = 0 if self.sequence is None else whole("sequence", self.sequence)
+        put("sequence", sequence or getattr(self.model, "sequence", 0))
+        put("dtype", dtype_named(self.dtype))
+        put("software", catalog.software(self.software))
+
+    @classmethod
+    def of_step(cls, model, cluster, plan: Plans, global_batch, *further) -> Case:
+        """The step that a call is about; arguments in the order of the fields.
+
+        Raises ValueError without cluster or batch, and for a dtype in which the devices do not compute.
+        """
+        for name, value in (("cluster", cluster), ("global_batch", global_batch)):
+            if value is None:
+                raise ValueError(f"{name}=None: a step needs a {name}")
+        case = cls(model, cluster, plan, global_batch, *further)
+        case.cluster.device.peak(case.dtype)
+        return case
 
     @property
     def tokens(self) -> float | np.ndarray:

@@ -18,16 +18,30 @@ from pathlib import Path
 
 import pandas as pd
 
+from madmax_lib.fields import is_whole, shown, whole
 from madmax_lib.hardware import DTYPES
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Device, Host, Link, Model, Transformer
 
-__all__ = ["cluster", "clusters", "data_file", "device", "device_named", "model", "models", "software", "table"]
+__all__ = [
+    "USER_FOLDER",
+    "cluster",
+    "clusters",
+    "data_file",
+    "device",
+    "device_named",
+    "model",
+    "models",
+    "software",
+    "table",
+]
 
 _UNITS = {"": 1.0, "MiB": 2.0**20, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0, "us": 1e-6}
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
 _DEVICE_CLASSES = ("family", "rate_class")  # text, no number
-_USER_FOLDER = "MADMAX_CATALOG"
+USER_FOLDER = "MADMAX_CATALOG"
+_LONGEST_TRAINED = 65_536  # tokens; longer contexts come from a short last phase [Llama 3, arXiv 2407.21783, 3.4.2]
+_PLAIN = {"decoder_sparse_step": [1], "mlp_only_layers": [[]], "use_sliding_window": [False]}  # all layers are alike
 _MAKERS = re.compile(r"\b(nvidia|amd|instinct|tesla|geforce|intel|google|cloud|(?<!p100-)sxm\d*|oam|hbm\d\w?)\b")
 
 
@@ -43,7 +57,7 @@ def table(name: str, *, numbers: bool = False) -> pd.DataFrame:
     name: a file of `data_file` without its ending. numbers: columns of numbers as numbers, NaN where they are empty;
     otherwise everything is text.
     """
-    rows, folder = _read(data_file(f"{name}.csv"), numbers).copy(), os.environ.get(_USER_FOLDER)
+    rows, folder = _read(data_file(f"{name}.csv"), numbers).copy(), os.environ.get(USER_FOLDER)
     if not folder or not (user := Path(folder) / f"{name}.csv").exists():
         return rows
     own = _read.__wrapped__(user, numbers)  # which may change
@@ -87,36 +101,61 @@ def device_named(text: str) -> Device | None:
         return None
 
 
-def cluster(name: str, *, nodes: int | None = None, devices: int | None = None) -> Cluster:
-    """A cluster by name.
+def cluster(name: str | Path | Cluster, nodes: int | None = None, devices: int | None = None) -> Cluster:
+    """A cluster by name, or that of a `machine.json` that a calibration wrote; a Cluster stays what it is.
 
     nodes: how many (default: the catalog's). devices: over all nodes, which shrink to hold no more (default: whole).
-    Raises ValueError for an unknown name, or numbers that do not go together.
+    Raises ValueError for an unknown name, or numbers that do not go together, OSError for a file that is not there.
     """
-    name, (*_, row) = _rows("cluster", name)
-    whole = used = int(row["devices_per_node"])
+    if isinstance(name, Cluster) and nodes is devices is None:
+        return name
+    own = _from_machine(Path(name)) if str(name).endswith(".json") else None
+    name, (*_, row) = (own.name, [vars(own)]) if own else _rows("cluster", name)
+    full = used = int(row["devices_per_node"])
+    nodes = None if nodes is None else whole(f"{name}: nodes", nodes, 1)
     if devices is not None:
-        nodes = max(1, devices // whole) if nodes is None else nodes
-        used = devices // nodes if nodes > 0 else 0
-        if not 0 < used <= whole or used * nodes != devices:
-            raise ValueError(f"{name}: devices={devices} are neither whole nodes of {whole} nor a part of each node")
-    links = [_link(row[place], used) for place in ("intra", "inter")]
-    nics = math.ceil(int(row["nics_per_node"]) * used / whole) if row["nics_per_node"] else None
+        if is_whole(devices, 1):
+            nodes = max(1, int(devices) // full) if nodes is None else nodes
+            used = int(devices) // nodes
+        if not (is_whole(devices, 1) and 0 < used <= full and used * nodes == devices):
+            said = f"devices={shown(devices)} are neither whole nodes of {full} nor a part of each node"
+            raise ValueError(f"{name}: {said}")
     nodes = int(row["nodes"]) if nodes is None else nodes
+    if own:
+        return replace(own, devices_per_node=used, nodes=nodes)
+    links = [_link(row[place], used) for place in ("intra", "inter")]
+    nics = math.ceil(int(row["nics_per_node"]) * used / full) if row["nics_per_node"] else None
     return Cluster(name, device(row["device"]), used, nodes, *links, _host(name), nics)
 
 
-def model(name: str | Path) -> Model:
-    """A model by name or alias, or from a Hugging Face `config.json`.
+def _from_machine(path: Path) -> Cluster:
+    """The cluster in a file that a calibration wrote. Raises ValueError for other content."""
+    try:
+        fields = json.loads(path.read_text())["cluster"]
+        links = (Link(**fields[place]) for place in ("intra", "inter"))
+        counts = (fields[name] for name in ("devices_per_node", "nodes"))
+        known = {name: value for name, value in fields["device"].items() if value is not None}
+        return Cluster(fields["name"], Device(**known), *counts, *links)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not the file of a machine ({error})") from None
 
+
+def model(name: str | Path | Model) -> Model:
+    """A model by name or alias, or from a Hugging Face `config.json`; a Model stays what it is.
+
+    sequence is that of the pre-training; where a configuration has only a context above 64 K tokens it is 0, and the
+    calls then ask for it.
     Raises ValueError for an unknown name or architecture and FileNotFoundError for a configuration that is not there.
 
     >>> f"{model('gpt2-large').parameters:,}"
     '774,030,080'
     """
-    if str(name).endswith(".json"):
+    if isinstance(name, Model):
+        return name
+    name = str(name) if isinstance(name, Path) else name
+    if isinstance(name, str) and name.endswith(".json"):
         return _from_hugging_face(Path(name))
-    name, rows = _rows("model", str(name))
+    name, rows = _rows("model", name)
     values = {row["field"]: row["value"] for row in rows}
     kind = values.pop("kind")
     if kind not in _KINDS:
@@ -132,7 +171,7 @@ def software(name: str | Software | None) -> Software:
     """
     if isinstance(name, Software):
         return name
-    name, rows = _rows("software", name or "none")
+    name, rows = _rows("software", "none" if name is None else name)
     values = {row["field"]: row["value"] for row in rows}
     base = software(values.pop("like")) if "like" in values else Software()
     return replace(base, name=name, **_typed(Software, values, f"software {name}"))
@@ -155,10 +194,12 @@ def _value(text: str, like):
 def _rows(what: str, name: str) -> tuple[str, list[dict]]:
     """The catalog's spelling of a name, H100_80GB and H100 being h100-80, and its rows in the table of its kind."""
     file = what if what == "software" else f"{what}s"
-    names, rows = (_index.__wrapped__ if os.environ.get(_USER_FOLDER) else _index)(what, file)
+    if not isinstance(name, str):
+        raise ValueError(f"{what}={shown(name)} must be a {what.title()} or the name of one")
+    names, rows = (_index.__wrapped__ if os.environ.get(USER_FOLDER) else _index)(what, file)
     if not (found := names.get(plain := _plain(what, name))):
         near = dict.fromkeys(names[key] for key in difflib.get_close_matches(plain, names, n=6, cutoff=0.0))
-        add = f"add it to {file}.csv in the folder {_USER_FOLDER}, or pass a {what.title()} of your own"
+        add = f"add it to {file}.csv in the folder {USER_FOLDER}, or pass a {what.title()} of your own"
         raise ValueError(f"unknown {what} {name!r}; nearest: {', '.join([*near][:3])}; {add}")
     return found, rows[found]
 
@@ -201,7 +242,7 @@ def _link(name: str, devices: int) -> Link:
 
 def _host(cluster_name: str) -> Host | None:
     """Host of a cluster's nodes, None where the table has none."""
-    _, rows = (_index.__wrapped__ if os.environ.get(_USER_FOLDER) else _index)("host", "hosts")
+    _, rows = (_index.__wrapped__ if os.environ.get(USER_FOLDER) else _index)("host", "hosts")
     if not (values := _quantities(rows.get(cluster_name, []))):
         return None
     try:
@@ -222,6 +263,11 @@ def _from_hugging_face(path: Path) -> Transformer:
     kinds = rows["model_type"].str.split()
     if kind not in (known := list(kinds.explode().unique())):
         raise ValueError(f"{path}: model_type {kind!r} is not one of {', '.join(known)}")
+    for key, plain in _PLAIN.items():
+        if config.get(key) not in (None, *plain):
+            raise ValueError(
+                f"{path}: {key}={config[key]!r}: layers of several kinds are not read from a configuration"
+            )
     for row in rows[[kind in names for names in kinds]].to_dict("records"):
         given = [config[key] for key in row["key"].split() if config.get(key)]
         if not given and not row["default"]:
@@ -229,6 +275,16 @@ def _from_hugging_face(path: Path) -> Transformer:
         value = len(given[0]) if given and isinstance(given[0], dict) else given[0] if given else row["default"]
         values[row["field"]] = "1" if value is True else str(value)
     shape = _typed(Transformer, values, str(path))
+    if shape.get("positions") == "rope":
+        shape["sequence"] = _trained_sequence(config, shape["sequence"])
     shape["ffn"] = shape["ffn"] or 4 * shape["hidden"]
     shape["attention_bias"] = shape.get("attention_bias", "all").replace("1", "all")
-    return Transformer(config.get("_name_or_path") or path.parent.name or path.stem, **shape)
+    folder = path.parent.name if path.stem == "config" else ""
+    return Transformer(config.get("_name_or_path") or folder or path.stem, **shape)
+
+
+def _trained_sequence(config: dict, positions: int) -> int:
+    """Tokens per sample of the pre-training, 0 where positions are those of a long context that was added later."""
+    scaling = config.get("rope_scaling") or {}
+    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    return int(original or (positions if positions <= _LONGEST_TRAINED else 0))

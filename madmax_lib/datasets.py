@@ -51,7 +51,8 @@ def dataset(name: str, *, download: bool = True) -> Path:
 
 def names() -> list[str]:
     """Names that `dataset` knows: the project's own traces and the registry."""
-    own = {path.parent.name for path in (PROJECT / "traces").glob("*/rank0.json.gz")}
+    marks = ("*/rank0.json.gz", "*/machine.json")  # a set of traces, or a calibration
+    own = {path.parent.name for mark in marks for path in (PROJECT / "traces").glob(mark)}
     return sorted(own) + list(datasets()["dataset"].unique())
 
 

@@ -6,9 +6,13 @@ Everything is SI: bytes, FLOP/s, bytes/s, W. A link's bandwidth is per device an
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["DTYPES", "Cluster", "Device", "Host", "Link", "check_positive"]
+from madmax_lib.fields import check_fields, number, shown
+
+__all__ = ["DTYPES", "Cluster", "Device", "Host", "Link", "dtype_named"]
 
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
+_SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+_SPELLINGS |= {"float64": "fp64", "double": "fp64", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 _WIDER = {"tf32": ("fp32",)} | dict.fromkeys(("fp16", "bf16", "fp8"), ("bf16", "fp16", "fp32"))
 _WIDER |= dict.fromkeys(("mxfp8", "nvfp4"), ("fp8", "bf16", "fp16", "fp32"))
 
@@ -43,13 +47,17 @@ class Device:
     scale_up_bytes_per_s: float = 0.0
 
     def __post_init__(self):
-        check_positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
+        check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
+        if not self.peak_flops:
+            raise ValueError(
+                f"{self.name}: peak_flops={{}} leaves no dtype to compute in; give one of {', '.join(DTYPES)}"
+            )
+        for dtype, peak in self.peak_flops.items():
+            number(f"{self.name}: peak_flops of {dtype_named(dtype)}", peak, positive=True)
 
     def nearest(self, dtype: str) -> str:
         """The dtype, or what stands for it where the device lacks it: fp16 for bf16. ValueError if nothing does."""
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
-        choices = [d for d in (dtype, *_WIDER.get(dtype, ())) if d in self.peak_flops]
+        choices = [d for d in (dtype_named(dtype), *_WIDER.get(dtype, ())) if d in self.peak_flops]
         if not choices:
             raise ValueError(f"{self.name} does not compute in {dtype}; it does in {', '.join(self.peak_flops)}")
         return choices[0]
@@ -71,9 +79,7 @@ class Link:
     in_network_reduction: bool = False  # switches add what passes, as NVLink SHARP and InfiniBand SHARP do
 
     def __post_init__(self):
-        check_positive(self, "bandwidth_bytes_per_s")
-        if not self.latency_s >= 0:
-            raise ValueError(f"{self.name}: latency_s={self.latency_s} must not be negative")
+        check_fields(self, "bandwidth_bytes_per_s")
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class Host:
     tdp_w: float = float("nan")  # of the processors; NaN: unknown
 
     def __post_init__(self):
-        check_positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s", "link_bytes_per_s")
+        check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s", "link_bytes_per_s")
         if self.nvme_bytes and not min(self.nvme_read_bytes_per_s, self.nvme_write_bytes_per_s) > 0:
             raise ValueError(f"{self.name}: nvme_bytes={self.nvme_bytes} needs rates to read and to write")
 
@@ -124,9 +130,7 @@ class Cluster:
     oversubscription: float = 1.0
 
     def __post_init__(self):
-        for name in ("devices_per_node", "nodes", "nics_per_node", "leaf_devices"):
-            if (count := getattr(self, name)) is not None and not (count > 0 and count == int(count)):
-                raise ValueError(f"{self.name}: {name}={count} must be a whole number above zero")
+        check_fields(self, "devices_per_node", "nodes", "nics_per_node", "leaf_devices")
         if (leaf := self.leaf_devices) and leaf % self.devices_per_node:
             raise ValueError(f"{self.name}: leaf_devices={leaf} are not whole nodes of {self.devices_per_node}")
         if not self.oversubscription >= 1:
@@ -138,8 +142,13 @@ class Cluster:
         return self.devices_per_node * self.nodes
 
 
-def check_positive(item, *names: str) -> None:
-    """Raises ValueError for a field that is not above zero."""
-    for name in names:
-        if not (value := getattr(item, name)) > 0:
-            raise ValueError(f"{item.name}: {name}={value} must be positive")
+def dtype_named(name: object) -> str:
+    """The key of `DTYPES` of a name, torch's among them. Raises ValueError for an unknown one.
+
+    >>> dtype_named("bfloat16"), dtype_named("torch.float8_e4m3fn"), dtype_named("bf16")
+    ('bf16', 'fp8', 'bf16')
+    """
+    text = str(name).removeprefix("torch.").lower()
+    if (known := _SPELLINGS.get(text, text)) not in DTYPES:
+        raise ValueError(f"dtype={shown(name)} is not one of {', '.join(DTYPES)}")
+    return known

@@ -7,20 +7,26 @@ micro_batch=2, recompute="full").
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from madmax_lib import plan_flags
+import numpy as np
+import pandas as pd
+
 from madmax_lib.case import Case
-from madmax_lib.plan_rules import ALONE, BATCH, ZERO_PLUS, enforce, rules_of
+from madmax_lib.fields import shown, whole
+from madmax_lib.plan_fields import ZERO_PLUS
+from madmax_lib.plan_flags.fields import plan_fields
+from madmax_lib.plan_rules import ALONE, BATCH, enforce, rules_of
 from madmax_lib.plans import Plans
 from madmax_lib.software import OVERLAPS
 from madmax_lib.specs import Cluster, Model
 
-__all__ = ["DEFAULTS", "Plan"]
+__all__ = ["DEFAULTS", "Plan", "plans_of"]
 
 _NUMBERS = {name: name for name in ("dp", "tp", "pp", "cp", "ep", "etp")}
 _NUMBERS |= {"z": "zero", "mb": "micro_batch", "v": "interleave", "hs": "shard", "pf": "prefetch", "cap": "capacity"}
@@ -67,7 +73,13 @@ class Plan(Plans):
     lora_rank: of the adapters that are trained beside frozen weights [LoRA, arXiv 2106.09685] (default 0: all weights
         are trained).
     overlap_tp, overlap_ep, overlap_dp: what runs beside compute: communication of tp, exchanges of tokens (DualPipe,
-        batch overlap), reductions of gradients (default None: as the software does).
+        batch overlap), reductions of gradients, which ZeRO-3 always hides (default None: as the software does).
+
+    Parts of the text form: dpN tpN ppN cpN epN etpN; zN zero, mbN micro_batch, vN interleave, hsN shard, pfN prefetch,
+    capN capacity, firstN and lastN layers, loraN rank, bucketN bytes, one-bucket; selective or full recompute; sp,
+    nosp; gpipe, zb; ulysses; unfused; qwz, hpz, qgz, zpp; overlap-gather, reduce-fp32; embedding-layer, head-layer;
+    overlap-tp, overlap-ep, overlap-dp, no-overlap-tp, no-overlap-ep, no-overlap-dp; offload-optimizer, offload-all,
+    offload-chunks, offload-nvme.
 
     Raises ValueError naming the field, its value and the rule (`plan_rules.ALONE`).
 
@@ -80,6 +92,9 @@ class Plan(Plans):
     """
 
     def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, np.generic):
+                object.__setattr__(self, name, value.item())
         enforce(ALONE, self, None)
         super().__post_init__()
 
@@ -93,10 +108,10 @@ class Plan(Plans):
         if isinstance(text, Plan):
             return text
         if not isinstance(text, str):
-            raise ValueError(f"a plan is a Plan or its text, such as dp2.tp2.z3, not a {type(text).__name__}")
+            raise ValueError(f"plan={shown(text)} must be a Plan or its text, such as dp2.tp2.z3")
         values: dict = {}
         for part in filter(None, text.strip().lower().split(".")):
-            match = re.fullmatch(r"([a-z]+)(\d+)", part)
+            match = re.fullmatch(r"([a-z]+)([0-9]+)", part)
             if match and match[1] in _NUMBERS:
                 name, value = _NUMBERS[match[1]], int(match[2])
                 value = value / _PERCENT[name] if name in _PERCENT else value
@@ -106,8 +121,13 @@ class Plan(Plans):
             elif part in _WORDS:
                 name, value = _WORDS[part]
             else:
-                known = ", ".join([*(f"{key}N" for key in _NUMBERS), *_WORDS, "zpp"])
-                raise ValueError(f"{part!r} in plan {text!r} is not one of {known}")
+                known = ", ".join([*(f"{key}N" for key in _NUMBERS)])
+                near = difflib.get_close_matches(part, [*_WORDS, "zpp"], n=2)
+                words = f"such as {' or '.join(near)}" if near else "such as full"
+                raise ValueError(
+                    f"{part!r} in plan {text!r} is not one of {known}, or a word of help(mm.Plan) {words}; "
+                    "parts are joined as in dp2.tp8.z1.full"
+                )
             if name in values:
                 raise ValueError(f"{name} is given twice in plan {text!r}")
             values[name] = value
@@ -115,17 +135,17 @@ class Plan(Plans):
 
     @classmethod
     def from_megatron(cls, args: str | Sequence[str] | Mapping[str, object], world_size: int | None = None) -> Plan:
-        """Plan from the flags of Megatron-LM, see `plan_flags.megatron`.
+        """Plan from the flags of Megatron-LM, as `plan_flags.read` finds it.
 
         >>> str(Plan.from_megatron("--tensor-model-parallel-size 2 --sequence-parallel", world_size=8))
         'dp4.tp2.one-bucket'
         """
-        return cls(**plan_flags.megatron(args, world_size))
+        return cls(**plan_fields(args, "megatron-lm", world_size))
 
     @classmethod
     def from_torchtitan(cls, source: str | Path, world_size: int | None = None, layers: int | None = None) -> Plan:
-        """Plan from a configuration of torchtitan, a TOML file or its text, see `plan_flags.torchtitan`."""
-        return cls(**plan_flags.torchtitan(source, world_size, layers))
+        """Plan from a configuration of torchtitan, a file or its text, as `plan_flags.read` finds it."""
+        return cls(**plan_fields(source, "torchtitan", world_size, layers))
 
     def __str__(self) -> str:
         default = DEFAULTS | {"sequence_parallel": self.tp > 1}
@@ -142,9 +162,9 @@ class Plan(Plans):
 
         Raises ValueError when the batch cannot be split.
         """
-        case = Case(None, None, self, global_batch)
-        enforce(BATCH, self, case)
-        return int(case.micro_batches)
+        batch = _Batch(whole("global_batch", global_batch, 1))
+        enforce(BATCH, self, batch)
+        return -(-batch.global_batch // (self.dp * self.micro_batch))
 
     def last_micro_batch(self, global_batch: int) -> int:
         """Samples per device of the last micro-batch."""
@@ -157,6 +177,31 @@ class Plan(Plans):
         """
         case = Case(model, cluster, self, global_batch, sequence)
         enforce(rules_of(case), self, case)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the rules of a batch look at."""
+
+    global_batch: int
+
+
+def plans_of(plan_or_table: Plan | str | Sequence[Plan | str] | pd.DataFrame) -> tuple[Plans, pd.Index | None]:
+    """The plan, or the plans of a list or table with their index.
+
+    A table's column `plan` holds plans or their texts; other columns change what they say, and those that are no
+    fields, as in the table of a search, then do not count. Raises ValueError as `Plan.parse` and `Plans.from_table`.
+    """
+    table = plan_or_table
+    if isinstance(table, (list, tuple)):
+        table = pd.DataFrame({"plan": table})
+    if not isinstance(table, pd.DataFrame):
+        return Plan.parse(table), None
+    if "plan" in table.columns and table.columns.is_unique:
+        rows, names = [vars(Plan.parse(plan)) for plan in table["plan"]], [name for name in table if name in DEFAULTS]
+        columns = {name: [row[name] for row in rows] for name in DEFAULTS if name not in names}
+        table = table[names].assign(**columns)
+    return Plans.from_table(table), table.index
 
 
 DEFAULTS = {field.name: field.default for field in fields(Plan)}  # of every choice that a plan does not name

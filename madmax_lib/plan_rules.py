@@ -5,58 +5,23 @@ gives a flag or a mask. The rules say what can be laid out at all; what a search
 a formula does not cover is said where that is so. `plans.legal` applies them.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
 from madmax_lib.case import Case
-from madmax_lib.software import OVERLAPS
+from madmax_lib.plan_fields import FIELDS, ZERO_PLUS
+from madmax_lib.rules import Rule, enforce
+from madmax_lib.software_rules import SOFTWARE, expert_devices
 from madmax_lib.specs import DLRM
 
-__all__ = ["ALONE", "BATCH", "RECOMMENDATION", "STAGES", "ZERO_PLUS", "Rule", "enforce", "layers_between", "rules_of"]
-
-ZERO_PLUS = ("qwz", "hpz", "qgz")
-_LEAST = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"), 1) | dict.fromkeys(
-    ("etp", "lora_rank", "prefetch", "shard", "first_layers", "last_layers"), 0
-)
-_CHOICES = {
-    "zero": (0, 1, 2, 3),
-    "context": ("ring", "ulysses"),
-    "attention": ("flash", "unfused"),
-    "recompute": ("none", "selective", "full"),
-    "schedule": ("gpipe", "1f1b", "zero-bubble"),
-    "offload": (None, "optimizer", "all", "chunks", "nvme"),
-} | dict.fromkeys(OVERLAPS, (None, False, True))
+__all__ = ["ALONE", "BATCH", "NEST", "RECOMMENDATION", "SOFTWARE", "STAGES", "Rule", "enforce"]
+__all__ += ["layers_between", "rules_of"]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A rule of the book."""
-
-    name: str  # the rule in general, under which a search counts what it drops
-    broken: Callable[..., bool | np.ndarray]  # which plans break it, a flag or a mask
-    words: Callable[..., str]  # what is said of one plan that does
-
-
-def enforce(rules: Iterable[Rule], plan, case) -> None:
-    """Raises ValueError, in the words of the first rule that a single plan breaks."""
-    for rule in rules:
-        if rule.broken(plan, case):
-            raise ValueError(rule.words(plan, case))
-
-
-def _is_not_count(value, least: int):
-    if isinstance(value, np.ndarray):
-        return (value < least) | (value % 1 != 0 if value.dtype.kind == "f" else False)
-    return not isinstance(value, int) or isinstance(value, bool) or value < least
-
-
-def _is_not_among(value, choices: tuple):
-    if hasattr(value, "shape"):  # NaN is the None of a column of numbers
-        known = [value == choice if choice is not None else (value == choice) | (value != value) for choice in choices]
-        return ~np.logical_or.reduce(known)
-    return value not in choices
+def _is_off(value):
+    """Where a flag is set to False, not left open."""
+    return value == 0 if isinstance(value, np.ndarray) else value is False
 
 
 def _leaves_rest(count, degree):
@@ -64,24 +29,6 @@ def _leaves_rest(count, degree):
     if isinstance(degree, int) and degree <= 1:
         return False
     return count % (degree + (degree == 0)) != 0
-
-
-def _field_rule(name: str, general: str, is_wrong: Callable, words: str) -> Rule:
-    return Rule(
-        f"{name} must be {general}",
-        lambda p, c: is_wrong(getattr(p, name)),
-        lambda p, c: f"{name}={getattr(p, name)!r} {words}",
-    )
-
-
-def _count_rule(name: str, least: int) -> Rule:
-    words = f"must be a whole number of at least {least}"
-    return _field_rule(name, "a whole number", lambda value: _is_not_count(value, least), words)
-
-
-def _choice_rule(name: str, choices: tuple) -> Rule:
-    words = f"is not one of {', '.join(map(str, choices))}"
-    return _field_rule(name, "known", lambda value: _is_not_among(value, choices), words)
 
 
 def _pipeline_rule(name: str, default: int) -> Rule:
@@ -96,14 +43,17 @@ def _zero_plus(p) -> str:
     return f"{next(name for name in ZERO_PLUS if getattr(p, name))} (ZeRO++)"
 
 
-def _expert_devices(p) -> str:
-    return f"dp x cp = {p.dp} x {p.cp}" if not p.etp else f"dp x cp x tp / etp = {p.dp} x {p.cp} x {p.tp} / {p.etp}"
-
-
+# ranks of a shard and of a group of experts
+NEST = Rule(
+    "shard and ep must nest",
+    lambda p, c: (
+        (p.shard > 0) & _leaves_rest(p.shard * p.expert_spread, p.ep) & _leaves_rest(p.ep, p.shard * p.expert_spread)
+    ),
+    lambda p, c: f"shard={p.shard} and ep={p.ep}: one must divide the other",
+)
 # of the fields of a plan alone
 ALONE = (
-    *(_count_rule(name, least) for name, least in _LEAST.items()),
-    *(_choice_rule(name, choices) for name, choices in _CHOICES.items()),
+    *FIELDS.values(),
     Rule(
         "etp must divide tp",
         lambda p, c: _leaves_rest(p.tp, p.etp),
@@ -112,11 +62,9 @@ ALONE = (
     Rule(
         "ep must divide dp x cp",
         lambda p, c: _leaves_rest(p.dp * p.cp * p.expert_spread, p.ep),
-        lambda p, c: f"ep={p.ep} does not divide {_expert_devices(p)}",
+        lambda p, c: f"ep={p.ep} does not divide {expert_devices(p)}",
     ),
     *map(_pipeline_rule, ("interleave", "first_layers", "last_layers"), (1, 0, 0)),
-    _field_rule("bucket_bytes", "positive", lambda value: np.logical_not(value > 0), "must be positive"),
-    _field_rule("capacity", "0 or more", lambda value: np.logical_not(value >= 0), "must not be negative"),
     Rule(
         "shard must divide dp x cp",
         lambda p, c: _leaves_rest(p.dp * p.cp, p.shard),
@@ -127,15 +75,7 @@ ALONE = (
         lambda p, c: (p.shard > 0) & (p.zero == 0),
         lambda p, c: f"shard={p.shard} needs zero of at least 1, but zero=0 shards nothing",
     ),
-    Rule(
-        "shard and ep must nest",
-        lambda p, c: (
-            (p.shard > 0)
-            & _leaves_rest(p.shard * p.expert_spread, p.ep)
-            & _leaves_rest(p.ep, p.shard * p.expert_spread)
-        ),
-        lambda p, c: f"shard={p.shard} and ep={p.ep}: one must divide the other",
-    ),
+    NEST,
     Rule(
         "ZeRO++ needs zero=3",
         lambda p, c: (p.qwz | p.hpz | p.qgz) & (p.zero != 3),
@@ -150,6 +90,13 @@ ALONE = (
         "overlap_gather needs zero of 1 or 2",
         lambda p, c: p.overlap_gather & (p.zero != 1) & (p.zero != 2),
         lambda p, c: f"overlap_gather is for zero=1 and zero=2, but zero={p.zero}",
+    ),
+    Rule(
+        "overlap_dp=False needs zero below 3",
+        lambda p, c: _is_off(p.overlap_dp) & (p.zero == 3),
+        lambda p, c: (
+            "overlap_dp=False is for zero below 3: ZeRO-3 reduces beside compute always; prefetch=0 gathers late"
+        ),
     ),
     Rule(
         "an end counts as a layer or has its own layers",
@@ -231,6 +178,11 @@ _TRANSFORMER = (
         lambda p, c: (p.dp > 0) & (not c.sequence),
         lambda p, c: f"{c.model.name} has no sequence of its own; give sequence=, the tokens per sample",
     ),
+    Rule(
+        "lora_rank must not exceed the width",
+        lambda p, c: p.lora_rank > c.model.hidden,
+        lambda p, c: f"lora_rank={p.lora_rank} exceeds the {c.model.hidden} channels of {c.model.name}",
+    ),
     _shape_rule("tp", "the attention heads", lambda c: c.model.heads, "attention heads"),
     Rule(  # where tp is a multiple of them, each tp rank holds one of the heads
         "tp must divide the key-value heads, or be a multiple",
@@ -295,10 +247,19 @@ BATCH = (
             "nor, with a short last micro-batch, of dp"
         ),
     ),
+    Rule(
+        "micro_batch must not exceed the samples of a rank",
+        lambda p, c: p.micro_batch * p.dp > c.global_batch,
+        lambda p, c: (
+            f"micro_batch={p.micro_batch} exceeds the {c.global_batch // p.dp} samples that global_batch="
+            f"{c.global_batch} leaves each of dp={p.dp}; nearest: micro_batch={c.global_batch // p.dp}"
+        ),
+    ),
 )
 
 
 def rules_of(case: Case) -> tuple[Rule, ...]:
     """The rules that apply to a case, in order: of what is given."""
     shape = RECOMMENDATION if isinstance(case.model, DLRM) else _TRANSFORMER
-    return ALONE + (_CLUSTER if case.cluster else ()) + shape + (() if case.global_batch is None else BATCH)
+    batch = () if case.global_batch is None else BATCH
+    return ALONE + (_CLUSTER if case.cluster else ()) + shape + batch + (SOFTWARE if case.software else ())

@@ -6,13 +6,15 @@ rules of `plan_rules`; a `Plan` checks itself by the same rules.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, fields
-from numbers import Number
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from madmax_lib.case import Case
+from madmax_lib.fields import shown
 from madmax_lib.plan_rules import Rule, rules_of
 from madmax_lib.software import OVERLAPS, Software
 
@@ -75,21 +77,25 @@ class Plans:
     def from_table(cls, table: pd.DataFrame) -> Plans:
         """A plan per row; what is missing is at its default.
 
-        Raises ValueError for a column that is no field, or text where numbers stand.
+        Raises ValueError for a column that is no field, or that does not hold numbers, or flags, where these stand.
         """
         defaults = {field.name: field.default for field in fields(cls)}
+        if not table.columns.is_unique:
+            raise ValueError(f"column {table.columns[table.columns.duplicated()][0]!r} is given twice")
         if unknown := [name for name in table.columns if name not in defaults]:
-            raise ValueError(f"column {unknown[0]!r} is not a field of Plan: {', '.join(defaults)}")
+            near = difflib.get_close_matches(str(unknown[0]), defaults, n=3, cutoff=0.0)
+            raise ValueError(f"column {unknown[0]!r} is not a field of Plan; nearest: {', '.join(near)}")
         columns = {"dp": np.broadcast_to(1, len(table))}
         defaults |= dict.fromkeys(OVERLAPS, np.nan)
         defaults["sequence_parallel"] = table["tp"].to_numpy() > 1 if "tp" in table else False
         for name, column in table.items():
             if isinstance(defaults[name], str):
                 column = column.astype("category")  # numbers of a few words: text is slow to compare
+            column = column.astype(object) if column.dtype.kind in "mMc" else column
             missing, column = column.isna().to_numpy(), column.values
             column = np.where(missing, defaults[name], column) if missing.any() else column
             if isinstance(defaults[name], bool) or name == "sequence_parallel":
-                column = column.astype(bool)
+                column = _as_flags(name, column)
             elif isinstance(defaults[name], (int, float)):
                 column = _as_numbers(name, column, whole=isinstance(defaults[name], int))
             columns[name] = column
@@ -138,15 +144,22 @@ class Plans:
         return Plans(**parts)
 
 
+def _as_flags(name: str, column: np.ndarray) -> np.ndarray:
+    """A column of flags, for which 1 and 0 may stand."""
+    if column.dtype != bool and (odd := [value for value in column if value not in (0, 1)]):
+        raise ValueError(f"column {name!r} must hold True or False, but holds {shown(odd[0])}")
+    return column.astype(bool)
+
+
 def _as_numbers(name: str, column: np.ndarray, *, whole: bool) -> np.ndarray:
     """A column as floats, or as integers of 64 bits where all are whole: gaps make floats of them."""
     if whole and column.dtype == np.int64:
         return column
-    odd = [] if column.dtype.kind in "biuf" else [value for value in column if not isinstance(value, Number)]
+    odd = [] if column.dtype.kind in "biuf" else [value for value in column if not isinstance(value, Real)]
     if odd:
-        raise ValueError(f"column {name!r} must hold numbers, but holds {odd[0]!r}")
+        raise ValueError(f"column {name!r} must hold numbers, but holds {shown(odd[0])}")
     numbers = column.astype(float)
-    return numbers.astype(np.int64) if whole and np.isfinite(numbers).all() and not (numbers % 1).any() else numbers
+    return numbers.astype(np.int64) if whole and (abs(numbers) < 2**62).all() and not (numbers % 1).any() else numbers
 
 
 def expert_sharing(sharing, ep, spread=1):

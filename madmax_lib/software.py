@@ -22,6 +22,7 @@ class Software:
     forward_kernels: int = 14  # launches of the forward pass of a dense LLaMA layer
     legacy: bool = False  # of 2021: its products are slower than its kernels explain
     unfused_attention: bool = False  # the scores of attention go through memory
+    score_bytes: float = 10.0  # moved per score then, forward: fused softmax, mask, dropout [arXiv 2205.05198, 4.1]
     fused_loss: bool = False  # cross entropy without fp32 logits
     selective_products: float = 0.0  # share of the products that selective recompute repeats; 0: attention's core alone
 
@@ -35,17 +36,20 @@ class Software:
     sends_block: bool = False  # pipeline messages stop the host: shapes are sent before tensors
     counts_on_host: bool = False  # the host reads how many tokens come before it launches the products of experts
     cpu_async: tuple[str, ...] = ("ddp",)  # of ddp, fsdp: collectives beside which a process on a CPU computes
+    gathers_logits: bool = False  # tp ranks gather the logits before the loss, which is then not split
+    sums_rows: bool = False  # tp ranks sum the results of experts token by expert, before they are weighted and added
     send_once: bool = False  # a token goes once to a rank that has several of its experts
     wire_bytes: float = 2.0  # of a gradient in reductions: 4 is fp32
 
     # what it can launch
+    trains: tuple[str, ...] = ("language", "image", "recommendation")  # models
     tensor_parallel: bool = True
     schedules: tuple[str, ...] = ("gpipe", "1f1b", "zero-bubble")  # of pipelines; empty: pp=1 alone
     interleave: bool = True  # several chunks per stage
     zero: tuple[int, ...] = (0, 1, 2, 3)  # 0 is DDP
     zero_under_pipeline: tuple[int, ...] = (0, 1, 2, 3)
     hybrid_shard: bool = True  # ZeRO in groups, with copies across
-    zero_plus_plus: bool = True  # qwz, hpz, qgz
+    zero_plus_plus: tuple[str, ...] = ("qwz", "hpz", "qgz")
     context: tuple[str, ...] = ("ring", "ulysses")  # empty: cp=1 alone
     expert_placement: tuple[str, ...] = ("dp-cp", "dp-cp-tp")  # its default first: etp=tp or etp=1; empty: ep=1 alone
     ends_as_layers: bool = False  # embedding and head count as layers when stages are cut

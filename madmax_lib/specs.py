@@ -6,7 +6,8 @@ with MATH attention. What a model trains on is in `hardware`, and named here too
 
 from dataclasses import dataclass
 
-from madmax_lib.hardware import Cluster, Device, Host, Link, check_positive
+from madmax_lib.fields import check_fields
+from madmax_lib.hardware import Cluster, Device, Host, Link
 
 __all__ = ["DLRM", "Cluster", "Device", "Host", "Link", "Model", "Transformer"]
 
@@ -52,7 +53,7 @@ class Transformer:
     classes: int = 0  # outputs of the vision transformer's head
 
     def __post_init__(self):
-        check_positive(self, "layers", "hidden", "heads")
+        check_fields(self, "layers", "hidden", "heads")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{self.name}: {name}={getattr(self, name)!r} is not one of {', '.join(known)}")
@@ -71,6 +72,8 @@ class Transformer:
             raise ValueError(f"{self.name}: kv_heads={self.kv_heads} does not divide heads={self.heads}")
         if self.experts and not 0 < self.active_experts <= self.experts:
             raise ValueError(f"{self.name}: active_experts={self.active_experts} is not in 1..{self.experts}")
+        if self.dense_layers > self.layers:
+            raise ValueError(f"{self.name}: dense_layers={self.dense_layers} are more than layers={self.layers}")
 
     @property
     def moe_layers(self) -> int:
@@ -192,7 +195,7 @@ class DLRM:
     active_experts: int = 0
 
     def __post_init__(self):
-        check_positive(self, "tables", "entries", "embedding_dim", "pooling", "mlp_dim")
+        check_fields(self, "tables", "entries", "embedding_dim", "pooling", "mlp_dim")
 
     @property
     def embedding_parameters(self) -> int:

@@ -1,0 +1,95 @@
+"""What may a field or an argument hold? One check in one wording: a wrong value ends in a line that names it."""
+
+import math
+import reprlib
+from collections.abc import Callable
+from dataclasses import fields
+from functools import lru_cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import get_args, get_origin, get_type_hints
+
+__all__ = ["argument", "check_fields", "is_number", "is_whole", "number", "shown", "whole"]
+
+_TOO_LARGE = 2**62
+_NOUNS = {str: "text", bool: "True or False"}
+
+
+def is_whole(value, least: int = 0) -> bool:
+    """Whether a value is a whole number of at least `least` that 64 bits hold; 8.0 is one, True is none."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    return real and (isinstance(value, Integral) or float(value).is_integer()) and least <= value < _TOO_LARGE
+
+
+def is_number(value, least: float = 0.0) -> bool:
+    """Whether a value is a finite number of at least `least`."""
+    return isinstance(value, Real) and not isinstance(value, bool) and least <= value < math.inf
+
+
+def whole(what: str, value, least: int = 0) -> int:
+    """The value as an int. Raises ValueError unless it is a whole number of at least `least`.
+
+    >>> whole("nodes", 2.0)
+    2
+    """
+    if not is_whole(value, least):
+        rule = "above zero" if least == 1 else f"of at least {least}"
+        raise ValueError(f"{what}={shown(value)} must be a whole number {rule}")
+    return int(value)
+
+
+def number(what: str, value, *, positive: bool = False, unknown: bool = False) -> float:
+    """The value. Raises ValueError unless it is finite and not negative; positive: above 0; unknown: or NaN."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ValueError(f"{what}={shown(value)} must be a number")
+    if not ((unknown and value != value) or (is_number(value) and (value or not positive))):
+        rule = "be positive and finite" if positive else "not be negative or infinite"
+        raise ValueError(f"{what}={shown(value)} must {rule}")
+    return value
+
+
+def argument(what: str, value, kind: type, default: Callable | None = None):
+    """The value, or default() for None. Raises ValueError for a value of another kind."""
+    if value is None and default is not None:
+        return default()
+    if not isinstance(value, kind):
+        nouns = [_NOUNS.get(one, f"a {one.__name__}") for one in get_args(kind) or (kind,)]
+        raise ValueError(f"{what}={shown(value)} must be {' or '.join(nouns)}")
+    return value
+
+
+def check_fields(item, *positive: str) -> None:
+    """Raises ValueError, in the field's words, for a field that does not hold what its annotation says.
+
+    Numbers are finite and not negative, those of `positive` above 0, and NaN only where that is the default.
+    """
+    owner = f"{item.name}: " if isinstance(item.name, str) else ""
+    for name, (hint, default) in _hints(type(item)).items():
+        value, what, kinds = getattr(item, name), f"{owner}{name}", get_args(hint) or (hint,)
+        if value is None and NoneType in kinds:
+            continue
+        if int in kinds:
+            object.__setattr__(item, name, whole(what, value, int(name in positive)))
+        elif float in kinds:
+            number(what, value, positive=name in positive, unknown=default != default)
+        elif hint is bool and is_whole(value) and value <= 1:
+            object.__setattr__(item, name, bool(value))
+        else:
+            argument(what, value, hint)
+
+
+@lru_cache(maxsize=32)
+def _hints(kind: type) -> dict[str, tuple]:
+    """Type and default of each field; of a generic type its origin."""
+    hints, defaults = get_type_hints(kind), {field.name: field.default for field in fields(kind)}
+    plain = {name: hint if get_origin(hint) in (None, UnionType) else get_origin(hint) for name, hint in hints.items()}
+    return {name: (plain[name], default) for name, default in defaults.items()}
+
+
+def shown(value) -> str:
+    """A value in the line of an error, shortened."""
+    return " ".join(_SHORT.repr(value).split())
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60

@@ -1,0 +1,16 @@
+"""Which plan does a framework's configuration state, and how is a plan stated in a framework's words?
+
+`read(source)` understands torchtitan (JSON dump, command line, log line, TOML), Megatron-LM (command line, script, YAML
+of arguments), Megatron-Bridge, DeepSpeed and Accelerate; `write(plan, framework)` gives such a text. What each key
+means stands in `data/plan_flags.csv`.
+"""
+
+from madmax_lib.doors import open_room
+
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from madmax_lib.plan_flags.read import Configuration as Configuration, read as read
+    from madmax_lib.plan_flags.write import write as write
+
+__all__ = open_room(__name__)
