@@ -12,7 +12,7 @@ import pandas as pd
 
 import madmax_lib as mm
 from madmax_lib import catalog
-from madmax_lib.planner import plan_of
+from madmax_lib.planner import Space, plan_of
 from madmax_lib.simulator import memory, peak_bytes
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     model, cluster = mm.model("gpt3-175b"), mm.cluster("dgx-a100", nodes=arguments.nodes)
     mm.estimate(model, cluster, mm.Plan(dp=cluster.world_size), global_batch=cluster.world_size)  # tables are read
     start = time.process_time()
-    result = mm.search(model, cluster, arguments.batch, progress=False)
+    result = mm.search(model, cluster, arguments.batch, space=Space(quantised=True), progress=False)
     seconds = time.process_time() - start
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     scalar = scalar_seconds(model, cluster, arguments.batch, result)
