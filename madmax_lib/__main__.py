@@ -1,4 +1,4 @@
-"""python -m madmax_lib run | report | check | train | bench | calibrate | ...: the workbench without a notebook."""
+"""python -m madmax_lib run | report | breakdown | search | train | calibrate ...: the workbench without a notebook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from madmax_lib import __version__
-from madmax_lib.view import commands as runs_commands
+from madmax_lib.view import commands as runs_commands, step_commands, trace_commands
 
 if TYPE_CHECKING:
     from madmax_lib.view.notebooks.runner import Result
@@ -40,10 +40,8 @@ def _parser(named: list[str]) -> argparse.ArgumentParser:
     site = commands.add_parser("site", help="run all notebooks, write their pages and an index of them")
     site.add_argument("-o", "--output", type=Path, help="folder for the pages (default: build/site)")
     site.set_defaults(command=_site)
-    report = commands.add_parser("report", help="one HTML page about a directory of traces")
-    report.add_argument("traces", nargs="+", help="traces, one per rank: files, directories, patterns")
-    report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
-    report.set_defaults(command=_report)
+    for module in (trace_commands, step_commands):
+        module.add(commands)
     runs_commands.add(commands, named)
     return parser
 
@@ -103,25 +101,6 @@ def _execute(paths: list[Path], parameters: dict, build: Path, figures: Path) ->
         status = f"failed: {result.error}" if result.error else "ok"
         print(f"{result.name:<{width}}  {result.seconds:7.1f}  {len(result.figures):7d}  {status}")
     return results
-
-
-def _report(options: argparse.Namespace) -> int:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from madmax_lib.traces.read.kineto import read_trace
-    from madmax_lib.view.notebooks.report import write_report
-
-    if options.output.is_dir():
-        raise IsADirectoryError(f"{options.output}: is a directory, give the name of a file for the report")
-    first, *more = options.traces
-    timeline = read_trace(options.traces if more else first)
-    if not len(timeline):
-        raise ValueError(f"{first}: the trace holds no events")
-    name = Path(first).resolve().name
-    path = write_report(timeline, options.output, title=f"{name} and {len(more)} more" if more else name)
-    print(f"{path}: {len(timeline.ranks)} rank(s), {len(timeline):,} spans")
-    return 0
 
 
 if __name__ == "__main__":

@@ -99,10 +99,10 @@ def test_warnings_are_one_line(tmp_path, capsys):
 def test_report_of_a_directory(tmp_path, capsys):
     output = tmp_path / "report.html"
     assert main(["report", str(dataset("gpt-ddp")), "-o", str(output)]) == 0
-    assert "2 rank(s)" in capsys.readouterr().out and "Who waits for whom" in output.read_text()
+    assert "ranks: 2" in capsys.readouterr().out and "Who waits for whom" in output.read_text()
     files = sorted(map(str, dataset("gpt-ddp").glob("rank*.json.gz")))
     for traces in (files, [str(dataset("gpt-ddp") / "rank*.gz")]):
-        assert main(["report", *traces, "-o", str(output)]) == 0 and "2 rank(s)" in capsys.readouterr().out
+        assert main(["report", *traces, "-o", str(output)]) == 0 and "ranks: 2" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("default")

@@ -1,0 +1,77 @@
+"""What do `estimate`, `search` and `fits` of `python -m madmax_lib` answer about a step that nobody has run?"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from madmax_lib.view.answers import Answer, add_command
+
+__all__ = ["add"]
+
+_SEARCHED = ["plan", "step_s", "low_s", "high_s", "memory_bytes", "mfu", "tokens_per_s", "cost_usd", "energy_j"]
+
+
+def add(commands) -> None:
+    """Add these commands."""
+    estimate = add_command(commands, "estimate", _estimate, help="how long does a step take, with a 90 %% interval")
+    search = add_command(commands, "search", _search, help="the best plans for a model on a cluster")
+    fits = add_command(commands, "fits", _fits, help="does a step fit, what lies where; status 1 if it does not")
+    for parser in (estimate, search, fits):
+        _add_step(parser)
+    estimate.add_argument("plans", nargs="+", metavar="PLAN", help="such as dp2.tp4.z1")
+    fits.add_argument("plan", help="such as dp2.tp4.z1")
+    search.add_argument("--objective", default="time", help="time (default), cost, energy or memory")
+    search.add_argument("--top", type=int, default=10, help="how many plans (default: 10)")
+
+
+def _add_step(parser: ArgumentParser) -> None:
+    """Add what every step needs: model and cluster, the batch, and who trains how."""
+    parser.add_argument("model", help="of the catalog, or a config.json of Hugging Face")
+    parser.add_argument("cluster", help="of the catalog, or the machine.json of a calibration")
+    parser.add_argument("--nodes", type=int, help="of the cluster (default: the catalog's)")
+    parser.add_argument("--devices", type=int, help="over all nodes (default: whole nodes)")
+    parser.add_argument("--global-batch", type=int, required=True, help="samples a step")
+    parser.add_argument("--sequence", type=int, help="tokens a sample (default: the model's)")
+    parser.add_argument("--dtype", default="bf16", help="default: bf16")
+    parser.add_argument("--software", help="that trains: megatron-core, torchtitan, deepspeed, ...")
+
+
+def _step(options: Namespace) -> dict:
+    """Arguments by name that `estimate`, `search` and `fits` take alike."""
+    from madmax_lib import catalog
+
+    cluster = catalog.cluster(options.cluster, options.nodes, options.devices)
+    names = ("global_batch", "sequence", "dtype", "software")
+    return {"model": options.model, "cluster": cluster, **{name: getattr(options, name) for name in names}}
+
+
+def _inputs(options: Namespace) -> list[str]:
+    """What a step's answer was made from."""
+    return [options.model, options.cluster, *([options.software] if options.software else [])]
+
+
+def _estimate(options: Namespace) -> Answer:
+    from madmax_lib.simulator.estimate import estimate
+
+    one, *others = options.plans  # a single plan that is not legal is refused, in a table it is empty
+    table = estimate(**(step := _step(options)), plan_or_table=options.plans if others else one)
+    table.insert(0, "plan", options.plans)
+    about = {"global_batch": options.global_batch, "devices": step["cluster"].world_size}
+    return Answer(table, about, _inputs(options))
+
+
+def _search(options: Namespace) -> Answer:
+    from madmax_lib.planner.search import search
+
+    found = search(**_step(options), objective=options.objective, top=options.top, progress=False)
+    about = {"best": found.best, "evaluated": found.evaluated, "feasible": found.feasible}
+    table = found.table[[name for name in _SEARCHED if name in found.table]]
+    return Answer(table, about, _inputs(options))
+
+
+def _fits(options: Namespace) -> Answer:
+    from madmax_lib.simulator.offload.fits import fits
+
+    result = fits(**_step(options), plan=options.plan)
+    about = {"fits": result.fits, "bound": result.bound, "margin_bytes": result.margins_bytes, "share": result.share}
+    return Answer(result.table, about, _inputs(options), passed=result.fits)

@@ -1,0 +1,121 @@
+"""The envelope of every command, beside what its call in Python gives."""
+
+import csv
+import io
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import madmax_lib as mm
+from madmax_lib.__main__ import main
+from madmax_lib.datasets import PROJECT, dataset
+from madmax_lib.timeline import with_origin
+from madmax_lib.traces import stragglers
+from madmax_lib.view.answers import Answer, envelope, tokens
+
+KEYS = ["schema", "command", "version", "status", "error", "inputs", "summary", "rows", "left_out", "warnings"]
+STEP = ["llama3-8b", "dgx-h100", "--global-batch", "64"]
+COMMANDS = [
+    (["breakdown", "DDP"], lambda t: mm.breakdown(t), 0),
+    (["stragglers", "DDP"], lambda t: stragglers(t), 0),
+    (["compare", "DDP", "FSDP"], lambda t: mm.compare(t, mm.read_trace(dataset("gpt-fsdp"))), 0),
+    (["estimate", *STEP, "dp8.z3", "dp8"], lambda _: mm.estimate(*STEP[:2], ["dp8.z3", "dp8"], global_batch=64), 0),
+    (["fits", *STEP, "dp8"], lambda _: mm.fits(*STEP[:2], "dp8", global_batch=64).table, 1),
+    (["fits", *STEP, "dp8.z3"], lambda _: mm.fits(*STEP[:2], "dp8.z3", global_batch=64).table, 0),
+    (["search", "gpt2", "kaggle-2xt4", "--global-batch", "8", "--dtype", "fp16", "--top", "3"], None, 0),
+]
+
+
+def answered(capsys, *arguments):
+    status = main([str({"DDP": dataset("gpt-ddp"), "FSDP": dataset("gpt-fsdp")}.get(a, a)) for a in arguments])
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call", "status"), COMMANDS, ids=lambda a: " ".join(a) if type(a) is list else ""
+)
+def test_a_command_says_what_its_call_says(capsys, arguments, call, status):
+    said, text = answered(capsys, *arguments, "--json")
+    answer = json.loads(text)
+    assert list(answer) == KEYS and said == answer["status"] == status and answer["error"] is None
+    assert answer["command"] == arguments[0] and answer["rows"] and not any(answer["left_out"].values())
+    assert all({"name", "sha256"} == set(one) for one in answer["inputs"]) and answer["inputs"]
+    if call is not None:
+        table = call(mm.read_trace(dataset("gpt-ddp")))
+        assert len(table) == len(answer["rows"])
+        for name in table.columns:
+            values = [math.nan if row[name] is None else row[name] for row in answer["rows"]]
+            if table[name].dtype.kind in "if":
+                np.testing.assert_allclose(values, table[name], rtol=1e-5, atol=1e-30)
+            else:
+                assert values == table[name].tolist()
+
+
+def test_formats_have_the_same_rows(capsys):
+    rows = json.loads(answered(capsys, "breakdown", "DDP", "--json")[1])["rows"]
+    table = list(csv.DictReader(io.StringIO(answered(capsys, "breakdown", "DDP", "--csv")[1])))
+    assert [float(f"{float(row['comm_s']):.6g}") for row in table] == [row["comm_s"] for row in rows]
+    text, markdown = (answered(capsys, "breakdown", "DDP", *kind)[1] for kind in ([], ["--markdown"]))
+    assert text.splitlines()[-1].split() == [cell.strip() for cell in markdown.splitlines()[-1].split("|")[1:-1]]
+    assert "| ---: |" in markdown and "ranks: 2" in text and "- ranks: 2" in markdown
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_envelope_is_short_and_says_what_it_leaves_out(seed):
+    draw = np.random.default_rng(seed)
+    count, files = int(draw.integers(1, 3000)), int(draw.integers(0, 600))
+    rows = {"name": ["kernel<" + "x" * int(n) for n in draw.integers(0, 5000, count)], "total_s": draw.random(count)}
+    digests = {str(rank): {"name": f"rank{rank}.json", "sha256": draw.bytes(32).hex()} for rank in range(files)}
+    answer = Answer(with_origin(pd.DataFrame(rows), {"files": digests}), {"ranks": files})
+    caught = ["lost"] * int(draw.integers(0, 500))
+    short, whole = (envelope("x", answer, caught, whole=whole) for whole in (False, True))
+    assert tokens(short) <= 2000
+    short, whole = json.loads(short), json.loads(whole)
+    assert not any(whole["left_out"].values()) and [row["name"] for row in whole["rows"]] == rows["name"]
+    for name, left_out in short["left_out"].items():
+        assert len(short[name]) + left_out == len(whole[name])
+    assert len(short["rows"]) > 10 or not short["left_out"]["rows"]
+
+
+def test_what_is_not_finite_is_null_and_text_is_json():
+    odd = {"a": [math.nan, math.inf, 1 / 3], "b": ['"|\n', None, "µ"], "c": [True, False, True], "d": [1, 2**60, -1]}
+    answer = json.loads(envelope("x", Answer(pd.DataFrame(odd), {"none": math.nan, "one": np.float32(1)})))
+    assert [row["a"] for row in answer["rows"]] == [None, None, 0.333333]
+    assert [row["c"] for row in answer["rows"]] == [True, False, True] and answer["rows"][1]["d"] == 2**60
+    assert answer["rows"][0]["b"] == '"|\n' and answer["summary"] == {"none": None, "one": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["breakdown", "/no/such"], "no such file"),
+        (["compare", "DDP"], "compare needs two"),
+        (["estimate", "llama3-8b", "dgx-h100", "--global-batch", "64", "dp3"], "dp"),
+        (["search", "llama9", "dgx-h100", "--global-batch", "64"], "llama9"),
+    ],
+)
+def test_bad_input_is_an_envelope_too(capsys, arguments, message):
+    assert main([str(dataset("gpt-ddp")) if a == "DDP" else a for a in arguments] + ["--json"]) == 2
+    said = capsys.readouterr()
+    answer = json.loads(said.out)
+    assert list(answer) == KEYS and answer["status"] == 2 and answer["rows"] == []
+    assert message in answer["error"] and said.err == f"madmax: {answer['error']}\n"
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_in_the_envelope(tmp_path, capsys):
+    trace = tmp_path / "trace.json"
+    trace.write_text('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": 0, "dur": 1, "tid": 7}]}')
+    assert main(["breakdown", str(trace), "--json"]) == 0
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert "taken as rank 0" in warning
+
+
+def test_a_report_says_where_its_page_is(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    status, text = answered(capsys, "report", str(PROJECT / "traces" / "gpt-ddp"), "-o", str(page), "--json")
+    answer = json.loads(text)
+    assert status == 0 and answer["summary"]["page"] == str(page) and page.exists() and len(answer["rows"]) == 2
