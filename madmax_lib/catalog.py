@@ -23,18 +23,8 @@ from madmax_lib.hardware import DTYPES
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Device, Host, Link, Model, Transformer
 
-__all__ = [
-    "USER_FOLDER",
-    "cluster",
-    "clusters",
-    "data_file",
-    "device",
-    "device_named",
-    "model",
-    "models",
-    "software",
-    "table",
-]
+__all__ = ["USER_FOLDER", "cluster", "clusters", "data_file", "device", "device_named", "model", "models", "software"]
+__all__ += ["table"]
 
 _UNITS = {"": 1.0, "MiB": 2.0**20, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0, "us": 1e-6}
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}

@@ -33,17 +33,8 @@ from madmax_lib.runs.read import Resolved, Run, read_json, read_run, write_json
 from madmax_lib.runs.spec import RunSpec, check
 from madmax_lib.runs.summary import write_summary
 
-__all__ = [
-    "RunError",
-    "gpu_count",
-    "launch",
-    "launch_all",
-    "measure_links",
-    "prepare",
-    "resolve",
-    "sweep",
-    "train_command",
-]
+__all__ = ["RunError", "gpu_count", "launch", "launch_all", "measure_links", "prepare", "resolve", "sweep"]
+__all__ += ["train_command"]
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # for torchrun to end its ranks before it is killed

@@ -15,20 +15,8 @@ import pandas as pd
 from madmax_lib.atomic import write_text
 from madmax_lib.runs.spec import RunSpec
 
-__all__ = [
-    "COLUMNS",
-    "PHASES",
-    "Resolved",
-    "Run",
-    "read_json",
-    "read_run",
-    "read_runs",
-    "read_spec",
-    "read_steps",
-    "runs_table",
-    "with_nulls",
-    "write_json",
-]
+__all__ = ["COLUMNS", "PHASES", "Resolved", "Run", "read_json", "read_run", "read_runs", "read_spec", "read_steps"]
+__all__ += ["runs_table", "with_nulls", "write_json"]
 
 PHASES = ("data", "forward", "backward", "optimizer")  # of a step, also the labels in its traces
 COLUMNS = (

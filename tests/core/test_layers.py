@@ -233,9 +233,9 @@ def test_public_names_have_users():
     for path in MODULES:
         tree = ast.parse((PACKAGE / path).read_text())
         classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-        listed = [node.value for node in tree.body if isinstance(node, ast.Assign)
-                  and getattr(node.targets[0], "id", "") == "__all__" and isinstance(node.value, ast.List)]  # fmt: skip
-        for name in ast.literal_eval(listed[0]) if listed else []:
+        listed = [ast.literal_eval(name) for node in tree.body if isinstance(getattr(node, "value", None), ast.List)
+                  and ast.unparse(node).startswith("__all__ ") for name in node.value.elts]  # fmt: skip
+        for name in listed:
             others = [user for user, found in words.items() if user != PACKAGE / path and name in found]
             if not others and name not in classes and name not in calls:
                 lonely.append(f"{path}: {name}")

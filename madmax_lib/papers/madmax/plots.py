@@ -6,15 +6,8 @@ from matplotlib.axes import Axes
 
 from madmax_lib.view import drawing as draw
 
-__all__ = [
-    "plot_best",
-    "plot_classes",
-    "plot_cloud",
-    "plot_context",
-    "plot_hardware",
-    "plot_scaling",
-    "plot_strategies",
-]
+__all__ = ["plot_best", "plot_classes", "plot_cloud", "plot_context", "plot_hardware", "plot_scaling"]
+__all__ += ["plot_strategies"]
 
 _STRATEGY_COLORS = {
     "fsdp": "#6b6b6b", "ddp": "#b5485d", "tp,ddp": "#2a9d8f", "ddp,tp": "#7a5195", "fsdp,tp": "#c9a227",

@@ -18,17 +18,8 @@ from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.profiles import Profiles
 
-__all__ = [
-    "NODE_ORDERS",
-    "defect_choices",
-    "defect_shares",
-    "model_profiles",
-    "nodes_of",
-    "published",
-    "run_row",
-    "run_rows",
-    "table1_errors",
-]
+__all__ = ["NODE_ORDERS", "defect_choices", "defect_shares", "model_profiles", "nodes_of", "published", "run_row"]
+__all__ += ["run_rows", "table1_errors"]
 
 NODE_ORDERS = (("A100", "V100"), ("V100", "A100"))
 _BATCH, _MODEL_PROFILE = 128, "A100_tp4_bs4"

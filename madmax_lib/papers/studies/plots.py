@@ -6,15 +6,8 @@ from matplotlib.axes import Axes
 
 from madmax_lib.view import drawing as draw
 
-__all__ = [
-    "plot_gelu",
-    "plot_memory_parts",
-    "plot_memory_rows",
-    "plot_mfu",
-    "plot_overlap",
-    "plot_scaling",
-    "plot_steps",
-]
+__all__ = ["plot_gelu", "plot_memory_parts", "plot_memory_rows", "plot_mfu", "plot_overlap", "plot_scaling"]
+__all__ += ["plot_steps"]
 
 _GIB = 2**30
 _BIN = 16  # logged steps per point of a curve

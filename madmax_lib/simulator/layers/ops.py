@@ -13,21 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-__all__ = [
-    "BYTES",
-    "Block",
-    "Comm",
-    "Op",
-    "Precision",
-    "attention",
-    "backward",
-    "gemm",
-    "mirror",
-    "phases",
-    "pointwise",
-    "precision",
-    "wide",
-]
+__all__ = ["BYTES", "Block", "Comm", "Op", "Precision", "attention", "backward", "gemm", "mirror", "phases"]
+__all__ += ["pointwise", "precision", "wide"]
 
 BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5, "int8": 1}
 _FLASH_BACKWARD = 2.5  # five products instead of two: the scores are computed again [arXiv 2205.14135, appendix B]

@@ -36,20 +36,8 @@ from madmax_lib.simulator.memory.states import (
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Device, Model, Transformer
 
-__all__ = [
-    "FRAGMENTATION",
-    "PHASES",
-    "by_phase",
-    "fullest_stage",
-    "held_layers",
-    "memory",
-    "moment_peak",
-    "peak_bytes",
-    "plans_peak_bytes",
-    "stage_bytes",
-    "table_peak_bytes",
-    "usable_bytes",
-]
+__all__ = ["FRAGMENTATION", "PHASES", "by_phase", "fullest_stage", "held_layers", "memory", "moment_peak", "peak_bytes"]
+__all__ += ["plans_peak_bytes", "stage_bytes", "table_peak_bytes", "usable_bytes"]
 
 PHASES = {
     "weights": "always", "gradients": "always", "optimizer": "always", "buckets": "always", "activations": "pass",

@@ -32,15 +32,7 @@ from madmax_lib.simulator.offload.placement import (
 from madmax_lib.software import Software
 from madmax_lib.specs import Cluster, Model, Transformer
 
-__all__ = [
-    "FitsResult",
-    "fits",
-    "gpt_shape",
-    "largest_model",
-    "moments",
-    "room_bytes",
-    "shares_that_fit",
-]
+__all__ = ["FitsResult", "fits", "gpt_shape", "largest_model", "moments", "room_bytes", "shares_that_fit"]
 
 _SHARES, _ROUNDS = np.linspace(0.0, 1.0, 101), 3  # the least share to 1e-8
 _HOST_RESERVED = 0.05  # of host memory, for the system and the processes; a round number

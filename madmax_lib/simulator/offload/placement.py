@@ -20,20 +20,8 @@ from madmax_lib.simulator.memory.states import software_of, stage_parameters, st
 from madmax_lib.simulator.offload.chunks import chunk_waste
 from madmax_lib.specs import DLRM
 
-__all__ = [
-    "METHODS",
-    "PLACES",
-    "Method",
-    "Policy",
-    "Split",
-    "as_table",
-    "bytes_by_place",
-    "device_peak",
-    "normalised",
-    "peaks_by_place",
-    "split_of",
-    "streams_gradients",
-]
+__all__ = ["METHODS", "PLACES", "Method", "Policy", "Split", "as_table", "bytes_by_place", "device_peak", "normalised"]
+__all__ += ["peaks_by_place", "split_of", "streams_gradients"]
 
 PLACES = ("device", "host", "nvme")
 _PHASES = PHASES | {

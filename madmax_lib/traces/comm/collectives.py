@@ -21,16 +21,8 @@ from madmax_lib.traces.comm.bounds import longest_transfer_s
 from madmax_lib.traces.comm.call_metadata import call_metadata
 from madmax_lib.units import NS_PER_S
 
-__all__ = [
-    "arrivals",
-    "bandwidths",
-    "bus_factor",
-    "by_group",
-    "calls",
-    "exposed_by_collective",
-    "unseen_waits",
-    "waiting",
-]
+__all__ = ["arrivals", "bandwidths", "bus_factor", "by_group", "calls", "exposed_by_collective", "unseen_waits"]
+__all__ += ["waiting"]
 
 _TELLS = ("collective", "group", "group_size", "dtype", "size_bytes", "sequence", "source_rank", "target_rank")
 _TIMES = {"total_s": "sum", "mean_s": "mean", "min_s": "min", "max_s": "max"}

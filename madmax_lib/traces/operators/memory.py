@@ -24,16 +24,8 @@ from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.units import NS_PER_S
 
-__all__ = [
-    "BEFORE",
-    "CATEGORIES",
-    "allocations",
-    "growth",
-    "held_at_peak",
-    "memory_timeline",
-    "peak",
-    "read_memory_timeline",
-]
+__all__ = ["BEFORE", "CATEGORIES", "allocations", "growth", "held_at_peak", "memory_timeline", "peak"]
+__all__ += ["read_memory_timeline"]
 
 # by their number in the raw export [torch.profiler._memory_profiler, order of _CATEGORY_TO_COLORS]
 CATEGORIES = ("parameter", "optimizer_state", "input", "temporary", "activation", "gradient", "autograd_detail",

@@ -10,18 +10,8 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "EXACT",
-    "FAR_NS",
-    "QUICK",
-    "SOURCE_KEY",
-    "Args",
-    "Event",
-    "NotATrace",
-    "OtherContent",
-    "RawTrace",
-    "TraceWarning",
-]
+__all__ = ["EXACT", "FAR_NS", "QUICK", "SOURCE_KEY", "Args", "Event", "NotATrace", "OtherContent", "RawTrace"]
+__all__ += ["TraceWarning"]
 
 
 EXACT = Context(prec=50, Emin=-400, Emax=400, traps=[]).create_decimal
