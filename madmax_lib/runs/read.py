@@ -46,23 +46,15 @@ _QUANTITIES = ("samples_per_s", "tokens_per_s", "mfu", "hfu", "utilization", "lo
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a launch works out from a spec before the ranks start; "resolved" in spec.json.
+    """What a launch works out from a spec before the ranks start; "resolved" in spec.json."""
 
-    plan: text form, with the micro-batch.
-    ranks: processes.
-    device: cpu or cuda.
-    data, tokenizer: those that are used.
-    data_note: why that is not the data asked for, else empty ("").
-    starts: the steps that the run was and is started at; at the last it goes on ((0,)).
-    """
-
-    plan: str
-    ranks: int
-    device: str
-    data: str
+    plan: str  # text form, with the micro-batch
+    ranks: int  # processes
+    device: str  # cpu or cuda
+    data: str  # that is used, as is the tokenizer
     tokenizer: str
-    data_note: str = ""
-    starts: tuple[int, ...] = (0,)
+    data_note: str = ""  # why that is not the data asked for, else empty
+    starts: tuple[int, ...] = (0,)  # the steps that the run was and is started at; at the last it goes on
 
     def __post_init__(self):
         object.__setattr__(self, "starts", tuple(self.starts))  # JSON has lists

@@ -40,24 +40,16 @@ class DataWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Data:
-    """A dataset: its samples by split and number, and batches of them.
+    """A dataset: its samples by split and number, and batches of them."""
 
-    name: of the dataset that is used.
-    kind: images or text.
-    sizes: samples of train and validation.
-    read: by split, samples (n,) to inputs and targets: images (n, 3, H, W) and labels (n,), or both tokens (n, S).
-    classes: labels of images (0).
-    vocab: tokens of the tokenizer (0).
-    note: why it is not the dataset asked for, else empty ("").
-    """
-
-    name: str
-    kind: str
-    sizes: dict[str, int]
+    name: str  # of the dataset that is used
+    kind: str  # images or text
+    sizes: dict[str, int]  # samples of train and validation
+    # by split, samples (n,) to inputs and targets: images (n, 3, H, W) and labels (n,), or both tokens (n, S)
     read: dict[str, Read]
-    classes: int = 0
-    vocab: int = 0
-    note: str = ""
+    classes: int = 0  # labels of images
+    vocab: int = 0  # tokens of the tokenizer
+    note: str = ""  # why it is not the dataset asked for, else empty
 
     def batch(
         self, step: int, size: int, seed: int = 0, split: str = "train", share: tuple[int, int] = (0, 1)

@@ -20,24 +20,15 @@ __all__ = ["SOURCES", "read"]
 
 @dataclass(frozen=True)
 class _Source:
-    """A real dataset.
+    """A real dataset."""
 
-    path: its name in Hugging Face's hub.
-    columns: image and label, or text, or question and answer.
-    splits: names of the training and validation part; one name alone is cut, the last 2 % are for validation.
-    classes: labels of images, 0 for text (0).
-    config: variant of the dataset (None).
-    files: one of its files, where all would be too many (None).
-    answers: texts of the labels, where these are numbers (()).
-    """
-
-    path: str
-    columns: tuple[str, ...]
-    splits: tuple[str, ...]
-    classes: int = 0
-    config: str | None = None
-    files: str | None = None
-    answers: tuple[str, ...] = ()
+    path: str  # its name in Hugging Face's hub
+    columns: tuple[str, ...]  # image and label, or text, or question and answer
+    splits: tuple[str, ...]  # training and validation part; one name alone is cut, the last 2 % are for validation
+    classes: int = 0  # labels of images, 0 for text
+    config: str | None = None  # variant of the dataset
+    files: str | None = None  # one of its files, where all would be too many
+    answers: tuple[str, ...] = ()  # texts of the labels, where these are numbers
 
 
 SOURCES = {

@@ -24,24 +24,15 @@ _RAPL, _RAPL_LIMIT = Path("/sys/class/powercap"), "constraint_0_power_limit_uw"
 
 
 class Reading(NamedTuple):
-    """All devices at one moment; what is unknown is NaN.
+    """All devices at one moment; what is unknown is NaN."""
 
-    t_s: of `time.perf_counter`.
-    power_w: sum.
-    energy_j: sum, counted from any origin.
-    clock_hz: the lowest.
-    temperature_c: the highest.
-    throttle: NVML's reasons of all devices, as bits (0).
-    utilization: mean share of the time that a kernel was running, by NVML over up to a second (0..1).
-    """
-
-    t_s: float
-    power_w: float = nan
-    energy_j: float = nan
-    clock_hz: float = nan
-    temperature_c: float = nan
-    throttle: int = 0
-    utilization: float = nan
+    t_s: float  # of `time.perf_counter`
+    power_w: float = nan  # sum
+    energy_j: float = nan  # sum, counted from any origin
+    clock_hz: float = nan  # the lowest
+    temperature_c: float = nan  # the highest
+    throttle: int = 0  # NVML's reasons of all devices, as bits
+    utilization: float = nan  # mean share 0..1 of the time that a kernel was running, by NVML over up to a second
 
 
 COLUMNS = Reading._fields

@@ -24,17 +24,12 @@ Share = tuple[int, int]  # a rank's number in a dimension, and how many they are
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of a global batch.
+    """A rank's part of a global batch."""
 
-    inputs, targets: of this rank.
-    samples: of the global batch.
-    positions: targets of the global batch, masked ones too.
-    """
-
-    inputs: Tensor
+    inputs: Tensor  # of this rank, as are the targets
     targets: Tensor
-    samples: int
-    positions: int
+    samples: int  # of the global batch
+    positions: int  # targets of the global batch, masked ones too
 
 
 def split(batch: Mapping[str, Tensor], spec: Transformer, device: torch.device, dp: int, cp: Share = (0, 1)) -> Part:

@@ -24,18 +24,12 @@ __all__ = ["LossScale", "finish", "norm", "sum_tied"]
 
 @dataclass
 class LossScale:
-    """What a loss is multiplied by before the backward pass.
-
-    value: the factor (1).
-    dynamic: whether it changes (False).
-    good_steps: since the last overflow (0).
-    growth_interval: good steps after which it doubles (2000).
-    """
+    """What a loss is multiplied by before the backward pass."""
 
     value: float = 1.0
-    dynamic: bool = False
-    good_steps: int = 0
-    growth_interval: int = 2000
+    dynamic: bool = False  # whether it changes
+    good_steps: int = 0  # since the last overflow
+    growth_interval: int = 2000  # good steps after which it doubles
 
     def update(self, overflow: bool) -> None:
         """Halve after an overflow, double after `growth_interval` steps without one."""

@@ -23,23 +23,16 @@ _NORM_BYTES = 4  # an RMSNorm of several kernels keeps its input in fp32
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes that one layer may keep, one micro-batch; floats or arrays.
+    """Bytes that one layer may keep, one micro-batch; floats or arrays."""
 
-    input: what full recompute keeps. hidden: inputs of norms and matrix products of width h, with dropout masks.
-    projections: queries, keys, values and the input of the output projection. core: scores and their dropout, or the
-    row sums of fused attention. feed_forward: inside of the feed-forward part. products: what torch's selective
-    recompute keeps, the layer's input, attention's output and every second matrix product. passing: gradients on
-    their way through the largest block. shards: devices that share a tensor of width h.
-    """
-
-    input: float
-    hidden: float
-    projections: float
-    core: float
-    feed_forward: float
-    products: float
-    passing: float
-    shards: float = 1
+    input: float  # what full recompute keeps
+    hidden: float  # inputs of norms and matrix products of width h, with dropout masks
+    projections: float  # queries, keys, values and the input of the output projection
+    core: float  # scores and their dropout, or the row sums of fused attention
+    feed_forward: float  # inside of the feed-forward part
+    products: float  # kept by torch's selective recompute: input, attention's output, every second matrix product
+    passing: float  # gradients on their way through the largest block
+    shards: float = 1  # devices that share a tensor of width h
 
     @property
     def whole(self):

@@ -51,22 +51,14 @@ def software_of(name: str, dtype: str) -> Software:
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Parameters of a pipeline stage on one device, before ZeRO shards them; numbers or arrays.
+    """Parameters of a pipeline stage on one device, before ZeRO shards them; numbers or arrays."""
 
-    dense: all but routed experts.
-    experts: routed experts, after ep and etp have split them.
-    ends: those of embedding and head, which `dense` includes.
-    block: of the largest layer.
-    routed: those of them that are routed experts.
-    adapted: of the adapters of attention's products, per rank [NeMo, llama2_70b_lora of MLPerf 4.0].
-    """
-
-    dense: float
-    experts: float
-    ends: float
-    block: float
-    routed: float = 0
-    adapted: float = 0
+    dense: float  # all but routed experts
+    experts: float  # routed experts, after ep and etp have split them
+    ends: float  # those of embedding and head, which `dense` includes
+    block: float  # of the largest layer
+    routed: float = 0  # those of them that are routed experts
+    adapted: float = 0  # of the adapters of attention's products, per rank [NeMo, llama2_70b_lora of MLPerf 4.0]
 
 
 def stage_parameters(model: Transformer, p: Plans, stage, layers, mixtures) -> StageParameters:

@@ -22,16 +22,11 @@ _ADAM_SHARE = 0.45
 
 @dataclass(frozen=True)
 class Rates:
-    """What one device has of its host, in bytes/s.
+    """What one device has of its host, in bytes/s."""
 
-    link: copies to or from the device, one way.
-    adam: achieved traffic of host memory.
-    nvme_read, nvme_write: of the drives (default 0: there are none).
-    """
-
-    link: float
-    adam: float
-    nvme_read: float = 0.0
+    link: float  # copies to or from the device, one way
+    adam: float  # achieved traffic of host memory
+    nvme_read: float = 0.0  # of the drives; 0: there are none
     nvme_write: float = 0.0
 
     def adam_s(self, parameters: float) -> float:
@@ -60,22 +55,14 @@ def rates(cluster: Cluster) -> Rates:
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What an offloaded step needs to know beside its plan.
+    """What an offloaded step needs to know beside its plan."""
 
-    method: what may leave the device.
-    split: shares that have left it; arrays for many shares at once.
-    rates: of the host.
-    micro_batches: per step.
-    delayed: the update runs beside the next step (default False).
-    checkpoint_bytes: of a layer and micro-batch (default 0: they stay on the device).
-    """
-
-    method: Method
-    split: Split
-    rates: Rates
-    micro_batches: int
-    delayed: bool = False
-    checkpoint_bytes: float = 0.0
+    method: Method  # what may leave the device
+    split: Split  # shares that have left it; arrays for many shares at once
+    rates: Rates  # of the host
+    micro_batches: int  # per step
+    delayed: bool = False  # the update runs beside the next step
+    checkpoint_bytes: float = 0.0  # of a layer and micro-batch; 0: they stay on the device
 
     @property
     def returned(self) -> float | np.ndarray:

@@ -28,20 +28,13 @@ _WIDTH = 2  # bytes of a weight or gradient on its way
 
 @dataclass(frozen=True)
 class OffloadTimes:
-    """Exposed seconds of a step, (k,) each.
+    """Exposed seconds of a step, (k,) each."""
 
-    share: of what may leave the device.
-    passes_s: passes that wait for weights or checkpoints.
-    drain_s: gradients after the last pass.
-    update_s: the device updates its share of the states.
-    host_s: what the host takes longer for its own.
-    """
-
-    share: np.ndarray
-    passes_s: np.ndarray
-    drain_s: np.ndarray
-    update_s: np.ndarray
-    host_s: np.ndarray
+    share: np.ndarray  # of what may leave the device
+    passes_s: np.ndarray  # passes that wait for weights or checkpoints
+    drain_s: np.ndarray  # gradients after the last pass
+    update_s: np.ndarray  # the device updates its share of the states
+    host_s: np.ndarray  # what the host takes longer for its own
 
     @property
     def total_s(self) -> np.ndarray:
@@ -97,17 +90,13 @@ def _offloaded(case: Case, shares, policy: Policy) -> Offloaded:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Seconds on the links of a layer, the embedding or the head, (k,) each.
+    """Seconds on the links of a layer, the embedding or the head, (k,) each."""
 
-    read_s, load_s: weights from the drives, and to the device.
-    copy_s, sum_s, drive_s: gradients to the host, added up by it, and written to the drives.
-    """
-
-    read_s: np.ndarray
-    load_s: np.ndarray
-    copy_s: np.ndarray
-    sum_s: np.ndarray
-    drive_s: np.ndarray
+    read_s: np.ndarray  # weights from the drives
+    load_s: np.ndarray  # and to the device
+    copy_s: np.ndarray  # gradients to the host
+    sum_s: np.ndarray  # added up by it
+    drive_s: np.ndarray  # and written to the drives
 
     @property
     def drain_s(self) -> np.ndarray:
@@ -117,24 +106,18 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Stage:
-    """The first pipeline stage: what a device computes for a micro-batch, and what its links carry meanwhile.
-
-    layers: of the stage; parameters: that a device owns, updated in `tiles`.
-    layer, embedding, head: seconds on the links.
-    forward_s, backward_s: passes of a layer; head_forward_s, head_backward_s: of the head.
-    checkpoint_s: a layer's checkpoint to the device.
-    """
+    """The first pipeline stage: what a device computes for a micro-batch, and what its links carry meanwhile."""
 
     layers: int
-    parameters: float
+    parameters: float  # that a device owns, updated in `tiles`
     layer: _Unit
     embedding: _Unit
     head: _Unit
-    forward_s: float
+    forward_s: float  # passes of a layer
     backward_s: float
     head_forward_s: float
     head_backward_s: float
-    checkpoint_s: float
+    checkpoint_s: float  # a layer's checkpoint to the device
 
     @property
     def tiles(self) -> int:

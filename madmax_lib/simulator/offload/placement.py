@@ -36,22 +36,15 @@ _WINDOW = 2  # layers whose gradients or checkpoints are on their way at once: o
 
 @dataclass(frozen=True)
 class Method:
-    """What 16-bit training with Adam holds, and what of it may leave the device.
+    """What 16-bit training with Adam holds, and what of it may leave the device."""
 
-    gradients, optimizer, weights: bytes per parameter (weights: default 2).
-    moves_weights: weights leave the device too (default True).
-    to: where the states go, host (default) or nvme.
-    buffer: bytes reserved there for each byte kept (default 1).
-    checkpoints: those of activations leave too (default False).
-    """
-
-    gradients: float
+    gradients: float  # bytes per parameter
     optimizer: float
-    moves_weights: bool = True
-    to: str = "host"
-    buffer: float = 1.0
-    checkpoints: bool = False
-    weights: float = 2.0
+    moves_weights: bool = True  # weights leave the device too
+    to: str = "host"  # or nvme: where the states go
+    buffer: float = 1.0  # bytes reserved there for each byte kept
+    checkpoints: bool = False  # those of activations leave too
+    weights: float = 2.0  # bytes per parameter
 
 
 # optimizer: 2 on the device, 2 + 12 on the host [arXiv 2101.06840]. all: DeepSpeed's estimator for ZeRO-3 counts 18
@@ -96,14 +89,10 @@ class Policy:
 
 @dataclass(frozen=True)
 class Split:
-    """What lies off the device, each a share 0..1 or an array of them.
+    """What lies off the device, each a share 0..1 or an array of them."""
 
-    states: of the optimizer's states and of the gradients.
-    weights: of the 16-bit weights.
-    """
-
-    states: float | np.ndarray
-    weights: float | np.ndarray
+    states: float | np.ndarray  # of the optimizer's states and of the gradients
+    weights: float | np.ndarray  # of the 16-bit weights
 
 
 def normalised(case: Case) -> Case:

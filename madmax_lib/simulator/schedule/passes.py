@@ -16,16 +16,11 @@ MESSAGE, BEFORE = -1, -2
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The work of a micro-batch of one size.
+    """The work of a micro-batch of one size."""
 
-    chunks: blocks [stage][chunk].
-    prices: of their ops and collectives.
-    sent_bytes: by a device to the next pipeline stage.
-    """
-
-    chunks: list[list[list[Block]]]
-    prices: Prices
-    sent_bytes: float = 0.0
+    chunks: list[list[list[Block]]]  # [stage][chunk]
+    prices: Prices  # of their ops and collectives
+    sent_bytes: float = 0.0  # by a device to the next pipeline stage
 
 
 class Pass:
