@@ -4,9 +4,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["find_traces", "iteration_folder", "rank_in_name"]
+__all__ = ["EXPORT_SUFFIX", "find_traces", "iteration_folder", "rank_in_name"]
 
-_TRACE_SUFFIXES = (".json", ".gz")
+EXPORT_SUFFIX = ".sqlite"  # of Nsight Systems
+_TRACE_SUFFIXES = (".json", ".gz", EXPORT_SUFFIX)
 _ITERATION = re.compile(r"iteration_(\d+)$")
 
 
@@ -27,6 +28,10 @@ def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None
         return find_traces(matches, iteration)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or directory")
+    if path.suffix == ".nsys-rep":
+        raise ValueError(
+            f"{path}: only Nsight Systems reads its reports; nsys export --type sqlite writes what is read here"
+        )
     if not path.is_dir():
         return [path]
     traces = _in_folder(path)
@@ -36,7 +41,7 @@ def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None
     if not traces:
         inside = [folder.name for folder in sorted(path.iterdir()) if folder.is_dir() and _in_folder(folder)]
         hint = f"; its folders {', '.join(inside[:5])} have some" if inside else ""
-        raise ValueError(f"{path}: no trace files (.json, .json.gz) in this directory{hint}")
+        raise ValueError(f"{path}: no trace files (.json, .json.gz, .sqlite) in this directory{hint}")
     return traces
 
 
@@ -54,6 +59,7 @@ def rank_in_name(path: Path) -> int | None:
 
 def _in_folder(folder: Path) -> list[Path]:
     files = [p for p in folder.iterdir() if p.is_file() and p.suffix in _TRACE_SUFFIXES and not p.name.startswith(".")]
+    files = [p for p in files if p.suffix != EXPORT_SUFFIX] or files  # a database beside traces is not one of them
     return sorted(files, key=lambda p: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", p.name)])
 
 

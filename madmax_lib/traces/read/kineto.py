@@ -18,7 +18,7 @@ from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import Timeline, concat
 from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.events import OtherContent, TraceWarning
-from madmax_lib.traces.read.files import find_traces, iteration_folder, rank_in_name
+from madmax_lib.traces.read.files import EXPORT_SUFFIX, find_traces, iteration_folder, rank_in_name
 from madmax_lib.traces.read.jobs import one_job
 from madmax_lib.traces.read.parallel import read_all
 from madmax_lib.traces.read.side_tables import side_tables_of
@@ -39,7 +39,7 @@ def read_trace(
     kinds: str | Path | None = None,
     client: Client | None = None,
 ) -> Timeline:
-    """Read traces of one or many ranks.
+    """Read traces of one or many ranks: the profiler's, or SQLite exports of Nsight Systems (`nsys`).
 
     source: a file (plain or gzip, whatever its name), a pattern such as runs/*/rank*.json, a directory, or a list of
     them. Of a directory all traces, or those of the newest `iteration_N` folder in torchtitan's layout; of several
@@ -53,7 +53,10 @@ def read_trace(
     read = partial(_read_one, hta=hta_compatible, user_kinds=kinds)
     listed = isinstance(source, (list, tuple))
     in_folder = not listed and Path(source).expanduser().is_dir()
-    timelines, failures = _read_files(find_traces(source, iteration), read, client)
+    paths = find_traces(source, iteration)
+    if exports := [path for path in paths if path.suffix == EXPORT_SUFFIX]:
+        return _read_exports(exports, paths, hta_compatible, kinds)
+    timelines, failures = _read_files(paths, read, client)
     below = in_folder and iteration_folder(Path(source).expanduser()) is not None
     if not timelines and below:
         newest = iteration_folder(Path(source).expanduser(), iteration)
@@ -72,6 +75,17 @@ def read_trace(
     by_rank = {timeline.ranks[0]: timeline for timeline in timelines.values()}
     whole = concat(list((hta_rows(by_rank) if hta_compatible else by_rank).values()))
     return _with_provenance(whole, whole.side_tables, unread=unread) if unread else whole
+
+
+def _read_exports(exports: list[Path], paths: list[Path], hta: bool, kinds: str | Path | None) -> Timeline:
+    from madmax_lib.traces.read.nsys import read_exports
+
+    if hta:
+        raise ValueError(f"{exports[0]}: hta_compatible is of PyTorch's traces; HTA reads no exports of Nsight Systems")
+    if len(exports) < len(paths):
+        other = next(path for path in paths if path not in exports)
+        raise ValueError(f"{exports[0]} of Nsight Systems beside {other}: give the files of one of them")
+    return read_exports(exports, kinds)
 
 
 def _read_files(paths: list[Path], read, client) -> tuple[dict[Path, Timeline], dict[Path, Exception]]:
