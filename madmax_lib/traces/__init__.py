@@ -33,6 +33,11 @@ if TYPE_CHECKING:
         op_names as op_names,
     )
     from madmax_lib.traces.export import export_trace as export_trace
+    from madmax_lib.traces.flight_recorder import (
+        flight_calls as flight_calls,
+        flight_findings as flight_findings,
+        lateness as lateness,
+    )
     from madmax_lib.traces.operators.memory import (
         allocations as allocations,
         growth as growth,

@@ -1,4 +1,4 @@
-"""What do `breakdown`, `compare`, `stragglers` and `report` of `python -m madmax_lib` answer about traces?"""
+"""What do `breakdown`, `compare`, `stragglers`, `flight` and `report` of `python -m madmax_lib` answer about traces?"""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def add(commands) -> None:
     compare.add_argument("--operations", action="store_true", help="a row per operation")
     stragglers = add_command(commands, "stragglers", _stragglers, help="who arrives last, and what it costs the others")
     stragglers.add_argument("traces", **_TRACES)
+    flight = add_command(commands, "flight", _flight, help="who hangs a job: dumps of PyTorch's flight recorder")
+    flight.add_argument("dumps", help="directory with one dump per rank, such as nccl_trace_rank_0")
     report = add_command(commands, "report", _report, help="one HTML page about a directory of traces")
     report.add_argument("traces", **_TRACES)
     report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
@@ -73,6 +75,15 @@ def _stragglers(options: Namespace) -> Answer:
         about["slowdown_by_kind"] = dict(without.by_kind)
         table.insert(1, "slowdown", table["rank"].map(without.by_rank))
     return Answer(table, about)
+
+
+def _flight(options: Namespace) -> Answer:
+    from madmax_lib.traces.flight_recorder import flight_calls, flight_findings, lateness
+
+    calls = flight_calls(options.dumps)
+    findings, late = flight_findings(calls), lateness(calls).head(3)
+    about = {"ranks": len(calls.attrs["dumped"]), "calls": len(calls), "latest": late.to_dict("records")}
+    return Answer(findings, about, passed=findings.empty)
 
 
 def _report(options: Namespace) -> Answer:
