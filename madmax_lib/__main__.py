@@ -40,6 +40,9 @@ def _parser(named: list[str]) -> argparse.ArgumentParser:
     site = commands.add_parser("site", help="run all notebooks, write their pages and an index of them")
     site.add_argument("-o", "--output", type=Path, help="folder for the pages (default: build/site)")
     site.set_defaults(command=_site)
+    agent = commands.add_parser("mcp", help="serve the commands that answer in JSON to a coding agent")
+    agent.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="the only places that it may read")
+    agent.set_defaults(command=_mcp)
     for module in (trace_commands, step_commands):
         module.add(commands)
     runs_commands.add(commands, named)
@@ -63,6 +66,13 @@ def _run(options: argparse.Namespace) -> int:
     results = _execute([paths[name] for name in chosen], parameters, build, figures)
     print(f"executed notebooks and HTML in {build}, figures in {figures}")
     return 1 if any(result.error for result in results) else 0
+
+
+def _mcp(options: argparse.Namespace) -> int:
+    from madmax_lib.view.mcp_server import server
+
+    server(options.folders, main).run("stdio")
+    return 0
 
 
 def _site(options: argparse.Namespace) -> int:
