@@ -26,6 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError, ImportError) as error:
         print(f"madmax: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("madmax: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser(named: list[str]) -> argparse.ArgumentParser:

@@ -190,6 +190,7 @@ def _rows(what: str, name: str) -> tuple[str, list[dict]]:
     if not (found := names.get(plain := _plain(what, name))):
         near = dict.fromkeys(names[key] for key in difflib.get_close_matches(plain, names, n=6, cutoff=0.0))
         add = f"add it to {file}.csv in the folder {USER_FOLDER}, or pass a {what.title()} of your own"
+        add += "; those that runs alone know are mm.RunSpec(model=...).shapes" if what == "model" else ""
         raise ValueError(f"unknown {what} {name!r}; nearest: {', '.join([*near][:3])}; {add}")
     return found, rows[found]
 

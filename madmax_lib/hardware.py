@@ -10,6 +10,8 @@ from madmax_lib.fields import check_fields, number, shown
 
 __all__ = ["DTYPES", "Cluster", "Device", "Host", "Link", "dtype_named"]
 
+_FAMILIES = ("ampere", "hopper", "blackwell", "cpu", "other")
+
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
 _SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 _SPELLINGS |= {"float64": "fp64", "double": "fp64", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
@@ -27,7 +29,7 @@ class Device:
     peak_flops: dense peak in FLOP/s by dtype of `DTYPES`, with fp32 accumulation; what is not in it, it cannot compute.
     tdp_w: power limit in W (default NaN: unknown).
     usd_per_hour: price of an hour (default NaN: unknown).
-    family: architecture whose fitted constants it has (default other: none are fitted).
+    family: architecture whose fitted constants it has: ampere, hopper, blackwell, or cpu (default other: none).
     rate_class: device whose fitted constant `device_rate` it has (default other: the family's rate is its own).
     sms: streaming multiprocessors, of AMD compute units (default 0: unknown).
     l2_bytes: second-level cache (default NaN: unknown).
@@ -48,10 +50,10 @@ class Device:
 
     def __post_init__(self):
         check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
+        if self.family not in _FAMILIES:
+            raise ValueError(f"{self.name}: family={shown(self.family)} is not one of {', '.join(_FAMILIES)}")
         if not self.peak_flops:
-            raise ValueError(
-                f"{self.name}: peak_flops={{}} leaves no dtype to compute in; give one of {', '.join(DTYPES)}"
-            )
+            raise ValueError(f"{self.name}: peak_flops={{}}: give one of {', '.join(DTYPES)} to compute in")
         for dtype, peak in self.peak_flops.items():
             number(f"{self.name}: peak_flops of {dtype_named(dtype)}", peak, positive=True)
 

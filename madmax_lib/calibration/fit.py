@@ -111,7 +111,7 @@ def update(rows: pd.DataFrame | str | Path, begin: Parameters | None = None) -> 
     further part of the prior width of each constant, by which a stack may differ from those of the fit. Software
     that has no rows in the fit moves `stack_rate:other`; predictions then name the same software, or none. The
     covariance and with it the intervals shrink; on the rows themselves the mean error never grows. Raises ValueError
-    with a line for each row that cannot be used.
+    for rows that cannot be used, with the reason of the first.
 
     >>> rows = pd.DataFrame({"model": "llama3-8b", "gpu": "h100", "n_gpus": [8, 16], "global_batch": [16, 32],
     ...     "zero_stage": 3, "software": "torchtitan", "iteration_time_s": [3.2, 3.3]})
@@ -124,8 +124,9 @@ def update(rows: pd.DataFrame | str | Path, begin: Parameters | None = None) -> 
         rows = read_rows(rows)
     if (refused := rows[~usable(rows)]).size or rows.empty:
         reasons = refused["reason"].where(refused["reason"] != "", "no time is measured")
-        lines = [f"row {index}: {reason}" for index, reason in reasons.items()]
-        raise ValueError("\n".join(lines) or "rows: there are none")
+        others = f" ({len(refused) - 1} more rows cannot be used)" if len(refused) > 1 else ""
+        lines = (f"row {index}: {reason}{others}" for index, reason in reasons.items())
+        raise ValueError(next(lines, "rows: there are none"))
     steps, measured_s = to_steps(rows), rows["measured_s"].to_numpy(float)
     predicted_s = step_s(steps, begin)
     for row in np.flatnonzero(np.abs(np.log(measured_s / predicted_s)) > np.log(_FARTHEST)):

@@ -6,12 +6,15 @@ A row that cannot be timed keeps its place with `supported=False` and the reason
 
 from __future__ import annotations
 
+import difflib
+import warnings
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.calibration.row_facts import (
     completed,
     machine_of,
@@ -30,6 +33,7 @@ from madmax_lib.plans import legal
 from madmax_lib.simulator.rates.parameters import start
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.step_time import step_time
+from madmax_lib.software import OVERLAPS
 
 __all__ = ["model_flops", "read_rows", "to_steps", "to_table"]
 
@@ -52,13 +56,15 @@ _ABOUT = ["source", "model", "repository", "group", "n_gpus", "recompute_stated"
 _JUDGED = ["supported", "consistent", "reason", "measured_s", "case"]
 _PLAN = ["dp", "tp", "pp", "cp", "ep", "zero", "micro_batch", "interleave", "recompute", "attention"]
 _FACTS = ["kind", "software", "gpu", "family", "dtype", "global_batch", *_PLAN]
+# columns that rows may have beside those of published_train.csv, row_clusters.csv and row_models.csv, and what is added
+_FURTHER = {"plan", "sizes", "lora_rank", *OVERLAPS, "iteration time (ms)", "predicted_s", "low_s", "high_s", "fits"}
 
 
 def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
     """One normalised row per row of a published table, same order and index.
 
     table: columns of `data/published_train.csv`, or of vTrain's ground truth, or a CSV file of either, or a folder of
-    runs. Unknown columns are ignored, missing ones are empty. The columns of a normalised row:
+    runs. Unknown columns are ignored with a warning, missing ones are empty. The columns of a normalised row:
 
     source, model, repository, group: who published it, what was trained, whose it is, and whose model.
     supported, consistent, reason: whether it can be timed, whether it agrees with itself, and why not.
@@ -69,7 +75,9 @@ def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
         global_batch, dp, tp, pp, cp, ep, zero, micro_batch, interleave, recompute, attention.
     """
     table = to_table(table)
-    rows = [_read(raw) for raw in _renamed(table).to_dict("records")]
+    renamed = _renamed(table)
+    _warn_of_unknown(renamed)
+    rows = [_read(raw) for raw in renamed.to_dict("records")]
     return pd.DataFrame(rows, index=table.index, columns=[*_ABOUT, *_JUDGED, *_FACTS])
 
 
@@ -83,6 +91,14 @@ def to_table(rows: pd.DataFrame | str | Path) -> pd.DataFrame:
     if isinstance(rows, pd.DataFrame):
         return rows
     return run_rows(rows) if Path(rows).is_dir() else pd.read_csv(rows, encoding="utf-8-sig")
+
+
+def _warn_of_unknown(table: pd.DataFrame) -> None:
+    names = ("published_train", "row_clusters", "row_models")
+    known = _FURTHER.union(_JUDGED, *(catalog.table(name).columns for name in names))
+    if unknown := [str(name) for name in table.columns if name not in known]:
+        near = difflib.get_close_matches(unknown[0], sorted(known), n=1, cutoff=0.0)[0]
+        warnings.warn(f"ignored column(s) {', '.join(unknown)}; nearest to {unknown[0]}: {near}", stacklevel=3)
 
 
 def _facts_of(case: Case) -> dict:
@@ -146,7 +162,7 @@ def _violation_of(case: Case, devices: float, software: str) -> str:
     if devices == devices and plan.world_size != devices:
         return f"dp x tp x pp x cp = {plan.world_size:g}, but n_gpus = {devices:g}"
     if software not in ("", "none") and not case.software:
-        return f"software={software!r} is not in data/software.csv, the row is timed without one"
+        return f"software={software!r} is not in software.csv; add it to that in {catalog.USER_FOLDER}, or say none"
     if plan.dp <= case.global_batch < plan.dp * plan.micro_batch:
         return f"micro_batch={plan.micro_batch} exceeds {case.global_batch} samples over dp={plan.dp}"
     return str(legal(case).words())

@@ -17,8 +17,9 @@ from madmax_lib.plan import Plan, plans_of
 from madmax_lib.plan_rules import enforce
 from madmax_lib.plans import legal, rules_of
 from madmax_lib.simulator.memory.memory import table_peak_bytes, usable_bytes
+from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.offload import best_offload
-from madmax_lib.simulator.offload.placement import Policy, normalised
+from madmax_lib.simulator.offload.placement import Policy
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.step.alike import kinds_of
 from madmax_lib.simulator.step.inputs import Steps
@@ -64,7 +65,8 @@ def estimate(
     `step_time.PARTS` (exposed seconds, their sum is step_s), mfu (dense model FLOPs over the peak of dtype),
     tokens_per_s, memory_bytes (peak of the fullest device) and fits (as `fits` says it). The last two cost as much time
     as all others together: fits=False leaves them out, True asks for them in tables above 100,000 rows too.
-    A table's row that the cluster or batch cannot hold is NaN and does not fit.
+    A table's row that the cluster or batch cannot hold is NaN and does not fit; then a column reason says of each row
+    which rule it breaks, empty for the others.
     With offload in a plan or table there are two columns more: offload_s, a part too, and offload_share, of what may
     leave the device, found as in `offload.best_offload` if policy names none; such rows are worked out one by one, and
     are NaN where no share fits, as their memory_bytes always are.
@@ -90,7 +92,7 @@ def estimate(
         values = _rows_of_table(case, parameters, counted)
     else:
         values = _rows(case, parameters, counted, np.empty((len(_COLUMNS) + len(_SUMS), 1)))
-    further = {} if case.plan.offload is None else _with_offload(values, case, parameters, policy)
+    further, refused = ({}, {}) if case.plan.offload is None else _with_offload(values, case, parameters, policy)
     flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
     values[-3] = flops / (values[0] * case.cluster.world_size * case.cluster.device.peak(case.dtype))
     values[-2] = case.global_batch * case.sequence / values[0]
@@ -98,10 +100,20 @@ def estimate(
     table = pd.DataFrame(values[:width].T, columns=[*_COLUMNS, *_SUMS][:width], index=index, copy=False)
     for name, column in reversed(further.items()):
         table.insert(len(_COLUMNS), name, column)
+    if many and np.isnan(values[0]).any():
+        table["reason"] = _reasons(case, np.isnan(values[0]), refused)
     if counted:
         offloaded = np.isnan(values[-1]) & ~np.isnan(values[0])
         table["fits"] = (values[-1] <= usable_bytes(case.cluster.device)) | offloaded
     return table
+
+
+def _reasons(case: Case, wrong: np.ndarray, refused: dict[int, str]) -> np.ndarray:
+    """The rule that each plan of a table breaks where it is wrong (n,), or why its offload was refused; else empty."""
+    verdict, reasons = legal(replace(case, plan=case.plan[wrong])), np.full(len(wrong), "", dtype=object)
+    reasons[wrong] = np.array([*(rule.name for rule in verdict.rules), ""], dtype=object)[verdict.place]
+    reasons[list(refused)] = list(refused.values())
+    return reasons
 
 
 def _rows_of_table(case: Case, parameters: Parameters, counted: bool) -> np.ndarray:
@@ -146,12 +158,16 @@ def _device_bytes(case: Case) -> np.ndarray:
     return np.where(np.equal(case.plan.offload, None), table_peak_bytes(case), np.nan)
 
 
-def _with_offload(values: np.ndarray, case: Case, parameters: Parameters, policy: Policy) -> dict[str, np.ndarray]:
-    """Columns offload_s and offload_share, with values of the rows that offload timed one by one; none without them."""
+def _with_offload(values: np.ndarray, case: Case, parameters: Parameters, policy: Policy) -> tuple[dict, dict]:
+    """Columns offload_s and offload_share, with values of the rows that offload timed one by one; none without them.
+
+    Beside them, by row, why it cannot offload.
+    """
     size = values.shape[1]
     rows = np.flatnonzero([offload is not None for offload in np.broadcast_to(case.plan.offload, size)])
+    refused: dict[int, str] = {}
     if not rows.size:
-        return {}
+        return {}, refused
     single = isinstance(case.plan, Plan)
     further = {"offload_s": np.zeros(size), "offload_share": np.full(size, np.nan)}
     columns = dict(zip(_COLUMNS, values, strict=False)) | further
@@ -159,13 +175,13 @@ def _with_offload(values: np.ndarray, case: Case, parameters: Parameters, policy
         try:
             plan = case.plan if single else Plan(**vars(case.plan[row]))
             seconds = _offloaded(replace(case, plan=plan), parameters, policy)
-        except ValueError:
+        except ValueError as error:
             if single:
                 raise
-            seconds = dict.fromkeys(_STEP, np.nan)
+            seconds, refused[row] = dict.fromkeys(_STEP, np.nan), str(error)
         for name, value in seconds.items():
             columns[name][row] = value
-    return further
+    return further, refused
 
 
 def _offloaded(case: Case, parameters: Parameters, policy: Policy) -> dict[str, float]:

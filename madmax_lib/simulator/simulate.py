@@ -13,8 +13,9 @@ from madmax_lib.plan import Plan
 from madmax_lib.plan_rules import enforce
 from madmax_lib.plans import rules_of
 from madmax_lib.simulator.layers.workload import chunk_blocks
+from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.offload import best_offload
-from madmax_lib.simulator.offload.placement import Policy, normalised
+from madmax_lib.simulator.offload.placement import Policy
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.rates.topology import Groups, member_name
 from madmax_lib.simulator.schedule.engine import Program, received, run_apart, share, to_timeline

@@ -89,7 +89,7 @@ def _check(options: Namespace) -> int:
 
 def _train(options: Namespace) -> int:
     from madmax_lib.runs.launch import RunError, launch, resolve, train_command
-    from madmax_lib.runs.read import read_run
+    from madmax_lib.runs.read import read_json, read_run
     from madmax_lib.runs.spec import RunSpec
 
     plan, at, engine = options.strategy.partition("@")
@@ -101,7 +101,10 @@ def _train(options: Namespace) -> int:
     if options.dry_run:
         about["command"] = shlex.join(train_command(spec, directory))
     else:
-        print(f"{about['ranks']} rank(s), a row of {directory / 'steps.csv'} per step", file=sys.stderr)
+        before = read_json(directory / "summary.json").get("status")
+        way = f"goes on at step {about['starts'][-1]}" if any(about["starts"]) else "is replaced"
+        told = f"; the {before} run there {way}" if before else ""
+        print(f"{about['ranks']} rank(s), a row of {directory / 'steps.csv'} per step{told}", file=sys.stderr)
         try:
             launch(spec, directory)
         except RunError as error:

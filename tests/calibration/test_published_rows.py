@@ -68,7 +68,7 @@ def test_a_row_that_cannot_be_timed_says_why(changes, reason):
         ({"global_batch": 1}, "global_batch=1 is not a multiple of dp x micro_batch = 2 x 1, nor, with a short last"),
         ({"pp": 16, "n_gpus": 64}, "pp x interleave = 16 x 1 exceeds 8 layers of GPT test"),
         ({"micro_batch": 9}, "micro_batch=9 exceeds 16 samples over dp=2"),
-        ({"software": "no such"}, "software='no such' is not in data/software.csv, the row is timed without one"),
+        ({"software": "no such"}, "software='no such' is not in software.csv; add it to that in MADMAX_CATALOG, or"),
         ({"heads": 9, "kv_heads": 9, "hidden": 1152}, "tp=2 does not divide 9 attention heads of GPT test"),
         (
             {"experts": 8, "active_experts": 2, "tp": 1, "pp": 1, "dp": 6, "n_gpus": 6, "ep": 3},
@@ -83,7 +83,8 @@ def test_contradictions_are_named_not_dropped(changes, violation):
 
 def test_a_table_never_dies_of_missing_columns_or_one_row():
     bare = pd.DataFrame([{"gpu": "H100", "model": "llama3-8b", "n_gpus": 8, "global_batch": 16}, {}, {"tp": "x"}])
-    rows = read_rows(bare.assign(unknown_column=1))
+    with pytest.warns(UserWarning, match=r"^ignored column\(s\) microbatch, mine; nearest to microbatch: micro_batch$"):
+        rows = read_rows(bare.assign(microbatch=1, mine=2))
     assert rows["supported"].tolist() == [True, False, False]
     model = rows.loc[0, "case"].model  # from the catalog, by name
     assert (model.hidden, model.kv_heads * model.head_dim, model.gated) == (4096, 1024, True)

@@ -96,6 +96,14 @@ def test_warnings_are_one_line(tmp_path, capsys):
     )
 
 
+def test_an_interruption_is_one_line_and_status_130(capsys, monkeypatch):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("madmax_lib.__main__._site", interrupted)
+    assert main(["site"]) == 130 and capsys.readouterr().err == "madmax: interrupted\n"
+
+
 def test_report_of_a_directory(tmp_path, capsys):
     output = tmp_path / "report.html"
     assert main(["report", str(dataset("gpt-ddp")), "-o", str(output)]) == 0

@@ -102,6 +102,7 @@ def test_a_cluster_is_one_flat_network_unless_told():
         (lambda: replace(EIGHT, leaf_devices=12), "c: leaf_devices=12 are not whole nodes of 8"),
         (lambda: replace(EIGHT, oversubscription=0.5), "c: oversubscription=0.5 must be 1 or more"),
         (lambda: Device("d", -1, 1, {}), "d: memory_bytes=-1 must be positive"),
+        (lambda: replace(V100, family="Hopper"), "v100: family='Hopper' is not one of ampere, hopper, blackwell, cpu"),
         (lambda: Link("l", 0), "l: bandwidth_bytes_per_s=0 must be positive"),
         (lambda: Link("l", 1, -1e-6), "l: latency_s=-1e-06 must not be negative"),
         (lambda: Transformer("t", 2, 10, 3, 40), "t: hidden=10 is not a multiple of heads=3"),

@@ -57,7 +57,7 @@ ARGUMENTS = [
 ]
 NAMES = [
     (0, [None, 5, [MODEL], {}, b"gpt2", Transformer], "^model=.* must be a Model or the name of one"),
-    (0, ["", " ", "gpt9"], "^unknown model .*; nearest: "),
+    (0, ["", " ", "gpt9", "gpt-tiny"], r"^unknown model .*; nearest: .* are mm.RunSpec\(model=...\).shapes$"),
     (1, [5, [CLUSTER], {}, mm.model("gpt2")], "^cluster=.* must be a Cluster or the name of one"),
     (1, [None], "^cluster=None: a step needs a cluster"),
     (1, ["", "dgx"], "^unknown cluster .*; nearest: "),
@@ -160,6 +160,8 @@ CALLS = {
     "(does not divide|exceeds|has no experts|is not a multiple)": [
         lambda: held(MODEL, "pp100"), lambda: held(MODEL, "tp7"), lambda: held(MODEL, "dp2.ep2"),
         lambda: held(MODEL, "dp3", global_batch=8), lambda: held(MODEL, "cp3")],
+    "^offload=all (needs zero=3, but zero=1|is modelled for 16-bit training)": [
+        lambda: held(MODEL, "dp8.z1.offload-all"), lambda: held(MODEL, "dp8.z3.offload-all", dtype="fp32")],
     "^(share|gradient_bytes|compute_efficiency|constants|constant 'x')": [
         lambda: Policy(share="a"), lambda: Policy(share=NAN), lambda: Policy(gradient_bytes="a"),
         lambda: Parameters(compute_efficiency="a"), lambda: Parameters(constants=3),
@@ -297,8 +299,12 @@ def test_memory_is_counted_unless_it_is_much_work():
     many = pd.DataFrame({"dp": np.full(100_001, 8)})
     assert "fits" not in mm.estimate(MODEL, CLUSTER, many, **BATCH)
     assert mm.estimate(MODEL, CLUSTER, many, fits=True, **BATCH)["fits"].all()
-    offload = mm.estimate("llama2-7b", CLUSTER, ["dp8.z2.offload-optimizer", "dp8.z2"], global_batch=8)
-    assert offload["fits"].tolist() == [True, True] and offload["memory_bytes"].isna().tolist() == [True, False]
+    plans = ["dp8.z2.offload-optimizer", "dp8.z2", "dp8.z1.offload-all", "dp4"]
+    offload = mm.estimate("llama2-7b", CLUSTER, plans, global_batch=8)
+    assert offload["fits"].tolist() == [True, True, False, False]
+    assert offload["memory_bytes"].isna().tolist() == [True, False, True, True]
+    fills, zero = "dp x tp x pp x cp must fill the cluster", "offload=all needs zero=3, but zero=1"
+    assert offload["reason"].tolist() == ["", "", zero, fills]
 
 
 def test_six_devices_and_a_mixture():

@@ -49,7 +49,8 @@ def test_memory_is_that_of_the_memory_model(recompute):
     """Two stages of six layers: the fullest GPU of each as `memory` has it, activations in flight included."""
     halves = ((2, 2), ((2, 1), (2, 1)), (0, 7, 14))
     planned = on_kaggle(*halves, batches=4, recompute=recompute, global_batch=16)
-    table = memory(GPT2, mm.Plan(dp=2, pp=2, micro_batch=2, recompute=recompute), stack="megatron", global_batch=16)
+    plan = mm.Plan(dp=2, pp=2, micro_batch=2, recompute=recompute)
+    table = memory(GPT2, plan, software="megatron-core", global_batch=16)
     peaks = [peak_bytes(table[table["stage"] == stage].assign(stage=0)) for stage in (0, 1)]
     assert (planned.memory["used_mb"] * 2**20).tolist() == pytest.approx(peaks, rel=1e-6)
 

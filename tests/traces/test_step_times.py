@@ -1,6 +1,7 @@
 """Steps: parts, pace, warm-up and steps that a recording cuts."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from support import EPOCH_NS, dataset_or_skip, local_or_skip, make_timeline, with_columns
 
@@ -118,7 +119,8 @@ def test_cut_and_warmup_do_not_count():
 
 
 def test_one_step_has_no_spread_and_none_no_table():
-    summary = step_summary(steps(timeline_of([100])))
+    summary = step_summary(timeline_of([100]))
+    pd.testing.assert_frame_equal(summary, step_summary(steps(timeline_of([100]))))
     assert summary.loc[0, "mean"] == pytest.approx(0.1) and summary["std"].isna().all()
     assert summary.set_index("quantity").loc["period_s", ["mean", "median"]].isna().all()
     table = steps(make_timeline([]))

@@ -64,6 +64,8 @@ def test_the_status_of_a_run_is_that_of_train(capsys, tmp_path, monkeypatch, sta
     printed = capsys.readouterr()
     assert re.search(rf"status +{status}\n.*mfu +0.25\n.*step_s +0.5\n", printed.out, re.DOTALL)
     assert ("madmax: no memory\nend of its log\n" in printed.err) == bool(code)
+    main(["train", "gpt-tiny", "dp1", "--device", "cpu", "-o", str(tmp_path / "run")])
+    assert f"; the {status} run there is replaced\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--quick", "--detailed"], ["--ranks", "-1"]])

@@ -89,7 +89,7 @@ def test_predicted_memory_stands_beside_the_measured(runs):
     table = memory_table(side_by_side).set_index("strategy")
     assert table["measured_bytes"].dropna().to_dict() == {"dp1": 4e6}
     assert table.loc["dp2", ["plan", "status"]].tolist() == ["dp2.mb4", "out-of-memory"]
-    alone = mm.memory(run.spec.shapes, Plan(micro_batch=8), dtype="fp32", stack="torch")
+    alone = mm.memory(run.spec.shapes, Plan(micro_batch=8), dtype="fp32", software="torch")
     assert table.loc["dp1", "predicted_bytes"] == peak_bytes(alone, allocated=True)
     assert table.loc["dp1", "predicted_bytes"] > table.loc["dp2", "predicted_bytes"]
     assert figure_data(run_plots.plot_run_memory(memory_table(side_by_side)))["predicted_bytes"].gt(0).all()

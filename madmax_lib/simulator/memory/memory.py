@@ -28,6 +28,7 @@ from madmax_lib.simulator.memory.activations import dropout_bytes, in_flight, la
 from madmax_lib.simulator.memory.states import (
     StageParameters,
     default_software,
+    normalised,
     software_of,
     stage_parameters,
     state_bytes,
@@ -65,18 +66,16 @@ def memory(
     imbalance: float | str = 1.0,
     fused_loss: bool = False,
     trainable: float = 1.0,
-    stack: str | None = None,
 ) -> pd.DataFrame:
     """Bytes on one device of each pipeline stage: columns stage, component, phase, size_bytes.
 
     model, plan: or their name and text. sequence: tokens per sample, the model's own if None. global_batch: samples per
     step, which limits the micro-batches a stage can hold; as many as the pipeline wants if None. software: that trains,
-    a name of `data/software.csv` or one of your own; `default_software` if None; `stack` is its old name. imbalance: of
-    experts, as in `Case`. fused_loss: cross entropy without fp32 logits. trainable: share of the parameters with
-    gradients. phase: when the bytes are there, see `peak_bytes`. Offload is not counted, all lies on the device: see
-    `fits` for it.
+    a name of `data/software.csv` or one of your own; `default_software` if None. imbalance: of experts, as in `Case`.
+    fused_loss: cross entropy without fp32 logits. trainable: share of the parameters with gradients. phase: when the
+    bytes are there, see `peak_bytes`. Offload is not counted, all lies on the device: see `fits` for it.
     Raises ValueError for unknown optimizer, software or dtype, a plan that cannot be laid over model and batch or that
-    the software does not run, gpipe without global_batch.
+    the software does not run, an offload that `fits` refuses, gpipe without global_batch.
 
     >>> parts = memory("gpt2-large", "dp4.z3").set_index("component")["size_bytes"]  # FSDP: 4 + 4 + 8 bytes
     >>> gpt = catalog.model("gpt2-large")
@@ -86,10 +85,11 @@ def memory(
     if not (is_number(trainable) and trainable <= 1):
         raise ValueError(f"trainable={shown(trainable)} must be a share of the parameters, 0..1")
     argument("fused_loss", fused_loss, bool)
-    software = stack if software is None else software
     case = Case(model, None, Plan.parse(plan), global_batch, sequence, dtype, software, imbalance)
     model, plan = case.model, case.plan
     enforce(rules_of(case), plan, case)
+    if plan.offload is not None:
+        normalised(case)
     if isinstance(model, DLRM):
         stages, parts = np.zeros(1, dtype=int), _dlrm_bytes(case, optimizer=optimizer, trainable=trainable)
     else:

@@ -9,12 +9,14 @@ from functools import cache
 import numpy as np
 
 from madmax_lib import catalog
+from madmax_lib.case import Case
 from madmax_lib.plans import Plans, expert_sharing, owned
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.software import Software
-from madmax_lib.specs import Transformer
+from madmax_lib.specs import DLRM, Transformer
 
-__all__ = ["StageParameters", "default_software", "software_of", "stage_parameters", "state_bytes", "width_of"]
+__all__ = ["StageParameters", "default_software", "normalised", "software_of", "stage_parameters", "state_bytes"]
+__all__ += ["width_of"]
 
 _MOMENTS = {"adam": 2, "momentum": 1, "sgd": 0}  # numbers of the optimizer's state per parameter
 _LIVE_PARAMETERS = 1e9  # DeepSpeed stage3_max_live_parameters, default
@@ -30,6 +32,23 @@ def default_software(plan: Plans) -> str:
     if plan.tp * plan.pp * plan.ep > 1:
         return "megatron-core"
     return "automodel" if plan.zero in (0, 3) else "megatron-deepspeed"
+
+
+def normalised(case: Case) -> Case:
+    """The case with the sharding that its offload implies: chunks, and all on one device, are sharded as by ZeRO-3.
+
+    Raises ValueError for what offload is not modelled for.
+    """
+    plan, offload = case.plan, f"offload={case.plan.offload}"
+    if isinstance(case.model, DLRM):
+        raise ValueError(f"{case.model.name}: {offload} is for transformers")
+    if case.dtype not in ("bf16", "fp16"):
+        raise ValueError(f"{offload} is modelled for 16-bit training, not dtype={case.dtype!r}")
+    if plan.offload == "optimizer" or plan.zero == 3:
+        return case
+    if plan.offload != "chunks" and plan.dp * plan.cp > 1:
+        raise ValueError(f"{offload} needs zero=3, but zero={plan.zero}")
+    return replace(case, plan=replace(plan, zero=3))
 
 
 def width_of(dtype: str) -> float:

@@ -19,6 +19,7 @@ from madmax_lib.fields import argument, shown
 from madmax_lib.plan import Plan
 from madmax_lib.plan_rules import enforce, rules_of
 from madmax_lib.simulator.memory.memory import held_layers, memory, peak_bytes, usable_bytes
+from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.hosts import host_of
 from madmax_lib.simulator.offload.placement import (
     METHODS,
@@ -26,7 +27,6 @@ from madmax_lib.simulator.offload.placement import (
     as_table,
     bytes_by_place,
     device_peak,
-    normalised,
     peaks_by_place,
 )
 from madmax_lib.software import Software

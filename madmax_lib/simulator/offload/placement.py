@@ -18,9 +18,8 @@ from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory.memory import FRAGMENTATION, PHASES, by_phase, held_layers, moment_peak, stage_bytes
 from madmax_lib.simulator.memory.states import software_of, stage_parameters, state_bytes
 from madmax_lib.simulator.offload.chunks import chunk_waste
-from madmax_lib.specs import DLRM
 
-__all__ = ["METHODS", "PLACES", "Method", "Policy", "Split", "as_table", "bytes_by_place", "device_peak", "normalised"]
+__all__ = ["METHODS", "PLACES", "Method", "Policy", "Split", "as_table", "bytes_by_place", "device_peak"]
 __all__ += ["peaks_by_place", "split_of", "streams_gradients"]
 
 PLACES = ("device", "host", "nvme")
@@ -93,23 +92,6 @@ class Split:
 
     states: float | np.ndarray  # of the optimizer's states and of the gradients
     weights: float | np.ndarray  # of the 16-bit weights
-
-
-def normalised(case: Case) -> Case:
-    """The case with the sharding that its offload implies: chunks, and all on one device, are sharded as by ZeRO-3.
-
-    Raises ValueError for what offload is not modelled for.
-    """
-    plan, offload = case.plan, f"offload={case.plan.offload}"
-    if isinstance(case.model, DLRM):
-        raise ValueError(f"{case.model.name}: {offload} is for transformers")
-    if case.dtype not in ("bf16", "fp16"):
-        raise ValueError(f"{offload} is modelled for 16-bit training, not dtype={case.dtype!r}")
-    if plan.offload == "optimizer" or plan.zero == 3:
-        return case
-    if plan.offload != "chunks" and plan.dp * plan.cp > 1:
-        raise ValueError(f"{offload} needs zero=3, but zero={plan.zero}")
-    return replace(case, plan=replace(plan, zero=3))
 
 
 def split_of(method: Method, share) -> Split:

@@ -70,12 +70,13 @@ def step_periods(timeline: Timeline) -> pd.DataFrame:
     return table.assign(period_s=period_ns / NS_PER_S)
 
 
-def step_summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Spread of `steps` over the steps of each rank, without warm-up and cut ones.
+def step_summary(table: pd.DataFrame | Timeline) -> pd.DataFrame:
+    """Spread of `steps`, or of those of a timeline, over the steps of each rank, without warm-up and cut ones.
 
     rank, quantity (wall_s to overlap), steps (that count), mean, median, std (n - 1; NaN for one step), p10, p90; the
     unit is that of the quantity.
     """
+    table = steps(table) if isinstance(table, Timeline) else table
     counted = table[~(table["warmup"] | table["cut"]).astype(bool)]
     long = counted.melt(id_vars="rank", value_vars=list(_QUANTITIES), var_name="quantity").astype({"value": "float64"})
     long["quantity"] = pd.Categorical(long["quantity"], _QUANTITIES)
