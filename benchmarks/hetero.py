@@ -35,7 +35,7 @@ def measure(name: str, memory_factor: float) -> dict:
 
     layers, gpus, global_batch = CASES[name]
     kinds = {"V100": (16, 50), "A100": (80, 46), "H100": (80, 46)}
-    nodes = [Node(device, device, 4, *kinds[device], 10) for device in gpus for _ in range(gpus[device] // 4)]
+    nodes = [Node.of_file(device, device, 4, *kinds[device], 10) for device in gpus for _ in range(gpus[device] // 4)]
     started = time.process_time()
     profiles = generate_profiles(layers, 128, slowdown={device: SPEEDS[device] for device in gpus})
     given = problem(profiles=profiles, cluster=nodes, global_batch=global_batch, memory_factor=memory_factor)

@@ -31,7 +31,9 @@ PINNED = {
 
 def cluster(*counts, gpus=4):
     """Nodes of (type, number) pairs, in this order."""
-    return [Node(f"0.0.0.{kind}", *kind[:1], gpus, *kind[1:], 10) for kind, number in counts for _ in range(number)]
+    return [
+        Node.of_file(f"0.0.0.{kind}", *kind[:1], gpus, *kind[1:], 10) for kind, number in counts for _ in range(number)
+    ]
 
 
 EIGHT = cluster((V100, 4), (A100, 4))  # row 1 of the table
@@ -240,7 +242,7 @@ def test_nodes_that_differ_in_size():
 
 
 def test_no_feasible_plan():
-    tiny = {"nodes": [Node("0.0.0.3", "V100", 4, 1, 50, 10)], "node_order": ["V100"]}
+    tiny = {"nodes": [Node.of_file("0.0.0.3", "V100", 4, 1, 50, 10)], "node_order": ["V100"]}
     result = run(**tiny, global_batch=8)
     assert not result.costed_plans and math.isnan(result.best_cost_ms) and result.count == 0 < result.count_total
     assert result.reason.startswith("no feasible plan: at least ") and " bytes are missing, on ranks " in result.reason

@@ -12,8 +12,8 @@ from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero import HeteroPlan, Node
 from madmax_lib.simulator import Parameters, memory, peak_bytes
 
-V100 = Node("10.0.0.1", "V100", 4, 16, 50, 10)
-A100 = Node("10.0.0.4", "A100", 4, 80, 46, 10)
+V100 = Node.of_file("10.0.0.1", "V100", 4, 16, 50, 10)
+A100 = Node.of_file("10.0.0.4", "A100", 4, 80, 46, 10)
 GPT2 = mm.model("gpt2")
 KAGGLE = mm.cluster("kaggle-2xt4", nodes=2)
 PROFILES = generate_profiles(6, 8)
@@ -150,7 +150,7 @@ def test_each_type_alone(mixed):
 
 
 def test_a_type_alone_may_have_no_plan():
-    nodes = [replace(V100, memory_gb=2), A100]
+    nodes = [replace(V100, memory_bytes=2e9), A100]
     given = hetero.problem(profiles=PROFILES, cluster=nodes, global_batch=8, memory_factor=1.0)
     both = HeteroPlan(("A100", "V100"), (4, 4), ((1, 4), (1, 4)), 1, (0, 5, 6))
     table = hetero.alone(hetero.Planned.of(both, given))

@@ -11,7 +11,7 @@ from madmax_lib.papers.metis import generate_profiles
 from madmax_lib.planner.hetero import Node, load_cluster, load_profiles, write_cluster, write_profiles
 from madmax_lib.planner.hetero.profiles import plain_sum
 
-NODE = Node("10.0.0.1", "A100", 4, 80, 46, 10)
+NODE = Node.of_file("10.0.0.1", "A100", 4, 80, 46, 10)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_equals_the_files_of_the_fork(row, layers, tmp_path):
     theirs, ours = load_profiles(tmp_path / "profile"), generate_profiles(layers, 128)
     assert list(theirs.table) == list(ours.table) and theirs == ours
     nodes = load_cluster(tmp_path / "hostfile", tmp_path / "clusterfile.json")
-    assert {node.device: node.intra_gb_per_s for node in nodes} == {"V100": 50, "A100": 46}
+    assert {node.device: node.in_file()["intra_gb_per_s"] for node in nodes} == {"V100": 50, "A100": 46}
 
 
 def test_published_samples():
@@ -66,7 +66,7 @@ def test_published_samples():
 
 
 def test_round_trip(tmp_path):
-    profiles, nodes = generate_profiles(5, 8), (NODE, Node("10.0.0.2", "T4", 8, 15, 50, 10), NODE)
+    profiles, nodes = generate_profiles(5, 8), (NODE, Node.of_file("10.0.0.2", "T4", 8, 15, 50, 10), NODE)
     write_profiles(profiles, tmp_path / "profile")
     write_cluster(nodes, tmp_path / "hostfile", tmp_path / "clusterfile.json")
     assert load_profiles(tmp_path / "profile") == profiles

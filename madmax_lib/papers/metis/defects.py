@@ -97,8 +97,10 @@ class _FirstListedProfile(_MetisCost):
 class _LinksInside(_FirstListedProfile):
     what = "links between nodes are as fast as inside, sends count elements for bytes"
 
-    def bandwidth_bytes_per_s(self, types, one_node: bool) -> float:
-        return super().bandwidth_bytes_per_s(types, True)
+    def __init__(self, *given):
+        super().__init__(*given)
+        nodes = [replace(node, inter_bytes_per_s=node.intra_bytes_per_s) for node in self.fleet.nodes]
+        self.fleet = replace(self.fleet, nodes=tuple(nodes))
 
     def send_s(self, stage: PlacedStage, after: PlacedStage) -> float:
         return super().send_s(stage, after) / self.rules.bytes_per_element
@@ -121,9 +123,9 @@ class _MemoryOfFirstType(_MetisCost):
             pieces = [max(samples // stage.dp, 1)]
         else:  # the batch is split over replicas as if the whole cluster were one stage
             first = kinds[:: len(kinds) // stage.dp][: stage.dp]
-            weights = [1 / self.price(stage, kind, 1).layer_s.sum() for kind in first]
+            weights = [1 / self.pieces(stage, kind, 1)[0].layer_s.sum() for kind in first]
             pieces = [piece for held in shares(samples, weights) for piece in bits(held)]
-        tables = [self.price(stage, 0, piece).memory_bytes[stage.layers] for piece in pieces]
+        tables = [self.pieces(stage, 0, piece)[0].memory_bytes[stage.layers] for piece in pieces]
         return _MEMORY_FACTOR * sum(table.sum() for table in tables)
 
 

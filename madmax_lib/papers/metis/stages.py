@@ -40,8 +40,9 @@ class RankOrder:
         self.types = tuple(device for device in order for node in of_type[device] for _ in range(node.gpus))
         self._node_types = [device for device in order for _ in of_type[device]]
         self.checked_types = tuple(device for device in self._node_types for _ in range(self._per_node))
-        self._intra = {device: [node.intra_gb_per_s for node in of_type[device]] for device in order}
-        self._memory_mb = {device: of_type[device][0].memory_gb * 1024 for device in order}
+        in_file = {device: [node.in_file() for node in of_type[device]] for device in order}
+        self._intra = {device: [node["intra_gb_per_s"] for node in in_file[device]] for device in order}
+        self._memory_mb = {device: in_file[device][0]["memory_gb"] * 1024 for device in order}
         self.stage = cache(partial(Stage, self))
         self.bandwidth = cache(self._bandwidth)
         self.split = cache(self._split)

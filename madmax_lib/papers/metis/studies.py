@@ -32,7 +32,7 @@ def published(name: str) -> pd.DataFrame:
 
 def nodes_of(gpus: int) -> list[Node]:
     """The table's cluster: half V100, half A100 in nodes of four, the V100 first in the host file."""
-    v100, a100 = Node("0.0.0.1", "V100", 4, 16, 50, 10), Node("0.0.0.4", "A100", 4, 80, 46, 10)
+    v100, a100 = Node.of_file("0.0.0.1", "V100", 4, 16, 50, 10), Node.of_file("0.0.0.4", "A100", 4, 80, 46, 10)
     return [v100] * (gpus // 8) + [a100] * (gpus // 8)
 
 

@@ -4,10 +4,13 @@ A stage has dp replicas of tp consecutive ranks. A micro-batch of global_batch /
 replicas in proportion to their speed; a replica waits for the slowest GPU type in it and works on its samples in pieces
 of powers of two, which are what profiles hold. In seconds:
 
-    cost = (batches - 1) max stage + sum stages + sum sends + last sync + first batch generator
-           + max gradient all-reduce + max optimizer
+    cost = (batches - 1) max period + sum periods + batches (last sync + first batch generator)
+           + max gradient all-reduce + max optimizer + all-reduce of a table that first and last stage share
+    period = stage + 2 send
 
-The plan is infeasible, its cost infinite, where a GPU lacks memory.
+A micro-batch takes a stage its passes and the message to the next stage and back. Under 1F1B no period is longer: from
+any stage on, as many micro-batches as stages are left go round at once, each there and back. The plan is infeasible,
+its cost infinite, where a GPU lacks memory.
 """
 
 import math
@@ -18,7 +21,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import pandas as pd
 
-from madmax_lib.planner.hetero.prices import Price, bits
+from madmax_lib.planner.hetero.prices import Price
 from madmax_lib.planner.hetero.problem import HeteroProblem
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 
@@ -55,6 +58,11 @@ class PlacedStage:
     def distinct_types(self) -> list[int]:
         """GPU types of the stage, each once."""
         return np.unique(self.types).tolist()
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Its first and last type, and its GPUs."""
+        return self.types.min(), self.types.max(), self.end - self.start
 
     @property
     def layer_count(self) -> int:
@@ -94,12 +102,16 @@ class PlanCost:
         """Terms of the cost in seconds, see the head of the module."""
         stages, batches = self.charged_stages, self.plan.batches
         times_s = [self.stage_s(stage) for stage in stages]
+        sends_s = [2 * self.send_s(*neighbours) for neighbours in pairwise(stages)] + [0.0]
+        periods_s = [sum(both) for both in zip(times_s, sends_s, strict=True)]
+        execution_s = (batches - 1) * max(times_s) + sum(times_s)
         return {
-            "execution_s": (batches - 1) * max(times_s) + sum(times_s),
+            "execution_s": execution_s,
             "sync_s": batches * self.sync_s(stages[-1]),
-            "send_s": sum(self.send_s(*neighbours) for neighbours in pairwise(stages)),
+            "send_s": (batches - 1) * max(periods_s) + sum(periods_s) - execution_s,
             "generator_s": batches * self.generator_s(stages[0]),
             "gradients_s": max(map(self.gradients_s, stages)),
+            "tied_s": self.tied_s(stages[-1]) if len(stages) > 1 else 0.0,
             "optimizer_s": max(map(self.optimizer_s, stages)),
         }
 
@@ -155,18 +167,13 @@ class PlanCost:
         """Types whose speed counts, of the (dp, tp) types of a stage: all."""
         return types
 
-    def bandwidth_bytes_per_s(self, types: Sequence[int], one_node: bool) -> float:
-        """Of a link between GPUs of some types."""
-        speeds = self.fleet.intra_bytes_per_s if one_node else self.fleet.inter_bytes_per_s
-        return speeds[list(types)].min()
-
     def whole_optimizer_s(self, stage: PlacedStage) -> float:
         """Update of the whole model on one GPU of the slowest type of a stage."""
         return max(self.prices.optimizer_s[self.fleet.types[kind]] for kind in stage.distinct_types)
 
-    def price(self, stage: PlacedStage, kind: int, batch: int) -> Price:
-        """Price of a type number and batch at the degree and recompute of a stage."""
-        return self.prices.get(self.fleet.types[kind], stage.tp, stage.recompute, batch)
+    def pieces(self, stage: PlacedStage, kind: int, samples: int) -> list[Price]:
+        """Prices of the pieces of some samples on a type number at the degree and recompute of a stage."""
+        return self.prices.get(self.fleet.types[kind], stage.tp, stage.recompute, samples)
 
     def stage_s(self, stage: PlacedStage) -> float:
         """Time of a micro-batch in a stage."""
@@ -181,17 +188,22 @@ class PlanCost:
         return self._slowest_s(stage, lambda price: price.generator_s)
 
     def send_s(self, stage: PlacedStage, after: PlacedStage) -> float:
-        """Time to send the activations of the largest replica to the next stage."""
-        one_node = bool(self.fleet.in_one_node(stage.start, after.end))
-        bandwidth = self.bandwidth_bytes_per_s(stage.distinct_types + after.distinct_types, one_node)
-        return max(stage.samples) * self.rules.sample_bytes / bandwidth
+        """Time to send the activations of the largest replica to the next stage, or their gradients back."""
+        inside = self.fleet.in_one_node(stage.start, after.end)
+        beyond = self.fleet.inter_bytes_per_s[after.types.min(), after.types.max()]
+        size_bytes = max(stage.samples) * self.rules.sample_bytes
+        return float(self.fleet.send_s(size_bytes, *stage.place, stage.tp, inside, beyond))
 
     def gradients_s(self, stage: PlacedStage) -> float:
         """Ring all-reduce of the gradients over the replicas."""
-        one_node = bool(self.fleet.in_one_node(stage.start, stage.end))
-        bandwidth = self.bandwidth_bytes_per_s(stage.distinct_types, one_node)
-        size_bytes = self.prices.parameters_bytes[stage.layers].sum() / stage.tp
-        return 2 * (stage.dp - 1) / (stage.dp * bandwidth) * size_bytes
+        size_bytes = self.prices.parameters_bytes[stage.layers].sum() - (len(self.stages) == 1) * self.prices.tied_bytes
+        byte_s = self.fleet.ring_s(*stage.place, stage.tp, self.fleet.in_one_node(stage.start, stage.end))
+        return float(2 * (stage.dp - 1) / stage.dp * byte_s / stage.tp * size_bytes)
+
+    def tied_s(self, stage: PlacedStage) -> float:
+        """All-reduce of a table that the last stage shares with the first."""
+        gpus = stage.end - stage.start
+        return float(self.fleet.ends_s(self.prices.tied_bytes, gpus, stage.tp)) if self.prices.tied_bytes else 0.0
 
     def optimizer_s(self, stage: PlacedStage) -> float:
         """Update of the layers of a stage."""
@@ -201,24 +213,23 @@ class PlanCost:
         plan, (dp, tp) = self.plan, self.plan.strategies[number]
         recompute, cuts = plan.recompute[number], plan.layer_partition
         types = self.replica_types(self.fleet.type_of(np.arange(start, end)).reshape(dp, tp))
-        weights = [1.0] * dp
-        if dp > 1 and types.min() < types.max():
-            one_sample = {kind: self.prices.get(self.fleet.types[kind], tp, recompute, 1) for kind in np.unique(types)}
-            whole_s = {kind: price.layer_s.sum() for kind, price in one_sample.items()}
-            weights = [1 / max(whole_s[kind] for kind in row) for row in types.tolist()]
-        samples = shares(self.rules.global_batch // plan.batches, weights)
+        samples = shares(self.rules.global_batch // plan.batches, self.speeds(types, tp, recompute))
         return PlacedStage(start, end, dp, tp, recompute, slice(*cuts[number : number + 2]), types, samples)
 
-    def _pieces(self, stage: PlacedStage, kind: int, samples: int) -> list[Price]:
-        """Prices of the pieces of powers of two that a replica's samples come in, the largest first."""
-        return [self.price(stage, kind, piece) for piece in bits(samples)]
+    def speeds(self, types: np.ndarray, tp: int, recompute: str) -> list[float]:
+        """Of each replica of (dp, tp) types, in proportion to which they share samples."""
+        if len(types) == 1 or types.min() == types.max():
+            return [1.0] * len(types)
+        names = {kind: self.fleet.types[kind] for kind in np.unique(types)}
+        whole_s = {kind: self.prices.get(name, tp, recompute, 1)[0].layer_s.sum() for kind, name in names.items()}
+        return [1 / max(whole_s[kind] for kind in row) for row in types.tolist()]
 
     def _slowest_s(self, stage: PlacedStage, seconds: Callable[[Price], float]) -> float:
         """The largest sum over the pieces of a micro-batch, of all replicas and their types."""
         work = {(kind, samples) for types, samples in stage.replicas() if samples for kind in types}
-        return max(sum(map(seconds, self._pieces(stage, kind, samples))) for kind, samples in sorted(work))
+        return max(sum(map(seconds, self.pieces(stage, kind, samples))) for kind, samples in sorted(work))
 
     def _held_bytes(self, stage: PlacedStage, kind: int, samples: int, in_flight: int) -> float:
-        pieces = self._pieces(stage, kind, max(samples, 1))
+        pieces = self.pieces(stage, kind, max(samples, 1))
         live_bytes = sum(piece.live_bytes[stage.layers].sum() for piece in pieces)
         return pieces[0].base_bytes + pieces[0].memory_bytes[stage.layers].sum() + in_flight * live_bytes

@@ -13,7 +13,7 @@ import numpy as np
 
 from madmax_lib import catalog
 from madmax_lib.case import Case
-from madmax_lib.planner.hetero.nodes import GB_BYTES, GB_PER_S, Node
+from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.prices import Price, PriceList
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.memory.memory import by_phase, stage_bytes, usable_bytes
@@ -68,7 +68,9 @@ def simulated_prices(
     layer = model.attention_parameters + 2 * model.norm_parameters + model.mlp_parameters(model.ffn)
     head = model.head_parameters or model.vocab * model.hidden
     counts = _per_layer(model, model.embedding_parameters, layer, head + model.norm_parameters)
-    return PriceList(table, counts * float(prices.gradient_bytes), optimizer_s)
+    gradient_bytes = float(prices.gradient_bytes)
+    tied_bytes = 0.0 if model.head_parameters else model.vocab * model.hidden * gradient_bytes
+    return PriceList(table, counts * gradient_bytes, optimizer_s, tied_bytes)
 
 
 def nodes_of(clusters: Sequence[Cluster], parameters: Parameters | None = None) -> tuple[Node, ...]:
@@ -77,9 +79,14 @@ def nodes_of(clusters: Sequence[Cluster], parameters: Parameters | None = None) 
     for cluster in clusters:
         case = Case(catalog.model("gpt2"), cluster, Plans(), 1, dtype=cluster.device.nearest("bf16"))
         prices = Prices(Steps.of(case), parameters or shipped())
-        links = [1 / float(byte_s) / GB_PER_S for byte_s in (prices.near, prices.network[0])]
-        gpus = cluster.device.name, cluster.devices_per_node, usable_bytes(cluster.device) / GB_BYTES
-        nodes += [Node(f"{cluster.name}-{number}", *gpus, *links) for number in range(cluster.nodes)]
+        pairs = [prices.groups[name] for name in ("same node", "other node")]
+        byte_s, message_s = zip(*(prices.rate("send_recv", pair) for pair in pairs), strict=True)
+        gpus = cluster.devices_per_node
+        sharing = max(gpus // (cluster.nics_per_node or gpus), 1)
+        about = usable_bytes(cluster.device), *(1 / float(one) for one in byte_s), sharing, *map(float, message_s)
+        nodes += [
+            Node(f"{cluster.name}-{number}", cluster.device.name, gpus, *about) for number in range(cluster.nodes)
+        ]
     return tuple(nodes)
 
 
@@ -89,7 +96,7 @@ def clusters_of(nodes: Sequence[Node]) -> dict[str, Cluster]:
     for node in nodes:
         alike = [other for other in nodes if other.device == node.device]
         gpus = min(other.gpus for other in alike)
-        links = Link("intra", node.intra_gb_per_s * GB_PER_S), Link("inter", node.inter_gb_per_s * GB_PER_S)
+        links = Link("intra", node.intra_bytes_per_s), Link("inter", node.inter_bytes_per_s)
         clusters[node.device] = Cluster(node.device, catalog.device(node.device), gpus, len(alike), *links)
     return clusters
 

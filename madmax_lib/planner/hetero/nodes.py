@@ -1,7 +1,7 @@
 """Which GPUs stand in which node, and how are they joined?
 
-Host file ("ADDRESS slots=N" a line) and cluster file (JSON by address) of Metis [Um et al., USENIX ATC 2024]. A `Node`
-holds what the files say, in their units; `prices.fleets` converts them to bytes and bytes/s.
+Host file ("ADDRESS slots=N" a line) and cluster file (JSON by address) of Metis [Um et al., USENIX ATC 2024]. Their GB
+and GB/s become bytes and bytes/s here, at the door.
 """
 
 import json
@@ -14,19 +14,17 @@ from pathlib import Path
 from madmax_lib.atomic import write_text
 from madmax_lib.planner.hetero.profiles import read_json
 
-__all__ = ["GB_BYTES", "GB_PER_S", "Node", "load_cluster", "write_cluster"]
+__all__ = ["Node", "load_cluster", "write_cluster"]
 
-GB_BYTES = 2.0**30
-GB_PER_S = 2.0**20 * 1e3  # bytes/s: Metis takes 1 GB/s for 2^20 bytes a millisecond
-
+_GB_BYTES = 2.0**30
+_GB_PER_S = 2.0**20 * 1e3  # bytes/s: Metis takes 1 GB/s for 2^20 bytes a millisecond
 _HOST = re.compile(r"(?P<address>\S+)\s+slots\s*=\s*(?P<slots>\d+)")
-_FIELDS = {  # of a Node: name in the cluster file
-    "device": "instance_type",
-    "inter_gb_per_s": "inter_bandwidth",
-    "intra_gb_per_s": "intra_bandwidth",
-    "memory_gb": "memory",
+_FIELDS = {  # argument of `Node.of_file`: name in the cluster file, field of a Node and its unit
+    "memory_gb": ("memory", "memory_bytes", _GB_BYTES),
+    "intra_gb_per_s": ("intra_bandwidth", "intra_bytes_per_s", _GB_PER_S),
+    "inter_gb_per_s": ("inter_bandwidth", "inter_bytes_per_s", _GB_PER_S),
 }
-_MOST_GB = 1e5  # above, a memory or a bandwidth is given in bytes
+_MOST_GB, _LEAST_BYTES = 1e5, 1e5  # beyond, a memory or bandwidth is given in the other unit
 
 
 @dataclass(frozen=True)
@@ -36,24 +34,49 @@ class Node:
     address: what names it in the host file.
     device: the type of its GPUs.
     gpus: their number.
-    memory_gb: memory of one GPU in GB of 1024 MB.
-    intra_gb_per_s, inter_gb_per_s: bandwidth inside the node and beyond it, as Metis counts GB/s.
+    memory_bytes: memory of one GPU.
+    intra_bytes_per_s, inter_bytes_per_s: bandwidth inside the node and beyond it.
+    sharing: GPUs that share a network port, of which inter_bytes_per_s is then the part of one, as intra_bytes_per_s is
+        of its links; 0 where both are what any group of GPUs gets, as Metis counts (default 0).
+    intra_s, inter_s: latency of a message (default 0).
     """
 
     address: str
     device: str
     gpus: int
-    memory_gb: float
-    intra_gb_per_s: float
-    inter_gb_per_s: float
+    memory_bytes: float
+    intra_bytes_per_s: float
+    inter_bytes_per_s: float
+    sharing: int = 0
+    intra_s: float = 0.0
+    inter_s: float = 0.0
 
     def __post_init__(self):
-        for name in ("gpus", "memory_gb", "intra_gb_per_s", "inter_gb_per_s"):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value!r} is not a number above 0")
-            if value > _MOST_GB:
+        _check("gpus", self.gpus)
+        for _, name, _ in _FIELDS.values():
+            if _check(name, value := getattr(self, name)) < _LEAST_BYTES:
+                raise ValueError(f"{name}={value:g} is below {_LEAST_BYTES:g}: is it in GB? Node.of_file takes those")
+
+    @classmethod
+    def of_file(
+        cls, address: str, device: str, gpus: int, memory_gb: float, intra_gb_per_s: float, inter_gb_per_s: float
+    ) -> "Node":
+        """With GB of 2^30 bytes and GB/s as Metis' files have them. Raises ValueError for other units."""
+        values = {"memory_gb": memory_gb, "intra_gb_per_s": intra_gb_per_s, "inter_gb_per_s": inter_gb_per_s}
+        for name, value in values.items():
+            if _check(name, value) > _MOST_GB:
                 raise ValueError(f"{name}={value:g} is over {_MOST_GB:g}: is it in bytes?")
+        return cls(address, device, gpus, *(value * _FIELDS[name][2] for name, value in values.items()))
+
+    def in_file(self) -> dict[str, float]:
+        """Memory and bandwidths as `of_file` takes them."""
+        return {argument: getattr(self, name) / unit for argument, (_, name, unit) in _FIELDS.items()}
+
+
+def _check(name: str, value: float) -> float:
+    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value!r} is not a number above 0")
+    return value
 
 
 def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, ...]:
@@ -72,9 +95,10 @@ def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, .
         if host["address"] not in types:
             raise ValueError(f"{where}: {host['address']} is not in {clusterfile}")
         try:
-            about = {name: types[host["address"]][key] for name, key in _FIELDS.items()}
-            about |= {"device": str(about["device"]), "gpus": int(host["slots"])}
-            nodes.append(Node(host["address"], **about))
+            about = types[host["address"]]
+            kind = str(about["instance_type"]), int(host["slots"])
+            sizes = {argument: about[key] for argument, (key, _, _) in _FIELDS.items()}
+            nodes.append(Node.of_file(host["address"], *kind, **sizes))
         except KeyError as error:
             raise ValueError(f"{clusterfile}: {host['address']} has no {error.args[0]}") from None
         except (TypeError, ValueError) as error:
@@ -87,6 +111,10 @@ def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, .
 def write_cluster(nodes: Iterable[Node], hostfile: str | Path, clusterfile: str | Path) -> None:
     """The host file and the cluster file of nodes, as `load_cluster` reads them."""
     nodes = list(nodes)
-    types = {node.address: {key: getattr(node, name) for name, key in _FIELDS.items()} for node in nodes}
+    types = {
+        node.address: {"instance_type": node.device}
+        | {_FIELDS[argument][0]: value for argument, value in node.in_file().items()}
+        for node in nodes
+    }
     write_text(hostfile, "".join(f"{node.address} slots={node.gpus}\n" for node in nodes))
     write_text(clusterfile, json.dumps(types, indent=4))

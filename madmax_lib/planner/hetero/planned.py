@@ -2,7 +2,7 @@
 
 In ms and MB for its readers. The timeline is one 1F1B step with the planner's own prices, one rank per stage, laid out
 by `simulator.schedule.engine`. A third of a stage's time is its forward pass. Every micro-batch is sent, there and
-back, beside computing; the cost counts the send at each boundary once, so the two differ a little.
+back, beside computing, of which the cost is an upper bound.
 """
 
 import json

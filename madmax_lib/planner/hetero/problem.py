@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from madmax_lib.planner.hetero.fleets import Fleet, fleet_of, fleets
 from madmax_lib.planner.hetero.model import clusters_of, nodes_of, simulated_prices
 from madmax_lib.planner.hetero.nodes import Node, load_cluster
-from madmax_lib.planner.hetero.prices import Fleet, PriceList, fleets, prices_of
+from madmax_lib.planner.hetero.prices import PriceList, prices_of
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
 from madmax_lib.specs import Cluster, Model
 
@@ -46,7 +47,7 @@ class CostRules:
 
 @dataclass(frozen=True, eq=False)
 class HeteroProblem:
-    """What `plan` and `cost` look at: prices, nodes, the cluster in every order of its types, and the rules."""
+    """What `plan` and `cost` look at: prices, nodes, the cluster in all orders that are tried, and the rules."""
 
     prices: PriceList
     nodes: tuple[Node, ...]
@@ -54,14 +55,12 @@ class HeteroProblem:
     rules: CostRules
 
     def fleet(self, order: Sequence[str]) -> Fleet:
-        """The cluster in one order of its types. Raises ValueError for other types."""
-        for fleet in self.fleets:
-            if fleet.types == tuple(order):
-                return fleet
-        raise ValueError(f"node_sequence {', '.join(order)} is no order of {', '.join(self.fleets[0].types)}")
+        """The cluster in one order of its types, or of its nodes by type. Raises ValueError for others."""
+        known = next((fleet for fleet in self.fleets if fleet.order == tuple(order)), None)
+        return known or fleet_of(self.nodes, order)
 
     def spaces(self) -> list[tuple[int, Fleet]]:
-        """Every number of micro-batches that divides the batch, ascending, with every order of the GPU types."""
+        """Every number of micro-batches that divides the batch, ascending, with every order of types or nodes."""
         counts = [count for count in range(1, self.rules.global_batch + 1) if self.rules.global_batch % count == 0]
         return [(count, fleet) for count in counts for fleet in self.fleets]
 

@@ -16,8 +16,9 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.planner.hetero.costs import PlanCost
+from madmax_lib.planner.hetero.fleets import fleets
 from madmax_lib.planner.hetero.planned import Planned
-from madmax_lib.planner.hetero.prices import MB_BYTES, fleets
+from madmax_lib.planner.hetero.prices import MB_BYTES
 from madmax_lib.planner.hetero.problem import HeteroProblem, problem
 from madmax_lib.planner.hetero.stages import Grid
 from madmax_lib.planner.hetero.sweep import OPEN, Sweeper
@@ -37,6 +38,8 @@ def plan(
     **inputs,
 ) -> Planned:
     """The cheapest plan over all orders of GPU types, stages, groups, (dp, tp), layer cuts and micro-batches.
+
+    With at most 24 orders of the nodes all of these, so that stages of one type need not be neighbours.
 
     given: the problem; if None, inputs are those of `problem`, such as profiles, hostfile, clusterfile, layers and
     global_batch. groups: GPUs that a device group may have; if None any number up to 32 GPUs, beyond: powers of two,

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from madmax_lib.planner.hetero.prices import Fleet, PriceList, between, bits
+from madmax_lib.planner.hetero.fleets import Fleet, between
+from madmax_lib.planner.hetero.prices import PriceList
 from madmax_lib.planner.hetero.problem import HeteroProblem
 
 __all__ = ["Grid", "SliceStages", "StageTable"]
@@ -115,8 +116,7 @@ class StageTable:
         self.classes = len(classes)
         self.start, self.size = start[first], (stop - start)[first]
         self.low, self.high, self.one_node, self.fits_node = low[first], high[first], one_node[first], fitting[first]
-        inter = between(fleet.inter_bytes_per_s, np.min)[low, high]  # the least bandwidth beyond a node
-        self.inter = inter[first]
+        inter = fleet.inter_bytes_per_s[low, high]
         self.group = np.full(end.shape, self.classes)
         self.group[inside] = number.reshape(-1)
         nearby = one_node & (start > 0) & (fleet.node_of(start) == fleet.node_of(np.maximum(start - 1, 0)))
@@ -239,7 +239,7 @@ class StageTable:
 
     def _replica_sums(self, device: str, tp: int, way: str, samples: int) -> _ReplicaSums:
         """A replica without samples holds memory all the same."""
-        pieces = [self.prices.table.get((device, tp, way, piece)) for piece in bits(max(samples, 1))]
+        pieces = self.prices.pieces(device, tp, way, max(samples, 1))
         nothing = np.zeros(self.grid.layers + 1)
         if None in pieces:
             return _ReplicaSums(False, 0.0, nothing, nothing, nothing)
@@ -274,6 +274,8 @@ class StageTable:
         for name, counts in (("generator_s", begins), ("sync_s", ends)):
             if counts and len(entry):
                 extra_s += self.batches * np.where(unpriced, 0.0, sums[name][forms].max(axis=1))
+        if where == "last" and self.prices.tied_bytes:
+            extra_s += self.fleet.ends_s(self.prices.tied_bytes, self.size[self.of_class[entry]], self.tp[entry])
         classes, starts = np.unique(self.of_class[entry], return_index=True)
         return SliceStages(entry, classes, starts, (time_s, *self._updates_s(entry, rows)), extra_s)
 
@@ -288,19 +290,21 @@ class StageTable:
     def _updates_s(self, entry: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Gradient all-reduce and optimizer of entries over slices."""
         group, dp, tp, prices = self.of_class[entry], self.dp[entry], self.tp[entry], self.prices
-        bandwidth = np.where(self.one_node[group], self.fleet.intra_bytes_per_s[self.low[group]], self.inter[group])
+        place = self.low[group], self.high[group], self.size[group]
         size_bytes = _slices(_cumulative(prices.parameters_bytes)[None], rows)
-        gradients_s = (2 * (dp - 1) / (dp * bandwidth) / tp)[:, None] * size_bytes
+        size_bytes = size_bytes - (rows[1] - rows[0] == prices.layers) * prices.tied_bytes
+        byte_s = self.fleet.ring_s(*place, tp, self.one_node[group])
+        gradients_s = (2 * (dp - 1) / dp * byte_s / tp)[:, None] * size_bytes
         slowest_s = between(np.array([prices.optimizer_s[name] for name in self.fleet.types]), np.max)
         share = (rows[1] - rows[0]) / prices.layers
-        return gradients_s, (slowest_s[self.low[group], self.high[group]] / tp)[:, None] * share
+        return gradients_s, (slowest_s[place[:2]] / tp)[:, None] * share
 
     def send_s(self, entry: np.ndarray) -> np.ndarray:
-        """(kinds, entries) time to send to a next stage of each kind."""
+        """(kinds, entries) time to send to a next stage of each kind, or back."""
         group, nearby, inter = self.of_class[entry], self.kinds[:, :1] > 0, self.kinds[:, 1:]
-        inside = nearby & self.one_node[group]
-        intra, inter = self.fleet.intra_bytes_per_s[self.low[group]], np.minimum(inter, self.inter[group])
-        return self.most[entry] * self.rules.sample_bytes / np.where(inside, intra, inter)
+        size_bytes, inside = self.most[entry] * self.rules.sample_bytes, nearby & self.one_node[group]
+        place = self.low[group], self.high[group], self.size[group]
+        return self.fleet.send_s(size_bytes, *place, self.tp[entry], inside, inter)
 
 
 def _cumulative(values: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Which chain of stages is best? Dynamic programming over layers and ranks, backwards from the last stage.
 
-    least(x, p, k) = min over stages (n, y, way) at rank p of  stage + send(k') + least(y, p + n, k')
+    least(x, p, k) = min over stages (n, y, way) at rank p of  stage + 2 send(k') + least(y, p + n, k')
 
 k is what the stage before must know of this one (`StageTable.kind`). With a maximum in place of the sum the same sweep
 gives the least bottleneck. Where activations in flight count, the state also has the number of stages left.
@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.planner.hetero.prices import Fleet
+from madmax_lib.planner.hetero.fleets import Fleet
 from madmax_lib.planner.hetero.problem import HeteroProblem
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.planner.hetero.stages import Grid, StageTable
@@ -28,7 +28,7 @@ class Chain:
     """Stages from the first layer to the last."""
 
     total: float  # what the sweep added up, or the largest of it
-    largest: tuple[float, float, float]  # stage time, gradient all-reduce and optimizer of the slowest stages in s
+    largest: tuple[float, float, float]  # period, gradient all-reduce and optimizer of the slowest stages in s
     plan: HeteroPlan  # the stages as a plan
 
 
@@ -77,7 +77,10 @@ class Sweeper:
             for where in ("first", "middle", "last", "whole")
             if level == 0 or where != "whole"
         }
-        self.send_s = {key: self.table.send_s(stages.entry) for key, stages in self.stages.items()}
+        self.sends_s = {
+            key: 2 * self.table.send_s(stages.entry)[:, :, None] * (key[0] in ("first", "middle") and not lacking)
+            for key, stages in self.stages.items()
+        }  # there and back, (kinds, entries, 1)
         self.ahead = np.minimum(np.arange(grid.places + 1) + grid.steps[:, None], grid.places + 1)
         self.ending = grid.places - grid.steps
         together = grid.middle.shape[1] * self.ahead.size * 8 <= _BLOCK_BYTES
@@ -95,7 +98,7 @@ class Sweeper:
         values = {}
         for key, stages in self.stages.items():
             possible = np.where(np.isfinite(stages.parts[0]), stages.parts[part], np.inf)
-            values[key] = np.broadcast_to(possible, (len(self.table.kinds), *possible.shape))
+            values[key] = possible + self.sends_s[key] * (part == 0)
         return self._descend(values, np.maximum).total
 
     def chain(self, corner: tuple[float, float, float], *, bottleneck: bool = False) -> Chain | None:
@@ -103,10 +106,10 @@ class Sweeper:
         values = {}
         for key, stages in self.stages.items():
             time_s, gradients_s, optimizer_s = stages.parts
-            inside = (time_s <= corner[0]) & (gradients_s <= corner[1]) & (optimizer_s <= corner[2])
-            alone = np.where(inside, time_s if bottleneck else time_s + stages.extra_s[:, None], np.inf)
-            send_s = 0.0 if bottleneck or key[0] in ("last", "whole") else self.send_s[key][:, :, None]
-            values[key] = np.broadcast_to(alone, (len(self.table.kinds), *alone.shape)) + send_s
+            inside = (gradients_s <= corner[1]) & (optimizer_s <= corner[2])
+            period_s = np.where(inside, time_s, np.inf) + self.sends_s[key]
+            np.putmask(period_s, period_s > corner[0], np.inf)
+            values[key] = period_s if bottleneck else period_s + stages.extra_s[:, None]
         combine = np.maximum if bottleneck else np.add
         state = self._descend(values, combine)
         return self._path(state, values, combine) if np.isfinite(state.total) else None
@@ -236,7 +239,9 @@ class Sweeper:
         number = int(np.searchsorted(stages.classes, self.table.group[option.size, place]))
         start, stop = [*stages.starts, len(stages.entry)][number : number + 2]
         chosen = start + int(values[key][option.next_kind, start:stop, row].argmin())
-        return int(stages.entry[chosen]), [float(part[chosen, row]) for part in stages.parts]
+        send_s = self.sends_s[key][option.next_kind, chosen, 0]
+        time_s, *updates_s = (float(part[chosen, row]) for part in stages.parts)
+        return int(stages.entry[chosen]), [time_s + float(send_s), *updates_s]
 
     def _plan(self, cuts: list[int], entries: list[int]) -> HeteroPlan:
         table = self.table

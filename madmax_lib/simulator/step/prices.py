@@ -133,7 +133,7 @@ class Prices:
             return 0.0
         priced = "all_gather" if kind == "reduce_scatter" else kind  # its reverse
         if (priced, group.name) not in self._rates:
-            self._rates[priced, group.name] = self._rate(priced, group)
+            self._rates[priced, group.name] = self.rate(priced, group)
         byte_s, call_s = self._rates[priced, group.name]
         seconds = size_bytes * byte_s + (size_bytes > 0) * (calls * call_s)
         for name, points in self.parameters.collectives.items():
@@ -143,7 +143,7 @@ class Prices:
                 seconds = np.where(there, (size_bytes > 0) * each, seconds)
         return seconds
 
-    def _rate(self, kind: str, group: Group) -> tuple[Number, Number]:
+    def rate(self, kind: str, group: Group) -> tuple[Number, Number]:
         """Seconds per byte of a collective, and of a call; 0 in a group of one."""
         c, nodes, (_, far_s, hop_s) = self.constants, group.nodes, self.network
         in_node_s = np.where(self.machine.near_hop > 0, self.machine.near_hop, c["hop_s"])

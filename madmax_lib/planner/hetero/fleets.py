@@ -1,0 +1,188 @@
+"""Which GPUs stand where, and how fast do those of a plan reach each other? A cluster in one order of its nodes.
+
+Ranks run through the GPUs node by node. Nodes of one type that follow each other are a run: with the nodes of each type
+together there are as many runs as types, else a type has several.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, permutations
+from math import factorial, prod
+
+import numpy as np
+
+from madmax_lib.planner.hetero.nodes import Node
+
+__all__ = ["Fleet", "between", "fleet_of", "fleets"]
+
+_EVERY_ORDER = 24  # orders of nodes up to which all are tried: those of four types
+
+
+@dataclass(frozen=True, eq=False)
+class Fleet:
+    """A cluster in one order of its nodes. Arrays have an entry per run of equal nodes."""
+
+    nodes: tuple[Node, ...]
+
+    @cached_property
+    def runs(self) -> list[list[Node]]:
+        """Nodes of one type that follow each other."""
+        return [list(run) for _, run in groupby(self.nodes, lambda node: (node.device, *_kind(node)))]
+
+    @cached_property
+    def types(self) -> tuple[str, ...]:
+        """Type of each run."""
+        return tuple(run[0].device for run in self.runs)
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """The order as a plan names it: that of the types where the nodes of each are together, else type by node."""
+        together = len(set(self.types)) == len(self.types)
+        return self.types if together else tuple(node.device for node in self.nodes)
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """Rank after the last of each run."""
+        return np.cumsum([sum(node.gpus for node in run) for run in self.runs])
+
+    @cached_property
+    def bounds(self) -> np.ndarray:
+        """Ranks at which a node begins, and the number of GPUs."""
+        return np.cumsum([0, *(node.gpus for node in self.nodes)])
+
+    @cached_property
+    def capacity_bytes(self) -> np.ndarray:
+        """Memory of a GPU."""
+        return self._of_runs("memory_bytes")
+
+    @property
+    def size(self) -> int:
+        """GPUs."""
+        return int(self.ends[-1])
+
+    def type_of(self, rank):
+        """Number of the run of a rank."""
+        return np.searchsorted(self.ends, rank, side="right")
+
+    def node_of(self, rank):
+        """Number of the node of a rank."""
+        return np.searchsorted(self.bounds, rank, side="right") - 1
+
+    def in_one_node(self, start, end):
+        """Whether ranks start..end-1 lie in one node."""
+        return self.node_of(start) == self.node_of(np.asarray(end) - 1)
+
+    def send_s(self, size_bytes, low, high, gpus, tp, inside, inter_bytes_per_s=np.inf):
+        """Seconds in which a replica of tp ranks passes its activations to the next stage.
+
+        low, high: runs of its stage of so many GPUs; inside: whether both stages lie in one node; inter_bytes_per_s: of
+        the other stage. Each rank sends its part. GPUs that share a port have it to themselves where the stage has no
+        other in their node.
+        """
+        far = np.minimum(inter_bytes_per_s, self.inter_bytes_per_s[low, high])
+        alone = self._sharing[low] / np.clip(gpus, 1, np.maximum(self._sharing[low], 1))
+        parts = np.where(self._sharing[low] > 0, tp, 1)
+        rate = parts * np.where(inside, self._intra[low], far * np.maximum(alone, 1))
+        return np.where(inside, self._of_runs("intra_s")[low], self._of_runs("inter_s").max()) + size_bytes / rate
+
+    def ring_s(self, low, high, gpus, tp, inside):
+        """Seconds per byte of a ring of the replicas of a stage; as many as a node holds share what it has."""
+        in_node = np.maximum(np.minimum(gpus, self._least_gpus[low, high]) // tp, 1)
+        in_node = np.where(self._sharing[low] > 0, in_node, 1)
+        far = 1 / (in_node * self.inter_bytes_per_s[low, high])
+        near = 1 / self._least_intra[low, high]
+        return np.where(inside, near, np.where(in_node > 1, np.maximum(near, far), far))
+
+    def ends_s(self, size_bytes, gpus, tp):
+        """Seconds in which each rank of the last stage, of so many GPUs, reduces a table with its mate in the first."""
+        last = len(self.types) - 1
+        return self.send_s(size_bytes, 0, last, gpus, tp, self.in_one_node(0, self.size))
+
+    @cached_property
+    def inter_bytes_per_s(self) -> np.ndarray:
+        """(runs, runs) the least bandwidth beyond a node of runs i to j."""
+        return between(self._of_runs("inter_bytes_per_s"), np.min)
+
+    @cached_property
+    def _least_intra(self) -> np.ndarray:
+        return between(self._intra, np.min)
+
+    @cached_property
+    def _least_gpus(self) -> np.ndarray:
+        return between(np.array([min(node.gpus for node in run) for run in self.runs]), np.min)
+
+    @cached_property
+    def _intra(self) -> np.ndarray:
+        return self._of_runs("intra_bytes_per_s")
+
+    @cached_property
+    def _sharing(self) -> np.ndarray:
+        return self._of_runs("sharing")
+
+    def _of_runs(self, name: str) -> np.ndarray:
+        return np.array([getattr(run[0], name) for run in self.runs])
+
+
+def fleets(nodes: Iterable[Node]) -> list[Fleet]:
+    """The cluster in every order of its nodes where they are few, else of its types.
+
+    The alphabetical order comes first, so that ties do not hang on a file's order. Raises ValueError where nodes of one
+    type differ in memory or links: such a type is two.
+    """
+    first: dict[str, Node] = {}
+    for node in nodes:
+        alike = first.setdefault(node.device, node)
+        for name, one, other in zip(_NAMES, _kind(alike), _kind(node), strict=True):
+            if one != other:
+                raise ValueError(f"nodes of type {node.device} have {name}={one:g} and {other:g}: that makes two types")
+    counts = Counter(node.device for node in nodes)
+    if factorial(sum(counts.values())) // prod(map(factorial, counts.values())) <= _EVERY_ORDER:
+        return [fleet_of(nodes, order) for order in _orders(counts)]
+    return [fleet_of(nodes, order) for order in permutations(sorted(counts))]
+
+
+def fleet_of(nodes: Sequence[Node], order: Sequence[str]) -> Fleet:
+    """The cluster in an order of its types, or of its nodes by their types. Raises ValueError for any other.
+
+    >>> nodes = [Node(str(number), name, 4, 16e9, 1e9, 1e9) for number, name in enumerate("AABC")]
+    >>> "".join(node.address for node in fleet_of(nodes, ("B", "C", "A")).nodes)
+    '2301'
+    >>> fleet_of(nodes, ("A", "C", "A", "B")).types
+    ('A', 'C', 'A', 'B')
+    """
+    by_type: dict[str, list[Node]] = {}
+    for node in nodes:
+        by_type.setdefault(node.device, []).append(node)
+    if sorted(order) == sorted(by_type):
+        return Fleet(tuple(node for name in order for node in by_type[name]))
+    if sorted(order) != sorted(node.device for node in nodes):
+        raise ValueError(f"node_sequence {', '.join(order)} is no order of {', '.join(sorted(by_type))}")
+    left = {name: iter(group) for name, group in by_type.items()}
+    return Fleet(tuple(next(left[name]) for name in order))
+
+
+def between(values: np.ndarray, extreme: Callable) -> np.ndarray:
+    """(types, types, ...) the least or largest of the values of types i to j, in either order; extreme: np.min, np.max.
+
+    >>> between(np.array([3, 1, 2]), np.max).tolist()
+    [[3, 3, 3], [3, 1, 2], [3, 2, 2]]
+    """
+    types = range(len(values))
+    return np.array([[extreme(values[min(i, j) : max(i, j) + 1], axis=0) for j in types] for i in types])
+
+
+_NAMES = ("memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s", "sharing", "intra_s", "inter_s")
+
+
+def _kind(node: Node) -> tuple:
+    return tuple(getattr(node, name) for name in _NAMES)
+
+
+def _orders(counts: Counter) -> Iterator[tuple[str, ...]]:
+    """All distinct orders of so many nodes of each type, the alphabetical one first."""
+    if not counts.total():
+        yield ()
+    for name in sorted(+counts):
+        yield from ((name, *rest) for rest in _orders(counts - Counter([name])))
