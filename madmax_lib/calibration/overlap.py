@@ -15,9 +15,9 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.accounting import breakdown
-from madmax_lib.calibration.row_facts import machine_of, model_of, number_of, software_of
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
+from madmax_lib.row_facts import machine_of, model_of, number_of, software_of
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.simulate import simulate
 from madmax_lib.specs import Link

@@ -15,7 +15,12 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.calibration.row_facts import (
+from madmax_lib.calibration.row_plans import cases_of, devices_of
+from madmax_lib.calibration.run_rows import run_rows
+from madmax_lib.case import Case
+from madmax_lib.plan_rules import SOFTWARE, enforce
+from madmax_lib.plans import legal
+from madmax_lib.row_facts import (
     completed,
     machine_of,
     model_of,
@@ -25,11 +30,6 @@ from madmax_lib.calibration.row_facts import (
     software_of,
     text_of,
 )
-from madmax_lib.calibration.row_plans import cases_of, devices_of
-from madmax_lib.calibration.run_rows import run_rows
-from madmax_lib.case import Case
-from madmax_lib.plan_rules import SOFTWARE, enforce
-from madmax_lib.plans import legal
 from madmax_lib.simulator.rates.parameters import start
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.step_time import step_time

@@ -15,9 +15,9 @@ from itertools import pairwise, product
 
 import pandas as pd
 
-from madmax_lib.calibration.row_facts import count_of, number_of, positive_of, remarks_of, text_of
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
+from madmax_lib.row_facts import count_of, habits_of, number_of, positive_of, recompute_of, remarks_of, text_of
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.software import OVERLAPS, Software
 from madmax_lib.specs import Cluster, Transformer
@@ -31,7 +31,6 @@ _FROM_0 = ("lora_rank", "zero_stage", *OVERLAPS)
 _MICRO_BATCHES = (1, 2, 4)
 _LAYOUTS = {"tp": (1, 2, 4, 8), "pp": (1, 2, 4, 8, 16), "cp": (1, 2, 4, 8)}  # tried where a row states none
 _LORA_RANK = 16  # of MLPerf, and where a row does not state it
-_BUCKET, _DEEPSPEED_BUCKET = 40e6, 5e8  # elements: defaults of Megatron-Core and DeepSpeed
 
 
 def devices_of(raw: dict) -> int:
@@ -89,7 +88,7 @@ def _own_plan(raw: dict, case: Case) -> Plan:
     values = {field: value for field, value in values.items() if value is not None}
     values |= {name: bool(values[name]) for name in OVERLAPS if name in values}
     if said := text_of(raw, "recompute").lower():
-        values["recompute"] = _recompute(said, case.software)
+        values["recompute"] = recompute_of(said, case.software)
     return Plan(dp=case.cluster.world_size // math.prod(values.get(name, 1) for name in _DEGREES), **values)
 
 
@@ -129,7 +128,7 @@ def _experts(raw: dict, model: Transformer, replicas: int, tp: int, software: So
 def _plans(raw: dict, case: Case) -> Iterator[Plan]:
     """Plans of a layout that differ in what the row does not state: micro-batch and interleaving."""
     case = replace(case, plan=replace(case.plan, **_states(raw, case)))
-    plan = replace(case.plan, **_habits(raw, case), **_stages(raw, case))
+    plan = replace(case.plan, **habits_of(raw, case), **_stages(raw, case))
     for micro in _micro_batches(raw, case, plan):
         for interleave in _interleaves(raw, case, case.global_batch / (plan.dp * micro)):
             yield replace(plan, micro_batch=micro, interleave=interleave)
@@ -185,42 +184,6 @@ def _states(raw: dict, case: Case) -> dict:
 def _lora_rank(raw: dict) -> int:
     named = re.search(r"\bq?lora\b", remarks_of(raw), re.I)
     return count_of(raw, "lora_rank", _LORA_RANK if named else 0, least=0)
-
-
-def _habits(raw: dict, case: Case) -> dict:
-    """Recompute, attention, overlap, reductions: as stated, else as the software does."""
-    software, remarks, said = case.software, remarks_of(raw), text_of(raw, "recompute").lower()
-    precision = text_of(raw, "precision").lower()
-    overlaps = {"overlap_tp": True} if re.search(r"async tp|tp-comm-overlap", remarks, re.I) else {}
-    overlaps |= {name: bool(stated) for name in OVERLAPS if (stated := count_of(raw, name, least=0)) is not None}
-    if case.plan.zero == 3:  # which always hides its reductions
-        overlaps.pop("overlap_dp", None)
-    old = software.unfused_attention and not case.model.image  # Megatron before sequence parallelism
-    elements = _DEEPSPEED_BUCKET if software.engine else _BUCKET
-    return overlaps | {
-        "recompute": _recompute(said, software),
-        "sequence_parallel": case.plan.tp > 1 and (not old or "sequence" in said),
-        "attention": "unfused" if software.unfused_attention or "no flash" in remarks else "flash",
-        "reduce_fp32": "fp32 grad" in precision or "fp32 all-reduce" in remarks,
-        "capacity": 1.0 if "tokendrop" in remarks else 0.0,
-        "bucket_bytes": Plan.bucket_bytes if software.bucket_bytes else elements * software.wire_bytes,  # DDP's own
-    }
-
-
-def _recompute(said: str, software: Software) -> str:
-    """Not stated: full for software of 2021, none for others. Half of the layers counts as all.
-
-    Of modules recomputed alone, those with attention's core are selective; norms, activations and experts have no field
-    and count as none.
-    """
-    if not said:
-        return "full" if software.legacy else "none"
-    if said.startswith("full") or "2nd" in said:
-        return "full"
-    if not re.match("selective|none", said):
-        raise ValueError(f"recompute={said!r} is not one of none, selective, full")
-    modules = re.search(r"selective:(.*)", said)
-    return "selective" if "selective" in said and (not modules or "attn" in modules[1]) else "none"
 
 
 def _stages(raw: dict, case: Case) -> dict:

@@ -28,7 +28,7 @@ LAYERS = [
         "software_rules",
         "timeline",
     },
-    {"kinds", "catalog", "collectives", "datasets", "accounting"},
+    {"kinds", "catalog", "collectives", "datasets", "accounting", "row_facts"},
     {"simulator", "traces", "runs"},
     {"calibration", "planner"},
     {"view"},

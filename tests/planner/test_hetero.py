@@ -50,7 +50,7 @@ def small(seed, *, live=False):
             base_bytes=20 * MB_BYTES * live,
         )
     optimizer_s = {name: rng.uniform(0.005, 0.06) for name in links}
-    prices = PriceList(table, np.full(layers, rng.uniform(5e7, 3e8)), optimizer_s, rng.choice([0.0, 4e7]))
+    prices = PriceList(table, np.full(layers, rng.uniform(5e7, 3e8)), rng.choice([0.0, 4e7]), optimizer_s)
     batch, sequence = int(rng.choice([4, 6])), int(rng.choice([64, 40000]))
     memory_factor = 1.0 if live else float(rng.choice([0.0, 1.0, 1.6]))
     rules = CostRules(batch, 256, sequence, memory_factor=memory_factor, tp_in_node=bool(rng.random() < 0.3))
@@ -123,7 +123,7 @@ def by_hand(**rules):
         time_s, memory_bytes = slowness[name] * batch / tp * layer_s, 100 * MB_BYTES / tp * one
         table[name, tp, "none", batch] = Price(time_s, memory_bytes, 0 * one, sync_s=5e-4, generator_s=2.5e-4)
     nodes = (Node.of_file("a", "A", 2, 1, 40, 8), Node.of_file("b", "B", 2, 1, 50, 4))
-    prices = PriceList(table, MB_BYTES * one, {"A": 6e-3, "B": 12e-3})
+    prices = PriceList(table, MB_BYTES * one, 0.0, {"A": 6e-3, "B": 12e-3})
     return HeteroProblem(prices, nodes, tuple(fleets(nodes)), CostRules(4, hidden=1024, sequence=1024, **rules))
 
 
@@ -162,7 +162,7 @@ def test_stages_of_one_type_need_not_be_neighbours():
         for name, slow in (("A", 1.0), ("B", 3.0))
     }
     nodes = tuple(Node.of_file(address, address[0], 1, 1, 40, 40) for address in ("A1", "B1", "A2"))
-    prices = PriceList(table, np.ones(3), {"A": 1e-3, "B": 1e-3})
+    prices = PriceList(table, np.ones(3), 0.0, {"A": 1e-3, "B": 1e-3})
     given = HeteroProblem(prices, nodes, tuple(fleets(nodes)), CostRules(8, hidden=1))
     assert [fleet.order for fleet in given.fleets] == [("A", "B"), ("A", "B", "A"), ("B", "A")]
     best = hetero.plan(given, progress=False)

@@ -20,5 +20,6 @@ if TYPE_CHECKING:
     )
     from madmax_lib.planner.hetero.solve import alone as alone, plan as plan
     from madmax_lib.planner.hetero.stage_plan import HeteroPlan as HeteroPlan
+    from madmax_lib.planner.hetero.stated import predict as predict
 
 __all__ = open_room(__name__)

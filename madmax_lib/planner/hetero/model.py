@@ -3,7 +3,7 @@
 A model is an embedding, its layers and a head. Times are those of `simulator.step.pieces` with the shipped constants,
 a layer's no less than its kernels take the host to launch. Memory is that of `simulator.memory.memory.stage_bytes` with
 Megatron's habits (18 bytes per parameter, nothing sharded) in a pipeline: what a stage of two layers needs beyond one
-of one is a layer's. A single stage is so charged for a table that embedding and head share twice.
+of one is a layer's. A single stage is so charged twice for the memory of a table that embedding and head share.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ from madmax_lib.plans import Plans
 from madmax_lib.simulator.memory.memory import by_phase, stage_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.pieces import pieces_of
+from madmax_lib.simulator.step.pieces import Pieces, pieces_of
 from madmax_lib.simulator.step.prices import Prices
 from madmax_lib.specs import Cluster, Link, Model, Transformer
 
-__all__ = ["clusters_of", "nodes_of", "simulated_prices"]
+__all__ = ["clusters_of", "gradients_of", "nodes_of", "passes_s", "per_layer", "simulated_prices"]
 
 
 def simulated_prices(
@@ -52,25 +52,38 @@ def simulated_prices(
         plans = Plans(tp=tp, recompute=way, micro_batch=batch)
         case = Case(model, cluster, plans, 1, sequence or 0, cluster.device.nearest(dtype))
         pieces = pieces_of(Steps.of(case), parameters)
-        prices = pieces.prices
-        embedding_s, layer_s, head_s = (sum(part.passes_s) for part in (pieces.embedding, pieces.layer, pieces.head))
-        layer_s = np.maximum(layer_s, (3 + prices.repeats) * prices.launch_s)
-        seconds = np.stack(np.broadcast_arrays(embedding_s, layer_s, head_s), axis=-1)
+        seconds = passes_s(pieces)
         base_bytes, held, live = _memory_bytes(model, plans, sequence, dtype)
         for i, (degree, recomputed, samples) in enumerate(rows):
             table[name, degree, recomputed, samples] = Price(
-                layer_s=_per_layer(model, *seconds[i]),
-                memory_bytes=_per_layer(model, *held[:, i]),
-                live_bytes=_per_layer(model, *live[:, i]),
+                layer_s=per_layer(model, *seconds[i]),
+                memory_bytes=per_layer(model, *held[:, i]),
+                live_bytes=per_layer(model, *live[:, i]),
                 base_bytes=float(base_bytes[i]),
             )
-        optimizer_s[name] = float(prices.update_s(pieces.stage.owned(prices))[0])
+        optimizer_s[name] = float(pieces.prices.update_s(pieces.stage.owned(pieces.prices))[0])
+    return PriceList(table, *gradients_of(model, pieces.prices), optimizer_s)
+
+
+def passes_s(pieces: Pieces) -> np.ndarray:
+    """(n, 3) forward and backward of embedding, layer and head; a layer takes no less than the host to launch it."""
+    embedding_s, layer_s, head_s = (sum(part.passes_s) for part in (pieces.embedding, pieces.layer, pieces.head))
+    layer_s = np.maximum(layer_s, (3 + pieces.prices.repeats) * pieces.prices.launch_s)
+    return np.stack(np.broadcast_arrays(embedding_s, layer_s, head_s), axis=-1).reshape(-1, 3)
+
+
+def gradients_of(model: Transformer, prices: Prices) -> tuple[np.ndarray, float]:
+    """(layers + 2,) bytes of gradients as replicas reduce them, and of a table that embedding and head share.
+
+    DeepSpeed reduces the gradients of that table as they are computed, whatever replicas do.
+    """
     layer = model.attention_parameters + 2 * model.norm_parameters + model.mlp_parameters(model.ffn)
-    head = model.head_parameters or model.vocab * model.hidden
-    counts = _per_layer(model, model.embedding_parameters, layer, head + model.norm_parameters)
+    table = model.vocab * model.hidden
+    head = (model.head_parameters or table) + model.norm_parameters
     gradient_bytes = float(prices.gradient_bytes)
-    tied_bytes = 0.0 if model.head_parameters else model.vocab * model.hidden * gradient_bytes
-    return PriceList(table, counts * gradient_bytes, optimizer_s, tied_bytes)
+    tied_bytes = prices.steps.work.width.storage_bytes if np.any(prices.habits.buckets) else gradient_bytes
+    counts = per_layer(model, model.embedding_parameters, layer, head)
+    return counts * gradient_bytes, 0.0 if model.head_parameters else table * tied_bytes
 
 
 def nodes_of(clusters: Sequence[Cluster], parameters: Parameters | None = None) -> tuple[Node, ...]:
@@ -105,7 +118,7 @@ def _powers(most: int) -> list[int]:
     return [1 << k for k in range(int(most).bit_length())]
 
 
-def _per_layer(model: Transformer, embedding: float, layer: float, head: float) -> np.ndarray:
+def per_layer(model: Transformer, embedding: float, layer: float, head: float) -> np.ndarray:
     """(layers + 2,) embedding, layers, head."""
     return np.array([embedding, *[layer] * model.layers, head], float)
 

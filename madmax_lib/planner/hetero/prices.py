@@ -35,8 +35,8 @@ class PriceList:
 
     table: Mapping[tuple[str, int, str, int], Price]  # prices by (GPU type, tp, recompute, batch)
     parameters_bytes: np.ndarray  # (layers,), whole, as the gradient all-reduce sends them
+    tied_bytes: float  # gradients of a table that embedding and head share, as the ends of a pipeline reduce them
     optimizer_s: Mapping[str, float]  # update of the whole model on one GPU, by type
-    tied_bytes: float = 0.0  # of a table that embedding and head share, as the ends of a pipeline reduce its gradients
     ways: tuple[tuple[int, str], ...] = field(init=False)  # the (tp, recompute) with a price on some type, in order
 
     def __post_init__(self):
@@ -85,7 +85,7 @@ def prices_of(profiles: Profiles) -> PriceList:
             generator_s=profile.batch_generator_ms / 1e3,
         )
         optimizer_s.setdefault(device, 2 * profile.optimizer_ms * tp / 1e3)
-    return PriceList(table, np.array(profiles.named(None).parameters_bytes, float), optimizer_s)
+    return PriceList(table, np.array(profiles.named(None).parameters_bytes, float), 0.0, optimizer_s)
 
 
 def bits(samples: int) -> list[int]:

@@ -27,6 +27,7 @@ CAUSES = ("gemm_s", "attention_s", "pointwise_s")  # of compute
 _COLLECTIVES = 4  # of tensor parallelism in the forward pass of a layer: two gathers, two scatters
 _CALLS = 2  # of cp, of experts, of FSDP in a layer
 _STOP_LAUNCHES = 3  # assumed
+_WIRE_SHARE = 1448 / 1538  # of an Ethernet frame is data of TCP
 _TENSORS = 12  # of a transformer layer: weights and biases of four products and two norms
 
 
@@ -63,13 +64,18 @@ class Prices:
 
     @cached_property
     def network(self) -> tuple[Number, Number, Number]:
-        """Seconds per byte of a device's share of the network, of a call that crosses it, and of a step of a ring."""
-        share, call_s, hop_s = (
-            self.machine.network.constant(self.parameters, name)
-            for name in ("network_share", "network_s", "network_hop_s")
+        """Seconds per byte of a device's share of the network, of a call that crosses it, and of a step of a ring.
+
+        Sockets fill a slow wire, but for the frames' headers; a fast one they reach a share of.
+        """
+        share, sockets, call_s, hop_s = (
+            self.machine.network.constant(self.parameters, f"network_{name}")
+            for name in ("share", "sockets", "s", "hop_s")
         )
         call_s, hop_s = (np.where(self.machine.far_hop > 0, self.machine.far_hop, of) for of in (call_s, hop_s))
-        return 1 / (self.machine.nic * self.parameters.network_efficiency * share), call_s, hop_s
+        rate = self.machine.nic * self.parameters.network_efficiency
+        rate = np.maximum(share * rate, np.minimum(_WIRE_SHARE * rate, sockets / self.machine.node))
+        return 1 / rate, call_s, hop_s
 
     @cached_property
     def flops(self) -> dict[str, Number]:

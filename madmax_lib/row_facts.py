@@ -18,16 +18,20 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
+from madmax_lib.case import Case
+from madmax_lib.plan import Plan
 from madmax_lib.software import OVERLAPS, Software
 from madmax_lib.specs import DLRM, Cluster, Device, Transformer
 
 __all__ = [
     "completed",
     "count_of",
+    "habits_of",
     "machine_of",
     "model_of",
     "number_of",
     "positive_of",
+    "recompute_of",
     "remarks_of",
     "software_of",
     "text_of",
@@ -36,6 +40,7 @@ __all__ = [
 _VISION = re.compile(r"(vit|deit3?|beit)([-_]|\b)", re.I)
 _OTHERS = re.compile(r"dlrm|mixer|swin|resne|convnext|efficientnet|regnet|vgg|.*\bmamba\b", re.I)
 _MIXTURE = re.compile(r"\d+x\d+b|[-_ ]a\d+b|moe", re.I)
+_BUCKET, _DEEPSPEED_BUCKET = 40e6, 5e8  # elements: defaults of Megatron-Core and DeepSpeed
 _NEEDED = {"layers": "layers", "hidden": "hidden", "heads": "heads", "sequence": "seq_len"}  # field: column
 _DIMENSIONS = _NEEDED | {name: name for name in ("kv_heads", "ffn", "vocab")}
 _MOST = dict.fromkeys(("layers", "experts", "pp", "vpp"), 10**4)  # of a count; of others 10^8
@@ -193,10 +198,13 @@ def machine_of(raw: dict, device: Device, devices: int) -> tuple[Cluster, str]:
     `network_gbit` is the rate of the network per device. Not stated: the catalog's first cluster with such devices,
     bf16. Raises ValueError where there is none.
     """
-    name = text_of(raw, "cluster") or _first_cluster(device)
-    most = min(count_of(raw, "devices_per_node", catalog.cluster(name).devices_per_node), devices)
+    gpus = count_of(raw, "devices_per_node", 0)
+    name = text_of(raw, "cluster") or _cluster_of(device, gpus)
+    full = catalog.cluster(name).devices_per_node
+    most = min(gpus or full, devices)
     node = next(size for size in range(most, 0, -1) if devices % size == 0)
-    cluster = replace(catalog.cluster(name, nodes=devices // node, devices=devices), device=device)
+    cluster = catalog.cluster(name, nodes=devices // node, devices=devices // node * min(node, full))
+    cluster = replace(cluster, device=device, devices_per_node=node)
     gbit = positive_of(raw, "network_gbit", 8e-9 * cluster.inter.bandwidth_bytes_per_s)
     text = text_of(raw, "precision").lower()
     first = text.split("(")[0] or text
@@ -236,13 +244,17 @@ def _sources() -> list[dict]:
 
 
 @lru_cache(maxsize=64)
-def _first_cluster(device: Device) -> str:
-    """The catalog's first cluster with such devices. Raises ValueError if there is none."""
+def _cluster_of(device: Device, gpus: int) -> str:
+    """The catalog's first cluster with such devices, of nodes as large if there is one, else larger, if gpus > 0.
+
+    Raises ValueError if there is none.
+    """
     clusters = catalog.table("clusters")
-    names = clusters.loc[clusters["device"] == device.name, "name"].tolist()
-    if not names:
+    clusters = clusters[clusters["device"] == device.name]
+    if clusters.empty:
         raise ValueError(f"no cluster of {device.name} is known, name one in a column cluster")
-    return names[0]
+    more = clusters["devices_per_node"].astype(int).to_numpy() - gpus
+    return clusters["name"].iloc[int(np.where(more < 0, np.inf, more).argmin()) if gpus else 0]
 
 
 @lru_cache(maxsize=64)
@@ -252,3 +264,39 @@ def _software(name: str) -> Software:
         return catalog.software(name)
     except ValueError:
         return catalog.software("none")
+
+
+def habits_of(raw: dict, case: Case) -> dict:
+    """Recompute, attention, overlap, reductions: as stated, else as the software does."""
+    software, remarks, said = case.software, remarks_of(raw), text_of(raw, "recompute").lower()
+    precision = text_of(raw, "precision").lower()
+    overlaps = {"overlap_tp": True} if re.search(r"async tp|tp-comm-overlap", remarks, re.I) else {}
+    overlaps |= {name: bool(stated) for name in OVERLAPS if (stated := count_of(raw, name, least=0)) is not None}
+    if case.plan.zero == 3:  # which always hides its reductions
+        overlaps.pop("overlap_dp", None)
+    old = software.unfused_attention and not case.model.image  # Megatron before sequence parallelism
+    elements = _DEEPSPEED_BUCKET if software.engine else _BUCKET
+    return overlaps | {
+        "recompute": recompute_of(said, software),
+        "sequence_parallel": case.plan.tp > 1 and (not old or "sequence" in said),
+        "attention": "unfused" if software.unfused_attention or "no flash" in remarks else "flash",
+        "reduce_fp32": "fp32 grad" in precision or "fp32 all-reduce" in remarks,
+        "capacity": 1.0 if "tokendrop" in remarks else 0.0,
+        "bucket_bytes": Plan.bucket_bytes if software.bucket_bytes else elements * software.wire_bytes,  # DDP's own
+    }
+
+
+def recompute_of(said: str, software: Software) -> str:
+    """Not stated: full for software of 2021, none for others. Half of the layers counts as all.
+
+    Of modules recomputed alone, those with attention's core are selective; norms, activations and experts have no field
+    and count as none.
+    """
+    if not said:
+        return "full" if software.legacy else "none"
+    if said.startswith("full") or "2nd" in said:
+        return "full"
+    if not re.match("selective|none", said):
+        raise ValueError(f"recompute={said!r} is not one of none, selective, full")
+    modules = re.search(r"selective:(.*)", said)
+    return "selective" if "selective" in said and (not modules or "attn" in modules[1]) else "none"
