@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from madmax_lib.datasets import dataset as dataset
     from madmax_lib.plan import Plan as Plan
     from madmax_lib.planner.search import search as search
+    from madmax_lib.planner.tune import tune as tune
     from madmax_lib.runs.launch import launch as launch
     from madmax_lib.runs.spec import RunSpec as RunSpec
     from madmax_lib.simulator.estimate import estimate as estimate

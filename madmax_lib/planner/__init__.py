@@ -16,5 +16,6 @@ if TYPE_CHECKING:
     from madmax_lib.planner.layouts import layouts as layouts
     from madmax_lib.planner.search import SearchResult as SearchResult, search as search
     from madmax_lib.planner.space import Space as Space, plan_of as plan_of
+    from madmax_lib.planner.tune import Tuner as Tuner, tune as tune
 
 __all__ = open_room(__name__)

@@ -8,7 +8,7 @@ from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.runs.spec import RunSpec, check
 
-__all__ = ["layouts"]
+__all__ = ["layouts", "runnable"]
 
 _TRIED = {  # 2 and 8: one to five dimensions, as the study of notebook 54 meant to try them
     1: "dp1 dp1.full dp1.z3.offload-all",
@@ -28,11 +28,7 @@ def layouts(spec: RunSpec, devices: int, cluster: str = "") -> list[str]:
     image = bool(spec.shapes.image)  # whose patches and class token are not split over ranks
 
     def runs(text: str) -> bool:
-        try:
-            check(replace(spec, strategy=f"{text}.nosp" if image and "tp" in text else text), gpus=devices)
-        except ValueError:
-            return False
-        return True
+        return runnable(spec, f"{text}.nosp" if image and "tp" in text else text, devices)
 
     if not cluster and devices in _TRIED:
         tried = [text for text in _TRIED[devices].split() if runs(text)]
@@ -44,3 +40,12 @@ def layouts(spec: RunSpec, devices: int, cluster: str = "") -> list[str]:
         tried = shortlist(found[found["plan"].map(runs)], spec.shapes)["plan"].head(_MOST)
     tried = dict.fromkeys(["dp1", *tried])  # one device is what the others are measured against
     return [f"{text}.nosp" if image and "tp" in text else text for text in tried]
+
+
+def runnable(spec: RunSpec, strategy: str, gpus: int) -> bool:
+    """Whether a run of the spec can have this strategy on a machine with so many GPUs."""
+    try:
+        check(replace(spec, strategy=strategy), gpus)
+    except ValueError:
+        return False
+    return True
