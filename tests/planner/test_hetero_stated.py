@@ -8,6 +8,7 @@ import pytest
 from support import local_or_skip
 
 import madmax_lib as mm
+from madmax_lib import catalog
 from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero import Profiles
 from madmax_lib.planner.hetero.profiles import LayerProfile
@@ -26,17 +27,26 @@ def seconds(*rows, **options):
     return hetero.predict(pd.DataFrame(rows), **options)["predicted_s"].tolist()
 
 
-def test_published_rows_of_mixed_and_equal_gpus():
-    """GPT-2 on 12 V100 and 4 T4, and on 16 T4 [AMP]: its own model is 40 % off on the first."""
-    mixed = pd.read_csv(local_or_skip("published_more/mixed_clusters.csv"))
-    more = pd.read_csv(local_or_skip("published_more/published_more.csv"))
-    equal = more[more["source"].str.contains("DachengLi1/AMP")]
-    for rows, most in ((mixed, 0.115), (equal, 0.10)):
-        table = hetero.predict(rows)
-        error = (table["predicted_s"] / table["iteration_time_s"] - 1).abs()
-        assert len(table) == len(rows) and table["predicted_s"].gt(0).all() and error.mean() <= most
-        ranks = table[["predicted_s", "iteration_time_s"]].corr("spearman").iloc[0, 1]
-        assert ranks > 0.75 and error.median() < 0.08
+def test_published_rows_of_mixed_gpus():
+    """GPT-2 on 12 V100 and 4 T4 [AMP], to which no constant is fitted; AMP's own model is 40 % off."""
+    table = hetero.predict(catalog.table("published_mixed", numbers=True))
+    error, theirs = (
+        (table[f"{of}_s"] / table["iteration_time_s"] - 1).abs() for of in ("predicted", "source_prediction")
+    )
+    assert len(table) == 26 and error.mean() <= 0.115 and error.median() < 0.08 and theirs.mean() > 0.39
+    assert table[["predicted_s", "iteration_time_s"]].corr("spearman").iloc[0, 1] > 0.75
+
+
+def test_published_rows_of_equal_gpus():
+    """GPT-2 on 16 T4 [AMP], in stages as even as DeepSpeed cuts them."""
+    rows = pd.read_csv(local_or_skip("published_more/published_more.csv"))
+    table = hetero.predict(rows[rows["source"].str.contains("DachengLi1/AMP")])
+    assert len(table) == 28 and (table["predicted_s"] / table["iteration_time_s"] - 1).abs().mean() <= 0.095
+
+
+def test_a_stage_without_layers_waits_for_others():
+    even, bare = seconds(MIXED, MIXED | {"layer_partition": "[0, 0, 3, 5, 8]"})
+    assert 0 < even < bare
 
 
 def test_one_gpu_is_what_estimate_says():
