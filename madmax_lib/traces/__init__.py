@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         flight_findings as flight_findings,
         lateness as lateness,
     )
+    from madmax_lib.traces.gate import gate as gate
     from madmax_lib.traces.operators.memory import (
         allocations as allocations,
         growth as growth,

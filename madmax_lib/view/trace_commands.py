@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
+_BASELINES = Path(".madmax")  # in the folder where the command runs: for the cache of a CI
 _TRACES = {"nargs": "+", "metavar": "TRACE", "help": "traces, one per rank: files, directories, patterns"}
 
 
@@ -20,9 +22,14 @@ def add(commands) -> None:
     """Add these commands."""
     breakdown = add_command(commands, "breakdown", _breakdown, help="compute, communication, idle time of each rank")
     breakdown.add_argument("traces", **_TRACES)
-    compare = add_command(commands, "compare", _compare, help="what differs between A and B, per rank and step")
-    compare.add_argument("traces", nargs="+", metavar="TRACE", help="A, then B: a file, directory or pattern each")
-    compare.add_argument("--operations", action="store_true", help="a row per operation")
+    compare = add_command(commands, "compare", _compare, help="what differs between A and B; with --gate a verdict")
+    compare.add_argument(
+        "traces", nargs="+", metavar="TRACE", help="A, then B: file, directory, pattern, or a baseline"
+    )
+    what = compare.add_mutually_exclusive_group()
+    what.add_argument("--operations", action="store_true", help="a row per operation")
+    what.add_argument("--gate", type=_share, metavar="SHARE", help="status 1 if B is slower by this, such as 3%%")
+    what.add_argument("--save-baseline", metavar="NAME", help="keep the traces under this name in .madmax/")
     stragglers = add_command(commands, "stragglers", _stragglers, help="who arrives last, and what it costs the others")
     stragglers.add_argument("traces", **_TRACES)
     flight = add_command(commands, "flight", _flight, help="who hangs a job: dumps of PyTorch's flight recorder")
@@ -50,17 +57,71 @@ def _breakdown(options: Namespace) -> Answer:
     return Answer(breakdown(timeline), about)
 
 
+def _share(text: str) -> float:
+    """3% or 0.03."""
+    return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+
+
+def _recordings(paths: list[str]) -> list[Timeline]:
+    """A recording per directory, pattern or baseline; several files are the ranks of one."""
+    from madmax_lib.timeline import Timeline
+
+    if len(paths) > 1 and not all(Path(path).is_file() for path in paths):
+        return [recording for path in paths for recording in _recordings([path])]
+    if not Path(paths[0]).exists() and (saved := sorted((_BASELINES / paths[0]).glob("*.parquet"))):
+        return [Timeline.load(path) for path in saved]
+    try:
+        return [read(paths)]
+    except FileNotFoundError as error:
+        known = ", ".join(sorted(path.name for path in _BASELINES.glob("*"))) or "none"
+        raise FileNotFoundError(f"{error}, and no baseline of this name in {_BASELINES} ({known})") from None
+
+
+def _save_baseline(options: Namespace) -> Answer:
+    import pandas as pd
+
+    name, recordings = options.save_baseline, _recordings(options.traces)
+    if not re.fullmatch(r"[\w.-]*\w", name):
+        raise ValueError(f"--save-baseline {name!r}: a name has letters, digits, dots and dashes")
+    paths = [recording.save(_BASELINES / name / f"{n:03}.parquet") for n, recording in enumerate(recordings)]
+    for other in set((_BASELINES / name).glob("*.parquet")) - set(paths):
+        other.unlink()
+    rows = [(str(path), len(one.ranks), len(one.steps)) for path, one in zip(paths, recordings, strict=True)]
+    return Answer(pd.DataFrame(rows, columns=["file", "ranks", "steps"]), {"baseline": name}, options.traces)
+
+
 def _compare(options: Namespace) -> Answer:
     from madmax_lib.traces.diff import compare, compare_ops
 
+    if options.save_baseline:
+        return _save_baseline(options)
     first, *others = options.traces
     if not others:
-        raise ValueError("compare needs two: A and B, each a file, a directory or a pattern in quotes")
-    sides = read([first]), read(others)
+        raise ValueError("compare needs two: A and B, each a file, a directory, a pattern in quotes or a baseline")
+    a, b = _recordings([first]), _recordings(others)
+    if options.gate is not None:
+        return _gate(a, b, options.gate)
+    if len(b) > 1:
+        raise ValueError(f"{others[1]}: only --gate takes several recordings of B")
     labels = f"a {first}", f"b {others[0]}"
-    operations = compare_ops(*sides, labels=labels)
+    operations = compare_ops(a[0], b[0], labels=labels)
     most = operations.head(3)[["name", "kind", "difference_s"]].to_dict("records")
-    return Answer(operations if options.operations else compare(*sides, labels=labels), {"most": most})
+    return Answer(operations if options.operations else compare(a[0], b[0], labels=labels), {"most": most})
+
+
+def _gate(a: list[Timeline], b: list[Timeline], threshold: float) -> Answer:
+    from madmax_lib.traces.gate import gate
+
+    result = gate(a, b, threshold)
+    table, columns = result.table, ["operation", "kind", "rank", "difference_s", "ratio"]
+    unclear = table[table["verdict"] == "cannot tell"].set_index("quantity")["detectable"]
+    about = {
+        "passed": result.passed,
+        "gate": threshold,
+        "slower": list(table["quantity"][table["verdict"] == "slower"]),
+    }
+    about |= {"explanation": result.explanation[columns].to_dict("records"), "cannot_tell_below": dict(unclear)}
+    return Answer(table, about, passed=result.passed)
 
 
 def _stragglers(options: Namespace) -> Answer:

@@ -93,11 +93,16 @@ def test_what_is_not_finite_is_null_and_text_is_json():
     [
         (["breakdown", "/no/such"], "no such file"),
         (["compare", "DDP"], "compare needs two"),
+        (["compare", "main", "DDP"], "main: no such file or directory, and no baseline of this name in .madmax (none)"),
+        (["compare", "DDP", "DDP", "--gate", "3%"], "2 steps that are neither warm-up nor cut, a gate needs 4"),
+        (["compare", "DDP", "DDP", "--gate", "0"], "threshold=0.0 is not a share above 0"),
+        (["compare", "DDP", "--save-baseline", "../main"], "a name has letters, digits, dots and dashes"),
         (["estimate", "llama3-8b", "dgx-h100", "--global-batch", "64", "dp3"], "dp"),
         (["search", "llama9", "dgx-h100", "--global-batch", "64"], "llama9"),
     ],
 )
-def test_bad_input_is_an_envelope_too(capsys, arguments, message):
+def test_bad_input_is_an_envelope_too(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
     assert main([str(dataset("gpt-ddp")) if a == "DDP" else a for a in arguments] + ["--json"]) == 2
     said = capsys.readouterr()
     answer = json.loads(said.out)

@@ -6,6 +6,8 @@ not ends the warm-up. The wall time of a step is its median over the ranks, so t
 have to follow, and the rule holds while fewer than half of the steps are warm-up.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 
@@ -31,7 +33,7 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     cut: a step without work or annotation where others of its rank have some, or the first or last of at least three
     with less than half as many spans as the median of the others.
     """
-    spans, order = timeline.spans, timeline.steps
+    spans = timeline.spans
     inside = spans[spans["step"] >= 0]
     end_ns = inside["start_ns"] + inside["dur_ns"]
     grouped = inside.assign(end_ns=end_ns).groupby(["rank", "step"])
@@ -40,10 +42,12 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     table["annotated"] = table["annotated_ns"].notna()
     wall_ns = table["annotated_ns"].where(table["annotated"], table["last_ns"] - table["first_ns"])
     table["wall_s"] = wall_ns.astype("float64") / NS_PER_S
-    busy = timeline.where(spans["kind"].isin(BUSY_KINDS).to_numpy())
-    parts = [breakdown(busy.select(steps=[step])).assign(step=step) for step in order] or [breakdown(timeline)[:0]]
-    quantities = pd.concat(parts, ignore_index=True).reindex(columns=["rank", "step", *_PARTS])
-    table = table.merge(quantities.astype({"rank": "int32", "step": "int32"}), on=["rank", "step"])
+    cells = pd.MultiIndex.from_frame(table[["rank", "step"]])
+    busy = inside[inside["kind"].isin(BUSY_KINDS)]
+    cell = cells.get_indexer(pd.MultiIndex.from_frame(busy[["rank", "step"]]))
+    meta = replace(timeline.meta, represents={number: [number] for number in range(len(cells))} or {0: [0]})
+    quantities = breakdown(Timeline(busy.assign(rank=cell.astype(np.int32)), meta))  # of each step as if of a rank
+    table[list(_PARTS)] = quantities[list(_PARTS)].head(len(table))
     periods = step_periods(timeline)[["rank", "step", "period_s"]]
     table = table.merge(periods, on=["rank", "step"], how="left")
     table = table.assign(cut=_cut(table))

@@ -1,0 +1,254 @@
+"""Did B get slower than A by a threshold or more, how surely, and through which operations? A verdict for CI.
+
+Compared are the medians-in-the-middle of a step's quantities over the steps that are neither warm-up nor cut: its time,
+its exposed communication, the peak of memory, and each operation that takes 2 % of a step or more. Steps that follow
+each other are alike, so a block bootstrap [Kuensch 1989] draws runs of steps, with all ranks of a step together, since
+they wait for one another; Student's t with as many degrees of freedom as there are blocks makes the interval. With
+enough recordings of both sides the spread between them takes its place. Holm's method [1979], weighted, keeps the
+chance of any false alarm below 5 %. A quantity is slower if it surely grew and may have grown by the threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.fields import argument, number
+from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.traces.diff import op_names
+from madmax_lib.traces.operators.memory import peak
+from madmax_lib.traces.waits.step_times import steps
+from madmax_lib.units import NS_PER_S
+
+__all__ = ["GateResult", "gate"]
+
+_LEVEL, _POWER, _DRAWS, _SEED = 0.05, 0.8, 500, 0
+_TRIM = 0.25  # of the steps at either end: the mean of the others is as robust as a median and less coarse
+_SMALLEST, _MOST = 0.02, 20  # share of a step below which an operation does not count, and how many do
+_WEIGHTS = {"step_s": 0.5, "exposed_comm_s": 0.2}  # of the level; the operations share the rest
+_LEAST_STEPS, _LEAST_RUNS = 4, 5  # of each side; recordings of both sides for the spread between them
+
+
+@dataclass(frozen=True, repr=False)
+class GateResult:
+    """Verdict of `gate`.
+
+    passed: whether no quantity is slower. Quantities of which nobody can tell do not fail it.
+    table: quantity (step_s, exposed_comm_s, peak_bytes, or an operation), kind, a, b (s per step and rank, bytes),
+        ratio (b / a), low, high (its 90 % interval), p (that it did not grow, adjusted for all quantities), detectable
+        (growth that is found in 80 % of cases, 0.03 is 3 %), verdict (slower, fine, cannot tell); slower ones first.
+    explanation: the three operations that grew most: operation, kind, rank (-1: all alike), a_s, b_s, difference_s
+        (per step), ratio. Of a collective the rank that waits least counts.
+    threshold: as given.
+    """
+
+    passed: bool
+    table: pd.DataFrame = field(repr=False)
+    explanation: pd.DataFrame = field(repr=False)
+    threshold: float = 0.03
+
+    def __repr__(self) -> str:
+        slower, unclear = (self.table[self.table["verdict"] == verdict] for verdict in ("slower", "cannot tell"))
+        lines = [f"{'passed' if self.passed else 'failed'} at {self.threshold:.3g}"]
+        for row in slower.itertuples():
+            lines.append(f"{row.quantity}: {row.ratio - 1:+.1%} ({row.low - 1:+.1%} to {row.high - 1:+.1%})")
+        if len(slower):
+            lines += [f"  {_place(row)}: {row.difference_s * 1e3:+.3g} ms" for row in self.explanation.itertuples()]
+        for row in unclear.itertuples():
+            lines.append(f"{row.quantity}: {_unclear(row, self.threshold)}")
+        return "\n".join(lines)
+
+
+def gate(a: Timeline | Sequence[Timeline], b: Timeline | Sequence[Timeline], threshold: float = 0.03) -> GateResult:
+    """Whether `b` got slower than `a` by the threshold or more, in any quantity of a step.
+
+    a, b: recordings of the same training, or lists of them: with five or more in all the spread between recordings is
+    known. threshold: smallest growth that matters, 0.03 for 3 %; a growth that is surely smaller passes.
+    Raises ValueError for a threshold outside of 0..10, and for timelines with fewer than four steps that count.
+    """
+    if not 0 < number("threshold", threshold) < 10:
+        raise ValueError(f"threshold={threshold!r} is not a share above 0, such as 0.03 for 3 %")
+    sides = [[_Recording(one) for one in _several(name, side)] for name, side in (("a", a), ("b", b))]
+    table = _tested(sides, threshold)
+    order = {"slower": 0, "cannot tell": 1, "fine": 2}
+    table = table.sort_values(["verdict", "ratio"], key=lambda c: c.map(order) if c.name == "verdict" else -c)
+    table = table.reset_index(drop=True)
+    files = {label: side[0].timeline.meta.provenance.get("files", {}) for label, side in zip("ab", sides, strict=True)}
+    return GateResult(
+        passed=not (table["verdict"] == "slower").any(),
+        table=with_origin(table, {"files": files}),
+        explanation=with_origin(_explained(*sides), {"files": files}),
+        threshold=threshold,
+    )
+
+
+class _Recording:
+    """Quantities of the steps of one timeline.
+
+    values: (steps, quantities) s, mean over ranks. operations: (rank, step) x (kind, operation) s. peak_bytes: NaN
+    where the recording has no events of an allocator.
+    """
+
+    def __init__(self, timeline: Timeline):
+        table = steps(timeline)
+        left_out = table.loc[table["warmup"] | table["cut"], "step"]
+        table = table[~table["step"].isin(left_out)]
+        on_device = (timeline.spans["kind"].isin(BUSY_KINDS) & (timeline.spans["stream"] >= 0)).any()
+        pace = "period_s" if on_device and table["period_s"].notna().any() else "wall_s"  # a host may run ahead
+        values = table.rename(columns={pace: "step_s"}).groupby("step")[["step_s", "exposed_comm_s"]].mean().dropna()
+        if len(values) < _LEAST_STEPS:
+            name = next(iter(timeline.meta.provenance.get("files", {}).values()), {}).get("name", "timeline")
+            rule = f"a gate needs {_LEAST_STEPS}; mark steps with profiler.step()"
+            raise ValueError(f"{name}: {len(values)} steps that are neither warm-up nor cut, {rule}")
+        self.timeline, self.operations = timeline, _operations(timeline, list(values.index))
+        self.values = values.join(self.operations.groupby("step").mean().droplevel("kind", axis=1))
+        self.peak_bytes = peak(timeline)["peak_bytes"].max() if len(timeline.side_tables["memory"]) else np.nan
+
+    def location(self, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, float]:
+        """log of each quantity's middle (n,), its standard error (n,), and the number of blocks."""
+        values = self.values.reindex(columns=names, fill_value=0.0).to_numpy()
+        count = len(values)
+        block = max(round(count ** (1 / 3)), 1)
+        starts = np.random.default_rng(_SEED).integers(count, size=(_DRAWS, -(-count // block)))
+        rows = ((starts[:, :, None] + np.arange(block)) % count).reshape(_DRAWS, -1)[:, :count]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            error = np.log(_middle(values[rows])).std(axis=0) * np.sqrt(count / (count - block))
+            return np.log(_middle(values[None])[0]), error, count / block
+
+
+def _operations(timeline: Timeline, counted: list[int]) -> pd.DataFrame:
+    """Seconds by (rank, step) and (kind, operation), zero where a step has none."""
+    spans = timeline.spans
+    spans = spans[spans["kind"].isin(BUSY_KINDS) & spans["step"].isin(counted)]
+    names = spans["name"].cat.remove_unused_categories()
+    short = np.array(op_names(list(names.cat.categories)), dtype=object)
+    parts = {
+        "operation": short[names.cat.codes],
+        "kind": spans["kind"].astype(str),
+        "seconds": spans["dur_ns"] / NS_PER_S,
+    }
+    keys = ["rank", "step", "kind", "operation"]
+    table = spans[["rank", "step"]].assign(**parts).groupby(keys)["seconds"].sum().unstack(["kind", "operation"])
+    cells = pd.MultiIndex.from_product([timeline.ranks, counted], names=["rank", "step"])
+    return table.reindex(cells).fillna(0.0)
+
+
+def _middle(values: np.ndarray) -> np.ndarray:
+    """Mean without the smallest and largest quarter, over the axis before the last."""
+    cut = int(_TRIM * values.shape[-2])
+    return np.sort(values, axis=-2)[..., cut : values.shape[-2] - cut, :].mean(axis=-2)
+
+
+def _tested(sides: list[list[_Recording]], threshold: float) -> pd.DataFrame:
+    """The table of a `GateResult`."""
+    from scipy.stats import t as student
+
+    names = _names(sides)
+    (mean_a, mean_b), error, freedom = _compared(sides, names)
+    kinds = {operation: kind for side in sides for one in side for kind, operation in one.operations.columns}
+    table = pd.DataFrame({"quantity": names, "kind": [kinds.get(name, "") for name in names]})
+    table["a"], table["b"], growth = np.exp(mean_a), np.exp(mean_b), mean_b - mean_a
+    table["ratio"] = np.exp(growth)
+    width = student.ppf(1 - _LEVEL, freedom) * error
+    table["low"], table["high"] = np.exp(growth - width), np.exp(growth + width)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        p = np.where(error > 0, student.sf(growth / error, freedom), np.where(growth > 0, 0.0, 1.0))
+    weights = _weights(names)
+    table["p"] = _holm(p, weights)
+    table["detectable"] = np.expm1((student.ppf(1 - _LEVEL * weights, freedom) + student.ppf(_POWER, freedom)) * error)
+    memory = [np.mean([one.peak_bytes for one in side]) for side in sides]
+    if np.isfinite(memory).all() and memory[0] > 0:
+        ratio = memory[1] / memory[0]
+        known = {"ratio": ratio, "low": ratio, "high": ratio, "p": float(ratio <= 1), "detectable": 0.0}
+        table.loc[len(table)] = {"quantity": "peak_bytes", "kind": "memory", "a": memory[0], "b": memory[1], **known}
+    slower = (table["p"] < _LEVEL) & (table["high"] >= 1 + threshold)
+    table["verdict"] = np.select([slower, table["high"] < 1 + threshold], ["slower", "fine"], "cannot tell")
+    return table
+
+
+def _names(sides: list[list[_Recording]]) -> list[str]:
+    """Quantities that both sides have and that take a share of a step that counts."""
+    means = [pd.concat([one.values.mean() for one in side], axis=1).fillna(0.0).mean(axis=1) for side in sides]
+    shares = pd.concat([mean / mean["step_s"] for mean in means], axis=1).dropna()
+    large = shares[(shares.max(axis=1) >= _SMALLEST) & (shares.min(axis=1) > 0)].max(axis=1)
+    operations = large.drop(["step_s", "exposed_comm_s"], errors="ignore").nlargest(_MOST)
+    return [name for name in ("step_s", "exposed_comm_s") if name in large.index] + list(operations.index)
+
+
+def _compared(sides: list[list[_Recording]], names: list[str]) -> tuple[list[np.ndarray], np.ndarray, float]:
+    """Mean logarithms (n,) of both sides, the error (n,) of their difference and its degrees of freedom."""
+    found = [[one.location(names) for one in side] for side in sides]
+    places = [np.array([location for location, _, _ in side]) for side in found]
+    within = sum((np.array([error for _, error, _ in side]) ** 2).sum(axis=0) / len(side) ** 2 for side in found)
+    counts = [len(side) for side in sides]
+    freedom = sum(blocks for side in found for _, _, blocks in side) - sum(counts)
+    if sum(counts) >= _LEAST_RUNS:
+        squares = sum(((place - place.mean(axis=0)) ** 2).sum(axis=0) for place in places)
+        between = squares / (sum(counts) - 2) * sum(1 / count for count in counts)
+        return [place.mean(axis=0) for place in places], np.sqrt(np.maximum(between, within)), sum(counts) - 2
+    return [place.mean(axis=0) for place in places], np.sqrt(within), freedom
+
+
+def _weights(names: list[str]) -> np.ndarray:
+    """Share of the level that each quantity gets (n,)."""
+    operations = [name for name in names if name not in _WEIGHTS]
+    rest = (1 - sum(_WEIGHTS.values())) / max(len(operations), 1)
+    weights = np.array([_WEIGHTS.get(name, rest) for name in names])
+    return weights / weights.sum()
+
+
+def _holm(p: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Adjusted p (n,): below a level with at most that chance of any false alarm.
+
+    >>> _holm(np.array([0.01, 0.04]), np.array([0.5, 0.5])).tolist()
+    [0.02, 0.04]
+    """
+    order = np.argsort(p / weights, kind="stable")
+    left = weights[order][::-1].cumsum()[::-1]
+    adjusted = np.empty(len(p))
+    adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * left / weights[order]), 1.0)
+    return adjusted
+
+
+def _explained(a: list[_Recording], b: list[_Recording]) -> pd.DataFrame:
+    """The explanation of a `GateResult`."""
+    tables = [pd.concat([_by_rank(one) for one in side], axis=1) for side in (a, b)]
+    tables = [table.T.groupby(level=0).mean().T for table in tables]
+    tables = [table.reindex(tables[0].index.union(tables[1].index), fill_value=0.0) for table in tables]
+    ranks = tables[0].columns.intersection(tables[1].columns)
+    if not len(ranks):  # other ranks: only their means compare
+        tables, ranks = [table.mean(axis=1).to_frame(-1) for table in tables], [-1]
+    grew = tables[1][ranks] - tables[0][ranks]
+    comm = grew.index.get_level_values("kind") == "comm"
+    rows = []
+    for at, (kind, operation) in enumerate(grew.index):
+        own, columns = grew.iloc[at], [table[ranks].iloc[at] for table in tables]
+        rank = -1 if comm[at] or own.max() < 1.5 * own.mean() or len(ranks) == 1 else own.idxmax()
+        a_s, b_s = (one.min() if comm[at] else one.mean() if rank == -1 else one[rank] for one in columns)
+        rows.append((operation, kind, rank, a_s, b_s, b_s - a_s, b_s / a_s if a_s > 0 else np.nan))
+    table = pd.DataFrame(rows, columns=["operation", "kind", "rank", "a_s", "b_s", "difference_s", "ratio"])
+    return table.nlargest(3, "difference_s").reset_index(drop=True)
+
+
+def _by_rank(one: _Recording) -> pd.DataFrame:
+    """Middle of the seconds of a step: a row per (kind, operation), a column per rank."""
+    by_rank = {rank: _middle(part.to_numpy()[None])[0] for rank, part in one.operations.groupby("rank")}
+    return pd.DataFrame(by_rank, index=one.operations.columns)
+
+
+def _several(name: str, side: Timeline | Sequence[Timeline]) -> list[Timeline]:
+    timelines = list(side) if isinstance(side, (list, tuple)) else [side]
+    if not timelines:
+        raise ValueError(f"{name} is an empty list, not a recording")
+    return [argument(name, one, Timeline) for one in timelines]
+
+
+def _place(row) -> str:
+    return row.operation if row.rank == -1 else f"{row.operation} on rank {row.rank}"
+
+
+def _unclear(row, threshold: float) -> str:
+    return f"cannot tell at {threshold:.3g}: {row.detectable:.1%} is the smallest growth that this noise shows"

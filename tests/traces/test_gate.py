@@ -1,0 +1,146 @@
+"""The gate on steps whose noise and slow-down are drawn, so that the right verdict is known."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from support import make_timeline, with_tables
+
+from madmax_lib.traces import gate
+from madmax_lib.traces.gate import _holm
+
+MS = 1_000_000
+OPS = {"aten::mm": 30.0, "aten::softmax": 10.0, "aten::layer_norm": 5.0}  # ms of a step
+
+
+def recording(seed=0, *, noise=0.005, steps=20, factor=(), rank_factor=1.0, shift=1.0, warm=1.0, scale=1.0):
+    """Two ranks that compute one operation after the other and meet in an all-reduce of 5 ms at the end of each step.
+
+    noise: of each operation, relative. factor: of operations. rank_factor: of rank 1's operations. shift: of all of the
+    recording. warm: factor of the first two steps.
+    """
+    draw, rows, starts = np.random.default_rng(seed), [], np.zeros(2)
+    for step in range(steps):
+        begun, slow = starts.copy(), warm if step < 2 else 1.0
+        for name, ms in OPS.items():
+            own = ms * dict(factor).get(name, 1.0) * np.array([1.0, rank_factor]) * shift * slow * scale
+            lasts = own * draw.normal(1.0, noise, 2)
+            rows += [(r, 0, "compute", name, round(starts[r] * MS), round(lasts[r] * MS), -1, step) for r in range(2)]
+            starts = starts + lasts
+        end = starts.max() + 5 * dict(factor).get("nccl:all_reduce", 1.0) * shift * scale
+        for r in range(2):
+            at, mark = round(starts[r] * MS), round(begun[r] * MS)
+            rows.append((r, 1, "comm", "nccl:all_reduce", at, round(end * MS) - at, -1, step))
+            rows.append((r, -1, "annotation", f"ProfilerStep#{step}", mark, round(end * MS) - mark, -1, step))
+        starts = np.full(2, end)
+    return make_timeline(rows)
+
+
+def verdicts(result):
+    return dict(zip(result.table["quantity"], result.table["verdict"], strict=True))
+
+
+def test_what_grew_is_found_and_named():
+    result = gate(recording(1), recording(2, factor={"aten::softmax": 1.5}.items()))
+    row = result.table.set_index("quantity").loc["step_s"]
+    assert not result.passed and verdicts(result)["step_s"] == verdicts(result)["softmax"] == "slower"
+    assert row["ratio"] == pytest.approx(55 / 50, rel=0.01) and row["low"] < 55 / 50 < row["high"]
+    worst = result.explanation.iloc[0]
+    assert (worst["operation"], worst["rank"]) == ("softmax", -1)
+    assert worst["difference_s"] == pytest.approx(5e-3, rel=0.05) and "softmax: +" in repr(result)
+    assert verdicts(result)["mm"] == "fine" and result.table["verdict"].iloc[0] == "slower"
+
+
+def test_a_slow_rank_is_named_and_its_waiting_neighbour_is_not():
+    result = gate(recording(1), recording(2, rank_factor=1.1))
+    assert not result.passed and set(result.explanation["rank"].head(2)) == {1}
+    assert "comm" not in set(result.explanation["kind"].head(2)) and "on rank 1" in repr(result)
+
+
+def test_a_slow_collective_is_named():
+    result = gate(recording(1), recording(2, factor={"nccl:all_reduce": 2.0}.items()))
+    assert not result.passed and result.explanation["kind"].iloc[0] == "comm"
+    assert verdicts(result)["exposed_comm_s"] == "slower" and verdicts(result)["mm"] == "fine"
+
+
+def test_what_surely_grew_less_than_the_threshold_passes():
+    a, b = recording(1), recording(2, shift=1.01)
+    assert gate(a, b).passed and verdicts(gate(a, b))["step_s"] == "fine"
+    assert verdicts(gate(a, b, 0.005))["step_s"] == "slower"
+
+
+def test_noise_is_said_and_does_not_fail():
+    result = gate(recording(1, noise=0.3), recording(2, noise=0.3))
+    row = result.table.set_index("quantity").loc["step_s"]
+    assert result.passed and row["verdict"] == "cannot tell" and row["detectable"] > 0.03
+    assert "step_s: cannot tell at 0.03" in repr(result)
+
+
+def test_a_recording_equals_itself_in_any_unit_of_time():
+    a = recording(1)
+    same = gate(a, a)
+    assert same.passed and (same.table["ratio"] == 1).all() and not (same.explanation["difference_s"] != 0).any()
+    other = recording(2, factor={"aten::mm": 1.2}.items())
+    slow = gate(recording(1, scale=7.0), recording(2, scale=7.0, factor={"aten::mm": 1.2}.items()))
+    columns = ["ratio", "low", "high", "p"]
+    expected = gate(a, other).table.set_index("quantity")[columns]
+    pd.testing.assert_frame_equal(slow.table.set_index("quantity")[columns], expected, rtol=0.02, atol=1e-3)
+
+
+def test_warm_up_does_not_count():
+    result = gate(recording(1), recording(2, warm=4.0))
+    assert result.passed and result.table["ratio"].between(0.98, 1.02).all()
+
+
+def test_alarms_are_false_in_few_and_slow_downs_found_in_most_draws():
+    draws = [(recording(2 * n, steps=12), recording(2 * n + 1, steps=12)) for n in range(20)]
+    assert sum(not gate(*pair).passed for pair in draws) <= 1
+    slower = [(a, recording(100 + n, steps=12, factor={"aten::mm": 1.06}.items())) for n, (a, _) in enumerate(draws)]
+    assert sum(not gate(*pair).passed for pair in slower) >= 19  # the step is 3.6 % longer
+
+
+def test_several_recordings_show_how_far_runs_are_apart():
+    shifts = [0.95, 1.0, 1.05]
+    sides = [[recording(10 * at + n, shift=shift) for n, shift in enumerate(shifts)] for at in (1, 2)]
+    assert not gate(sides[0][0], sides[1][2]).passed and gate(*sides).passed
+    assert verdicts(gate(*sides))["step_s"] == "cannot tell"
+    assert not gate(sides[0], [recording(30 + n, shift=1.4 * shift) for n, shift in enumerate(shifts)]).passed
+
+
+@pytest.mark.parametrize(("size_bytes", "verdict"), [(1000, "fine"), (1020, "fine"), (1040, "slower")])
+def test_memory_is_compared_as_it_is(size_bytes, verdict):
+    def events(size):
+        row = {"rank": 0, "device": "cuda:0", "address": 1}
+        held = row | {"time_ns": 5 * MS, "size_bytes": size, "allocated_bytes": size}
+        return [held, row | {"time_ns": 9 * MS, "size_bytes": -size, "allocated_bytes": 0}]
+
+    sides = [with_tables(recording(1), memory=events(size)) for size in (1000, size_bytes)]
+    assert verdicts(gate(*sides))["peak_bytes"] == verdict
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_holm_with_equal_weights_is_holm(seed):
+    p = np.random.default_rng(seed).random(7) ** 3
+    order, adjusted = np.argsort(p), np.empty(7)
+    adjusted[order] = [min(1, max(p[order][k] * (7 - k) for k in range(n + 1))) for n in range(7)]
+    np.testing.assert_allclose(_holm(p, np.full(7, 1 / 7)), adjusted)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "threshold", "message"),
+    [
+        (
+            recording(1, steps=3),
+            recording(2),
+            0.03,
+            "timeline: 2 steps that are neither warm-up nor cut",
+        ),
+        (recording(1, steps=5), "main", 0.03, "b='main' must be a Timeline"),
+        (recording(1, steps=5), recording(1, steps=5), 0, "threshold=0 is not a share above 0"),
+        (recording(1, steps=5), recording(1, steps=5), "3%", "threshold='3%' must be a number"),
+        (recording(1, steps=5), [], 0.03, "b is an empty list"),
+    ],
+    ids=["few steps", "no timeline", "zero", "text", "empty"],
+)
+def test_bad_input(a, b, threshold, message):
+    with pytest.raises(ValueError, match="^" + message.replace("(", r"\(")):
+        gate(a, b, threshold)
