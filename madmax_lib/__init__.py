@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from madmax_lib.accounting import breakdown as breakdown
     from madmax_lib.calibration.calibrate import calibrate as calibrate
+    from madmax_lib.calibration.expect import expect as expect
     from madmax_lib.calibration.machine import machine as machine
     from madmax_lib.catalog import cluster as cluster, clusters as clusters, model as model, models as models
     from madmax_lib.datasets import dataset as dataset

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from madmax_lib import __version__
-from madmax_lib.view import commands as runs_commands, step_commands, trace_commands
+from madmax_lib.view import commands as runs_commands, run_commands, step_commands, trace_commands
 
 if TYPE_CHECKING:
     from madmax_lib.view.notebooks.runner import Result
@@ -46,7 +46,7 @@ def _parser(named: list[str]) -> argparse.ArgumentParser:
     agent = commands.add_parser("mcp", help="serve the commands that answer in JSON to a coding agent")
     agent.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="the only places that it may read")
     agent.set_defaults(command=_mcp)
-    for module in (trace_commands, step_commands):
+    for module in (trace_commands, step_commands, run_commands):
         module.add(commands)
     runs_commands.add(commands, named)
     return parser

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from madmax_lib.calibration import fit as fit
     from madmax_lib.calibration.calibrate import calibrate as calibrate
     from madmax_lib.calibration.compared import compared as compared, predicted as predicted
+    from madmax_lib.calibration.expect import expect as expect, verdicts as verdicts
     from madmax_lib.calibration.fit import known_rows as known_rows, usable as usable
     from madmax_lib.calibration.identifiability import (
         constants_of as constants_of,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     )
     from madmax_lib.calibration.validate import (
         baseline as baseline,
+        confusion as confusion,
         errors as errors,
         folds as folds,
         layout_ranks as layout_ranks,

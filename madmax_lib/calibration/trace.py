@@ -31,7 +31,7 @@ from madmax_lib.simulator.step.uncertainty import log_width
 from madmax_lib.timeline import Meta, Timeline
 from madmax_lib.traces.comm.collectives import bus_factor, calls
 
-__all__ = ["fit_timeline", "kernel_seconds", "kernel_timeline"]
+__all__ = ["fit_timeline", "kernel_seconds", "kernel_timeline", "slowest_stage"]
 
 _CAUSES = {"optimizer_s": "optimizer", "attention_s": "attention", "gemm_s": "gemm"}  # classes of data/op_classes.csv
 _NEWER = {"gemm_s": "nvjet"}  # names of cuBLAS on Hopper and Blackwell
@@ -90,7 +90,7 @@ def fit_timeline(
     begin, runs, start, names = begin or shipped(), [], {}, {}
     for trace, of in zip(traces, cases, strict=True):
         steps = _steps(of)
-        runs.append((steps, _of_slowest_stage(trace, of)))
+        runs.append((steps, slowest_stage(trace, of)))
         start |= _link_share(trace, of, steps.machine.near)
         classes = {"gemm_efficiency": steps.machine.gemm, "attention_efficiency": steps.machine.attention}
         classes |= dict.fromkeys(_OF_KERNELS, steps.habits.kernels)
@@ -156,7 +156,7 @@ def _collectives(traces: list[Timeline], cases: list[Case]) -> dict[str, tuple]:
     return MeasuredCollectives(rows[sizes > 1]).curves if (sizes > 1).any() else {}
 
 
-def _of_slowest_stage(timeline: Timeline, case: Case) -> dict[str, float]:
+def slowest_stage(timeline: Timeline, case: Case) -> dict[str, float]:
     """`kernel_seconds`, of a pipeline those of the rank that computes longest: it is what the model times."""
     if case.plan.pp == 1:
         return kernel_seconds(timeline)

@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
+from madmax_lib.calibration.expect import VERDICTS, verdicts
 from madmax_lib.calibration.fit import SLOWEST, fingerprint, fit, slowness, usable
-from madmax_lib.calibration.intervals import class_of
+from madmax_lib.calibration.intervals import class_of, coverage
 from madmax_lib.calibration.published_rows import model_flops, read_rows, to_steps, to_table
 from madmax_lib.calibration.row_plans import case_memory
 from madmax_lib.case import Case
@@ -21,10 +22,11 @@ from madmax_lib.simulator.step.step_time import step_time
 from madmax_lib.simulator.step.uncertainty import components, log_width
 from madmax_lib.timeline import with_origin
 
-__all__ = ["baseline", "errors", "folds", "layout_ranks", "predict", "score"]
+__all__ = ["baseline", "confusion", "errors", "folds", "layout_ranks", "predict", "score"]
 
 _PREDICTED = ["predicted_s", "low_s", "high_s", "predicted_memory_bytes"]
 _FOLDS = 10
+_FACTORS = (1 / 3, 1 / 2, 1.0, 1.6, 2.0, 3.0)  # by which `confusion` makes reported times longer
 
 
 def predict(rows: pd.DataFrame | str | Path, parameters: Parameters | None = None) -> pd.DataFrame:
@@ -118,6 +120,24 @@ def errors(table: pd.DataFrame, by: str | list[str]) -> pd.DataFrame:
     result.insert(1, "bias", groups["log_error"].median())
     result.attrs.update(table.attrs)
     return result
+
+
+def confusion(table: pd.DataFrame, reference: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Verdicts about reported runs as they are, and made slower and faster: a row per class and factor.
+
+    table, reference: of `folds`, as in `intervals.coverage`. Columns kind, factor (of the measured time), truth, right
+    (share of the verdicts that decide) and the number of each of `expect.VERDICTS`.
+    """
+    high_s = table["predicted_s"] * np.exp(np.arcsinh(coverage(table, reference)["half_width"]))
+    rows = []
+    for factor in _FACTORS:
+        truth = "fine" if factor == 1 else "slow" if factor > 1 else "suspiciously fast"
+        said = verdicts(factor * table["measured_s"].astype(float), table["predicted_s"], high_s)
+        for kind, part in pd.Series(said, table.index).groupby(table["kind"]):
+            counts = {name: int((part == name).sum()) for name in VERDICTS}
+            right = counts[truth] / max(len(part) - counts["cannot tell"], 1)
+            rows.append({"kind": kind, "factor": factor, "truth": truth, "right": right, **counts})
+    return pd.DataFrame(rows).sort_values(["kind", "factor"], ignore_index=True)
 
 
 def score(table: pd.DataFrame) -> dict[str, float]:

@@ -28,6 +28,14 @@ COMMANDS = [
     (["search", "gpt2", "kaggle-2xt4", "--global-batch", "8", "--dtype", "fp16", "--top", "3"], None, 0),
 ]
 
+RUN = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--plan", "dp8.z3.full", "--global-batch", "32"]
+EXPECTED = [
+    (["--step-s", "5"], "fine", 0),
+    (["--tokens-per-s", "16000"], "slow", 1),
+    (["--tokens-per-s-per-device", "40000"], "suspiciously fast", 1),
+    (["--tflops", "2000"], "suspiciously fast", 1),
+]
+
 
 def answered(capsys, *arguments):
     status = main([str({"DDP": dataset("gpt-ddp"), "FSDP": dataset("gpt-fsdp")}.get(a, a)) for a in arguments])
@@ -52,6 +60,27 @@ def test_a_command_says_what_its_call_says(capsys, arguments, call, status):
                 np.testing.assert_allclose(values, table[name], rtol=1e-5, atol=1e-30)
             else:
                 assert values == table[name].tolist()
+
+
+@pytest.mark.parametrize(
+    ("measured", "verdict", "status"), EXPECTED, ids=lambda a: "".join(a) if type(a) is list else ""
+)
+def test_a_verdict_is_the_exit_status(capsys, measured, verdict, status):
+    said, text = answered(capsys, "expect", *RUN, *measured, "--json")
+    answer = json.loads(text)
+    assert said == answer["status"] == status and answer["summary"]["verdict"] == verdict
+    assert len(answer["summary"]["nearest"]) == 3 and not any(answer["left_out"].values())
+    assert answered(capsys, "expect", *RUN, *measured)[1].startswith(f"verdict: {verdict}\n")
+
+
+def test_a_trace_stands_for_the_number(capsys, tmp_path):
+    mm.export_trace(mm.simulate("gpt2", "dgx-a100", "dp8", global_batch=64), tmp_path / "trace")
+    run = ["--model", "gpt2", "--cluster", "dgx-a100", "--plan", "dp8", "--global-batch", "64"]
+    said, text = answered(capsys, "expect", *run, "--trace", str(tmp_path / "trace"), "--json")
+    answer = json.loads(text)
+    assert said == 0 and answer["summary"]["verdict"] == "fine" and len(answer["inputs"]) > 2
+    assert {row["part"] for row in answer["rows"]} >= {"attention", "communication", "waiting"}
+    assert all(row["measured_s"] >= 0 for row in answer["rows"])
 
 
 def test_formats_have_the_same_rows(capsys):
@@ -98,6 +127,9 @@ def test_what_is_not_finite_is_null_and_text_is_json():
         (["compare", "DDP", "DDP", "--gate", "0"], "threshold=0.0 is not a share above 0"),
         (["compare", "DDP", "--save-baseline", "../main"], "a name has letters, digits, dots and dashes"),
         (["estimate", "llama3-8b", "dgx-h100", "--global-batch", "64", "dp3"], "dp"),
+        (["expect", *RUN], "got none"),
+        (["expect", *RUN, "--step-s", "1", "--nodes", "3"], "devices=8"),
+        (["expect", *RUN, "--trace", "/no/such"], "no such file"),
         (["search", "llama9", "dgx-h100", "--global-batch", "64"], "llama9"),
     ],
 )

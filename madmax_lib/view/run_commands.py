@@ -1,0 +1,59 @@
+"""What do `expect` and `plan` of `python -m madmax_lib` answer: is my run normal, and what will a training cost?"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from madmax_lib.view.answers import Answer, add_command
+
+__all__ = ["add"]
+
+_MEASURED = {
+    "step_s": "seconds of a whole step, all micro-batches",
+    "tokens_per_s": "tokens a second of all devices together",
+    "tokens_per_s_per_device": "tokens a second of one device (tokens/s/GPU, tps)",
+    "tflops": "1e12 model FLOP/s of one device, as frameworks print them",
+}
+_RUN = ("global_batch", "sequence", "dtype", "software")
+_NEAREST = ["model", "gpu", "n_gpus", "dtype", "plan", "mfu", "over_predicted", "source"]
+
+
+def add(commands) -> None:
+    """Add these commands."""
+    about = "is my run normal? fine or cannot tell: status 0; slow or suspiciously fast: 1"
+    expect = add_command(commands, "expect", _expect, help=about)
+    expect.add_argument("--model", required=True, help="of the catalog, or a config.json of Hugging Face")
+    expect.add_argument("--cluster", required=True, help="of the catalog, or the machine.json of a calibration")
+    expect.add_argument("--nodes", type=int, help="of the cluster (default: as many as the plan needs)")
+    expect.add_argument("--plan", required=True, help="such as dp8.tp4.pp2.z1")
+    expect.add_argument("--global-batch", type=int, required=True, help="samples a step")
+    expect.add_argument("--sequence", type=int, help="tokens a sample (default: the model's)")
+    expect.add_argument("--dtype", default="bf16", help="default: bf16")
+    expect.add_argument("--software", help="that trains: megatron-core, torchtitan, deepspeed, ...")
+    for name, text in _MEASURED.items():
+        expect.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=f"measured: {text}")
+    expect.add_argument(
+        "--trace", metavar="DIR", help="traces of the run, which tell the step too and which part is off"
+    )
+
+
+def _expect(options: Namespace) -> Answer:
+    from madmax_lib import catalog
+    from madmax_lib.calibration.expect import expect
+    from madmax_lib.plan import Plan
+    from madmax_lib.timeline import with_origin
+    from madmax_lib.view.trace_commands import read
+
+    plan = Plan.parse(options.plan)
+    cluster = catalog.cluster(options.cluster, options.nodes, plan.world_size)
+    measured = {name: getattr(options, name) for name in _MEASURED}
+    run = {name: getattr(options, name) for name in _RUN}
+    timeline = read([options.trace]) if options.trace else None
+    result = expect(options.model, cluster, plan, **run, **measured, timeline=timeline)
+    names = ("verdict", "step_s", "predicted_s", "low_s", "high_s", "percentile")
+    about = {name: getattr(result, name) for name in names}
+    about["tries"] = result.tries.head(3).to_dict("records")
+    about["nearest"] = result.nearest[_NEAREST].to_dict("records")
+    table = result.explanations if timeline is None else with_origin(result.parts, timeline)
+    inputs = [options.model, options.cluster, *([options.software] if options.software else [])]
+    return Answer(table, about, inputs, passed=result.verdict in ("fine", "cannot tell"))
