@@ -1,63 +1,12 @@
+from pathlib import Path
+
+import pandas as pd
 import pytest
 
 from madmax_lib.kinds import COLLECTIVES, collective_names, kernel_kinds, load_kinds
 
-NAMES = [
-    ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "comm", "all_reduce"),
-    ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096>)", "comm", "all_reduce"),
-    ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096>)", "comm", "all_gather"),
-    ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "comm", "reduce_scatter"),
-    ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*)", "comm", "send_recv"),
-    ("ncclKernel_Broadcast_RING_LL_Sum_int8_t", "comm", "broadcast"),
-    ("ncclDevKernel_Reduce_Sum_f32", "comm", "reduce"),
-    ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "comm", "generic"),
-    ("void rcclGenericKernel<1, false>", "comm", "generic"),
-    ("NCCLDEVKERNEL_ALLREDUCE", "comm", "all_reduce"),
-    ("multimem_all_reduce_kernel<c10::BFloat16>", "comm", "all_reduce"),
-    ("void vllm::cross_device_reduce_1stage<half>", "comm", "all_reduce"),
-    ("one_shot_all_reduce_kernel", "comm", "all_reduce"),
-    ("void deep_ep::internode::dispatch<false, 8>", "comm", "dispatch"),
-    ("void dpsk::ep::internode::combine<false, 8>", "comm", "combine"),
-    ("void deep_ep::intranode::cached_notify_combine<2>", "comm", "combine"),
-    ("gloo:all_reduce", "comm", "all_reduce"),
-    ("gloo:send", "comm", "send_recv"),
-    ("gloo:barrier", "comm", "barrier"),
-    ("gloo:reduce", "comm", "reduce"),
-    ("gloo:gather", "comm", "gather"),
-    ("void allreduce_fusion_kernel_oneshot_lamport<bf16>", "comm", "all_reduce"),
-    ("nccl:all_reduce", "compute", ""),
-    ("Memcpy DtoD (Device -> Device)", "memcpy", ""),
-    ("Memset (Device)", "memcpy", ""),
-    ("dma_request", "memcpy", ""),
-    ("void at::native::reduce_kernel<512, 1>", "compute", ""),
-    ("void dpsk::ep::cuda::get_dispatch_layout<256, 32, 8>", "compute", ""),
-    ("groupnorm_kernel_dispatch_up<__hip_bfloat16>", "compute", ""),
-    ("triton_poi_fused_all_reduce_0", "compute", ""),
-    ("FSDP::all_gather (layers.0)", "compute", ""),
-    ("c10d::_allgather_base_", "compute", ""),
-    ("triton_red_fused_add_all_reduce_wait_tensor_2", "compute", ""),
-    ("void LayerNormWarpImpl<WarpAllReduceSum>", "compute", ""),
-    ("void at::native::vectorized_gather_kernel<16>", "compute", ""),
-    ("moe_combine_kernel", "compute", ""),
-    ("__amd_rocclr_fillBufferAligned", "memcpy", ""),
-    ("event_wait", "other", ""),
-]
-LIBRARIES = {  # kernels of communication libraries, by collective
-    "all_reduce": """oneShotAllReduceKernel oneshotAllreduceFusionKernel ddaAllReduceFlatIpc ddaAllReduceTreeIpc
-        one_shot_mc_allreduce_kernel mscclpp::collective::allreduceNvlsPacket allreduceRsAg allreduce_prototype_twoshot
-        userbuffers_fp16_sum_inplace_gpu_rr allreduce_one_shot_intra_node_kernel hcom_allReduce__123
-        OneShotAllReduceSdmaKernel""",
-    "all_gather": "ddaAllGatherIpc allgatherFullmesh allgather_vec allgather_lastdim OneShotAllGatherSdma",
-    "reduce_scatter": "reduce_scatter_cross_device_store",
-    "all_to_all": """_mxfp8_all_to_all_expert_major_kernel _combine_all_to_all_kernel moeAllToAllKernel allToAllV
-        helixAllToAllKernel ulysses_a2a_kernel ddaAllToAllIpc all2all_single a2a_single_kernel""",
-    "dispatch": "moeA2ADispatchKernel EpDispatchIntraNodeKernel deep_ep::elastic::hybrid_dispatch_impl",
-    "combine": "moeA2ACombineKernel EpCombineInterNodeKernel deep_ep::elastic::combine_impl",
-    "send_recv": "deep_ep::elastic::pp_send_impl put_signal_kernel wait_signal_kernel",
-    "barrier": "barrier_all_intra_node CudaIpcBarrierAllKernel barrier_kernel deep_ep::internode::barrier",
-    "generic": "kuserbuffers_pushrecv ubx_kernel_combine mscclKernel_Sum_half_Ring oneccl_kernel",
-}
-NAMES += [(name, "comm", collective) for collective, names in LIBRARIES.items() for name in names.split()]
+# names of the field, the lower ones those of communication libraries
+NAMES = pd.read_csv(Path(__file__).with_name("kernel_names.csv"), keep_default_na=False).to_numpy().tolist()
 
 
 @pytest.mark.parametrize(("name", "kind", "collective"), NAMES)

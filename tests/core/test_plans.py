@@ -111,13 +111,6 @@ def test_all_doors_give_the_same_verdict_in_the_same_words(seed):
         assert not dropped or dropped == plain.rules[plain.place].name
 
 
-def test_gpt2_on_three_context_parallel_devices():
-    """Was timed by two doors, and refused by two for different reasons."""
-    cluster = replace(mm.cluster("dgx-a100", nodes=1), devices_per_node=6)
-    with pytest.raises(ValueError, match="cp=3 does not divide 1024 tokens of gpt2"):
-        mm.simulate(mm.model("gpt2"), cluster, Plan(dp=2, cp=3), global_batch=4)
-
-
 def test_products_broadcast_and_are_not_copied():
     micro, zero = np.array([[1], [2], [3]]), np.array([[0, 1, 2, 3]])
     plans = Plans(dp=4, micro_batch=micro, zero=zero)

@@ -69,6 +69,7 @@ NAMES = [
     ),
     (2, ["dp8.dp8"], "^dp is given twice in plan 'dp8.dp8'"),
     (2, ["dp4"], "but dgx-a100 has 8 devices"),
+    (2, ["dp8.offload-all"], "^offload=all needs zero=3, but zero=0$"),
     (2, ["dp8.mb16"], "^micro_batch=16 exceeds the 8 samples .* each of dp=8; nearest: micro_batch=8$"),
     (2, ["dp8.lora4096"], "^lora_rank=4096 exceeds the 768 channels of gpt2"),
     (2, ["dp8.z3.no-overlap-dp"], "^overlap_dp=False is for zero below 3"),

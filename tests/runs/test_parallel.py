@@ -32,58 +32,42 @@ MODELS = {
     "moe": ("moe-tiny", {}),
     "vit": ("vit-tiny", {}),
 }
-# (model, plan, options): one start runs them all, each on the ranks it needs
+
+
+def cases(model, plans, **options):
+    """(model, plan, options) of each plan."""
+    return [(model, plan, options) for plan in plans.split()]
+
+
+# one start runs them all, each on the ranks it needs
 MATRIX = [
-    ("gpt2", "dp2.mb4", {"check": "counts"}),
-    ("gpt2", "dp2.z1.mb4", {"check": "counts"}),
-    ("gpt2", "dp2.z2.mb2", {"check": "counts"}),
-    ("gpt2", "dp2.z3.mb2", {"check": "counts"}),
-    ("gpt2", "dp2.z3.mb3", {}),  # a short last micro-batch
-    ("gpt2", "dp4.z3.hs2.mb1", {"check": "counts"}),
-    ("gpt2", "dp2.z3.offload-all.mb4", {}),
-    ("gpt2", "tp2.nosp.mb8", {"check": "counts"}),
-    ("gpt2", "tp2.mb4", {"check": "counts"}),
-    ("gpt2-odd", "tp2.mb8", {"loss_parallel": True}),
-    ("gpt2", "pp2.gpipe.mb2", {}),
-    ("gpt2", "pp2.mb2", {"check": "counts"}),
-    ("gpt2", "pp2.v2.mb2", {}),
-    ("gpt2", "pp2.zb.mb2", {}),
-    ("gpt2", "dp2.pp2.zb.mb2", {}),
-    ("gpt2", "dp2.pp2.z3.mb2", {}),
-    ("gpt2", "cp2.mb8", {"check": "counts"}),
-    ("gpt2", "dp2.tp2.mb4", {}),
-    ("gpt2-odd", "dp2.tp2.z3.mb4", {}),
-    ("gpt2-odd", "tp2.nosp.pp2.mb4", {}),
-    ("gpt2", "dp2.tp2.pp2.mb2", {}),
-    ("gpt", "dp2.z3.mb4.full.unfused", {}),
-    ("gpt", "cp2.tp2.mb8", {}),
-    ("gpt", "dp2.z3.mb4", {"check": "dp2.z3.mb4"}),  # a checkpoint after two steps, taken up by the same plan
-    ("gpt", "dp2.z1.mb4", {"check": "dp2.z1.mb4"}),
-    ("gpt", "dp2.tp2.z1.mb4", {"check": "dp4.z3.mb2"}),
-    ("gpt", "tp2.mb8", {"check": "dp2.z2.mb4"}),  # and by others
-    ("gpt2", "dp2.z3.mb4", {"check": "pp2.mb4"}),
-    ("gpt2", "pp2.mb4", {"check": "tp2.nosp.mb8"}),
-    ("moe", "dp2.ep2.mb4", {"check": "counts"}),
-    ("moe", "dp2.cp2.ep4.mb4", {}),
-    ("moe", "dp4.ep2.mb2", {}),  # two ranks share each expert
-    ("moe", "dp2.tp2.ep2.z1.mb4", {}),
-    ("moe", "dp4.ep2.z3.mb2", {"check": "dp4.ep2.z3.mb2"}),
-    ("moe", "dp2.tp2.pp2.cp1.ep2.mb2", {}),  # 5D
-    ("moe", "dp2.tp2.pp2.cp1.ep2.z3.mb2", {}),
-    ("vit", "dp2.z2.mb2.selective", {}),
-    ("vit", "tp2.nosp.mb8", {}),
-    ("vit", "dp2.pp2.mb2", {}),
-    ("vit", "dp2.mb4", {"lora_rank": 4}),
-    ("vit", "dp2.z3.mb4", {"lora_rank": 4}),
-    ("gpt2", "pp2.mb4", {"lora_rank": 4}),  # its head is the token table, which is frozen
-]
+    *cases("gpt2", "dp2.mb4 dp2.z1.mb4 dp2.z2.mb2 dp2.z3.mb2 dp4.z3.hs2.mb1 tp2.nosp.mb8 tp2.mb4 pp2.mb2 cp2.mb8",
+           check="counts"),
+    *cases("gpt2", "dp2.z3.mb3 dp2.z3.offload-all.mb4"),  # the first with a short last micro-batch
+    *cases("gpt2", "pp2.gpipe.mb2 pp2.v2.mb2 pp2.zb.mb2 dp2.pp2.zb.mb2 dp2.pp2.z3.mb2 dp2.tp2.mb4 dp2.tp2.pp2.mb2"),
+    *cases("gpt2-odd", "tp2.mb8", loss_parallel=True),
+    *cases("gpt2-odd", "dp2.tp2.z3.mb4 tp2.nosp.pp2.mb4"),
+    *cases("gpt", "dp2.z3.mb4.full.unfused cp2.tp2.mb8"),
+    *cases("gpt", "dp2.z3.mb4", check="dp2.z3.mb4"),  # a checkpoint after two steps, taken up by the same plan
+    *cases("gpt", "dp2.z1.mb4", check="dp2.z1.mb4"),
+    *cases("gpt", "dp2.tp2.z1.mb4", check="dp4.z3.mb2"),  # and by others
+    *cases("gpt", "tp2.mb8", check="dp2.z2.mb4"),
+    *cases("gpt2", "dp2.z3.mb4", check="pp2.mb4"),
+    *cases("gpt2", "pp2.mb4", check="tp2.nosp.mb8"),
+    *cases("moe", "dp2.ep2.mb4", check="counts"),
+    *cases("moe", "dp4.ep2.z3.mb2", check="dp4.ep2.z3.mb2"),
+    # in the second two ranks share each expert; the last two are 5D
+    *cases("moe", "dp2.cp2.ep4.mb4 dp4.ep2.mb2 dp2.tp2.ep2.z1.mb4 dp2.tp2.pp2.cp1.ep2.mb2 dp2.tp2.pp2.cp1.ep2.z3.mb2"),
+    *cases("vit", "dp2.z2.mb2.selective tp2.nosp.mb8 dp2.pp2.mb2"),
+    *cases("vit", "dp2.mb4 dp2.z3.mb4", lora_rank=4),
+    *cases("gpt2", "pp2.mb4", lora_rank=4),  # its head is the token table, which is frozen
+]  # fmt: skip
 MIXED = [
-    ("gpt2", "dp2.mb4", {"dtype": "bf16"}),
-    ("gpt2", "dp2.z2.mb4", {"dtype": "fp16"}),
-    ("gpt", "dp2.pp2.z3.mb2", {"dtype": "bf16"}),
-    ("gpt2", "tp2.mb8", {"dtype": "bf16"}),
-    ("gpt2", "dp2.z3.mb4", {"dtype": "bf16", "weights_16bit": True}),
-    ("moe", "dp2.pp2.mb2", {"dtype": "bf16", "weights_16bit": True}),
+    *cases("gpt2", "dp2.mb4 tp2.mb8", dtype="bf16"),
+    *cases("gpt2", "dp2.z2.mb4", dtype="fp16"),
+    *cases("gpt", "dp2.pp2.z3.mb2", dtype="bf16"),
+    *cases("gpt2", "dp2.z3.mb4", dtype="bf16", weights_16bit=True),
+    *cases("moe", "dp2.pp2.mb2", dtype="bf16", weights_16bit=True),
 ]
 OVERFLOW = ("gpt2", "dp2.z2.mb4", {"dtype": "fp16", "first_scale": 2.0**60})
 
@@ -106,21 +90,21 @@ class Rows(dict):  # what rank 0 saw of every case, by its name
 @pytest.fixture(scope="module")
 def rows(request, tmp_path_factory):
     """One start for all cases."""
-    cases, device = {}, request.config.getoption("--device")
+    jobs, device = {}, request.config.getoption("--device")
     for model, plan, options in [*MATRIX, *MIXED, OVERFLOW]:
         name, sizes = MODELS[model]
         alone, alone_options = reference(model, options)
-        cases[alone] = [alone, name, f"dp1.mb{BATCH}", alone_options | {"sizes": sizes}]
+        jobs[alone] = [alone, name, f"dp1.mb{BATCH}", alone_options | {"sizes": sizes}]
         case = case_name(model, plan, options)
-        cases[case] = [case, name, plan, options | {"sizes": sizes}]
+        jobs[case] = [case, name, plan, options | {"sizes": sizes}]
     ranks = torch.cuda.device_count() if device == "cuda" else 8
-    cases = [case for case in cases.values() if Plan.parse(case[2]).world_size <= ranks]
-    if not cases:
+    jobs = [case for case in jobs.values() if Plan.parse(case[2]).world_size <= ranks]
+    if not jobs:
         pytest.skip("no CUDA device here")
     folder = tmp_path_factory.mktemp("parallel")
     worker = Path(__file__).with_name("runs_worker.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = [str(worker), str(folder / "rows.json"), json.dumps(cases), device]
+    arguments = [str(worker), str(folder / "rows.json"), json.dumps(jobs), device]
     command = [sys.executable, "-W", "ignore", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=Path.cwd())
     assert run.returncode == 0, run.stderr[-5000:]
