@@ -19,10 +19,10 @@ import pandas as pd
 
 from madmax_lib.case import Case
 from madmax_lib.fields import shown, whole
-from madmax_lib.plan_fields import ZERO_PLUS
 from madmax_lib.plan_flags.fields import plan_fields
 from madmax_lib.plan_rules import ALONE, BATCH, enforce, rules_of
 from madmax_lib.plans import Plans
+from madmax_lib.rules import ZERO_PLUS
 from madmax_lib.software import OVERLAPS
 from madmax_lib.specs import Cluster, Model
 

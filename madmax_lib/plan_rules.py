@@ -10,8 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from madmax_lib.case import Case
-from madmax_lib.plan_fields import FIELDS, ZERO_PLUS
-from madmax_lib.rules import Rule, enforce
+from madmax_lib.rules import FIELDS, ZERO_PLUS, Rule, enforce
 from madmax_lib.software_rules import SOFTWARE, expert_devices
 from madmax_lib.specs import DLRM
 

@@ -18,9 +18,9 @@ import numpy as np
 from madmax_lib.case import Case
 from madmax_lib.fields import argument
 from madmax_lib.plan import DEFAULTS, Plan
-from madmax_lib.plan_fields import FIELDS
 from madmax_lib.plan_rules import NEST
 from madmax_lib.plans import Plans, legal, rules_of
+from madmax_lib.rules import FIELDS
 from madmax_lib.specs import Cluster
 
 __all__ = ["SEARCHED", "Degrees", "Space", "legal_degrees", "pass_choices", "plan_of", "sharding_choices"]

@@ -12,7 +12,7 @@ from madmax_lib.fields import argument, whole
 from madmax_lib.plan import Plan
 from madmax_lib.plan_rules import enforce
 from madmax_lib.plans import rules_of
-from madmax_lib.simulator.layers.workload import chunk_blocks
+from madmax_lib.simulator.layers.transformer import chunk_blocks
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy

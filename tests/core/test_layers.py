@@ -20,7 +20,6 @@ LAYERS = [
         "case",
         "plans",
         "plan",
-        "plan_fields",
         "plan_flags",
         "plan_layers",
         "plan_rules",

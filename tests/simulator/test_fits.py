@@ -13,10 +13,17 @@ from madmax_lib import catalog
 from madmax_lib.case import Case
 from madmax_lib.papers.studies.memory_wall import shape as seed_model
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
-from madmax_lib.simulator.offload.chunks import _packed, _tensor_sizes, chunk_waste
 from madmax_lib.simulator.offload.fits import fits, gpt_shape, largest_model
 from madmax_lib.simulator.offload.hosts import host_of
-from madmax_lib.simulator.offload.placement import METHODS, Policy, bytes_by_place, split_of
+from madmax_lib.simulator.offload.placement import (
+    METHODS,
+    Policy,
+    _chunk_waste,
+    _packed,
+    _tensor_sizes,
+    bytes_by_place,
+    split_of,
+)
 from madmax_lib.specs import Cluster, Host, Link, Transformer
 
 V100 = replace(mm.cluster("dgx-2"), devices_per_node=1)
@@ -142,7 +149,7 @@ def test_tensors_hold_all_parameters(name):
 
 def test_the_best_chunk_wastes_no_more_than_others():
     model = seed_model("gpt2_10b")
-    waste = chunk_waste(model)
+    waste = _chunk_waste(model)
     assert waste <= min(_packed(_tensor_sizes(model), size * 2**20) for size in (32, 64, 100, 160))
     assert 0 <= waste < 0.02
 

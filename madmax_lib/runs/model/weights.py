@@ -13,37 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from madmax_lib import catalog
 from madmax_lib.specs import Transformer
 
 __all__ = ["Weights"]
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_GPT2 = {
-    "embedding.tokens.weight": "wte.weight", "embedding.positions": "wpe.weight", "norm": "ln_f",
-    "attention_norm": "ln_1", "feed_forward_norm": "ln_2", "attention.projection": "attn.c_proj",
-    "attention.query": "attn.c_attn", "attention.key": "attn.c_attn", "attention.value": "attn.c_attn",
-    "feed_forward.up": "mlp.c_fc", "feed_forward.down": "mlp.c_proj",
-}  # fmt: skip
-_QWEN2 = {
-    "embedding.tokens.weight": "embed_tokens.weight", "norm": "norm", "head": "lm_head",
-    "attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm",
-    "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj",
-    "attention.projection": "self_attn.o_proj", "feed_forward.gate": "mlp.gate_proj", "feed_forward.up": "mlp.up_proj",
-    "feed_forward.down": "mlp.down_proj",
-}  # fmt: skip
-_VIT = {
-    "embedding.first": "embeddings.cls_token", "embedding.positions": "embeddings.position_embeddings",
-    "embedding.patches": "embeddings.patch_embeddings.projection", "norm": "layernorm", "head": "classifier",
-    "attention_norm": "layernorm_before", "feed_forward_norm": "layernorm_after",
-    "attention.query": "attention.attention.query", "attention.key": "attention.attention.key",
-    "attention.value": "attention.attention.value", "attention.projection": "attention.output.dense",
-    "feed_forward.up": "intermediate.dense", "feed_forward.down": "output.dense",
-}  # fmt: skip
-# prefix of a model saved with its head around it, name of a layer, names in it
+# prefix of a model saved with its head around it, name of a layer; names in it stand in data/published_weights.csv
 _FAMILIES = {
-    "gpt2": ("transformer.", "h.{}.", _GPT2),
-    "qwen2": ("model.", "layers.{}.", _QWEN2),
-    "vit": ("vit.", "encoder.layer.{}.", _VIT),
+    "gpt2": ("transformer.", "h.{}."),
+    "qwen2": ("model.", "layers.{}."),
+    "vit": ("vit.", "encoder.layer.{}."),
 }
 _THIRD = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
 
@@ -74,7 +54,9 @@ class Weights:
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{self.folder}: no .safetensors file with weights of {spec.name}")
-        prefix = _FAMILIES[self.family][0]
+        prefix, self._layer = _FAMILIES[self.family]
+        names = catalog.table("published_weights")
+        self._names = names[names["family"] == self.family].set_index("ours")["theirs"].to_dict()
         self._entries = {name.removeprefix(prefix): entry for file in files for name, entry in _header(file).items()}
 
     def fill(self, module: nn.Module, prefix: str) -> None:
@@ -93,9 +75,8 @@ class Weights:
     def _read(self, name: str, parameter: Tensor) -> Tensor | None:
         layer, own = name.split(".", 2)[1:] if name.startswith("layers.") else ("", name)
         part, _, kind = own.rpartition(".")
-        _, pattern, names = _FAMILIES[self.family]
-        theirs = names.get(own) or f"{names.get(part, part)}.{kind}"
-        theirs = (pattern.format(layer) if layer else "") + theirs
+        theirs = self._names.get(own) or f"{self._names.get(part, part)}.{kind}"
+        theirs = (self._layer.format(layer) if layer else "") + theirs
         if theirs not in self._entries:
             if part == "head" and self.spec.image:
                 return None

@@ -23,7 +23,7 @@ from madmax_lib.plan_layers import chunk_layers
 from madmax_lib.plan_rules import RECOMMENDATION, enforce, rules_of
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.layers.ops import BYTES
-from madmax_lib.simulator.layers.workload import ends_by_flops
+from madmax_lib.simulator.layers.transformer import ends_by_flops
 from madmax_lib.simulator.memory.activations import dropout_bytes, in_flight, layer_bytes
 from madmax_lib.simulator.memory.states import (
     StageParameters,

@@ -5,9 +5,15 @@ ZeRO-3 Offload moves the weights too; ZeRO-Infinity [arXiv 2104.07857] moves all
 activations to the host; PatrickStar [arXiv 2108.05818] and Gemini move chunks of states and need no room for gradients.
 `share` says how much of what may leave the device does leave it: states of the optimizer go first, since weights and
 their chunks travel with every pass.
+
+Chunks hold tensors in the order of the model: one that does not fit in what is left opens the next chunk, and the rest
+stays empty. Their size is searched so that the tails are small. A tensor larger than a chunk, as an embedding table can
+be, gets one of its own. The four lists (16-bit weights, fp32 weights, two moments) are cut alike; gradients take the
+place of the 16-bit weights: 14 bytes a parameter.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -17,7 +23,7 @@ from madmax_lib.fields import is_number, number, shown
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.memory.memory import FRAGMENTATION, PHASES, by_phase, held_layers, moment_peak, stage_bytes
 from madmax_lib.simulator.memory.states import software_of, stage_parameters, state_bytes
-from madmax_lib.simulator.offload.chunks import chunk_waste
+from madmax_lib.specs import Transformer
 
 __all__ = ["METHODS", "PLACES", "Method", "Policy", "Split", "as_table", "bytes_by_place", "device_peak"]
 __all__ += ["peaks_by_place", "split_of", "streams_gradients"]
@@ -31,6 +37,9 @@ _PHASES = PHASES | {
 }
 _MOMENTS_BYTES = 8  # of Adam, fp32, per parameter
 _WINDOW = 2  # layers whose gradients or checkpoints are on their way at once: one is copied, one is filled
+_MI = 2**20
+# elements; from 32 Mi over a range of 128 Mi, as dheerj188/HeterogeneousTraining-IISc runs Gemini
+_SIZES = range(32 * _MI, 161 * _MI, 4 * _MI)
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,7 @@ def bytes_by_place(case: Case, share, policy: Policy) -> dict[tuple[str, str], n
     if plan.zero < 3:
         sizes["gradients on their way", "device"] = _WINDOW * method.weights * count.block
     if plan.offload == "chunks":
-        waste = chunk_waste(model)
+        waste = _chunk_waste(model)
         for place in ("device", "host"):  # chunks of all states are a little larger than what they hold
             sizes["chunk tails", place] = (sizes["weights", place] + sizes["optimizer", place]) * waste / (1 - waste)
     if method.checkpoints:  # but for those of two layers
@@ -135,6 +144,55 @@ def bytes_by_place(case: Case, share, policy: Policy) -> dict[tuple[str, str], n
     sizes["fragmentation", "device"] = FRAGMENTATION * (device_peak(sizes) - sizes["context", "device"])
     shape = np.broadcast_shapes(share.shape, stages.shape)
     return {key: np.broadcast_to(size, shape) for key, size in sizes.items()}
+
+
+def _tensor_sizes(model: Transformer) -> list[int]:
+    """Elements of every parameter tensor, in the order of the model."""
+    h, norm = model.hidden, model.norm_parameters
+    attention = [inputs * outputs for _, inputs, outputs in model.attention_matrices]
+    rest = model.attention_parameters - sum(attention)  # biases and norms of queries and keys
+    layers = []
+    for layer in range(model.layers):
+        mixture = model.experts and layer >= model.dense_layers
+        width, copies = (model.expert_ffn, model.experts + model.shared_experts) if mixture else (model.ffn, 1)
+        matrices = [h * width] * (3 if model.gated else 2)
+        biases = [model.mlp_parameters(width) - sum(matrices)] if model.mlp_bias else []
+        router = [(h + model.router_bias) * model.experts] if mixture else []
+        layers += [norm, *attention, *([rest] if rest else []), norm, *router, *copies * [*matrices, *biases]]
+    table = 3 * model.patch**2 * h + h if model.image else model.vocab * h
+    positions = model.embedding_parameters - table
+    return [size for size in (table, positions, *layers, norm, model.head_parameters) if size]
+
+
+def _packed(sizes: list[int], chunk: int) -> float:
+    """Share 0..1 that is empty of the chunks that hold tensors of these sizes in order.
+
+    >>> _packed([3, 3, 3, 9], 8)  # 7 of two chunks of 8 and one of 9
+    0.28
+    """
+    chunks: list[int] = []  # elements of each
+    room = 0  # left in the open one
+    for size in sizes:
+        if size > chunk:
+            chunks.append(size)  # one of its own
+        elif size > room:
+            chunks.append(chunk)
+            room = chunk - size
+        else:
+            room -= size
+    return 1 - sum(sizes) / sum(chunks)
+
+
+@lru_cache(maxsize=256)
+def _chunk_waste(model: Transformer) -> float:
+    """Share 0..1 of the elements of a model's chunks that is empty, at the chunk size with the smallest tails.
+
+    Sizes from 32 to 160 Mi elements in steps of 4 Mi; a smaller model gets one chunk.
+    """
+    sizes = _tensor_sizes(model)
+    if sum(sizes) <= _SIZES.start:
+        return _packed(sizes, sum(sizes))
+    return min(_packed(sizes, chunk) for chunk in _SIZES)
 
 
 def device_peak(sizes: dict[tuple[str, str], np.ndarray]) -> np.ndarray:

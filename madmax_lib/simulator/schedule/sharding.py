@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from madmax_lib.plans import owned
 from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.schedule.engine import Program
 from madmax_lib.simulator.schedule.passes import Pass
@@ -38,15 +37,9 @@ class Sharding:
         self.beside = bool(prices.habits.hides_dp)  # gradients are reduced beside the backward pass
         self.kept = 1.0  # share of the update that the device does
 
-    def group(self, expert: bool) -> str:
-        """Group that shards the states, of experts or of all else: HSDP's shard, or all replicas."""
-        return self.prices.shard_name(expert)
-
     def owned(self, blocks: list[Block]) -> float:
         """Parameters that a device updates; looked-up rows of tables are updated in their own backward pass."""
-        count, trained = held(blocks), self.plan.lora_rank == 0
-        sharing = self.plan.sharing if self.plan.zero else 1
-        return trained * float(owned(count.dense, count.experts, sharing, self.plan.ep, self.plan.expert_spread))
+        return float(held(blocks).owned(self.prices))
 
     def gathers_ahead(self, phase: str, first: bool, units: int) -> int | None:
         """Units whose parameters a pass gathers ahead, None if it gathers none."""
@@ -63,7 +56,7 @@ class Sharding:
         if self.plan.zero == 3:
             calls, slower = float(self.prices.gather_calls()), float(self.prices.gather_slowdown())
         for expert, parameters in ((False, count.dense), (True, count.experts)):
-            group, width = self.group(expert), self.width
+            group, width = self.prices.shard_name(expert), self.width
             if not expert and self.plan.hpz and phase == "backward":
                 group = "node"
             elif self.plan.qwz:
@@ -108,7 +101,7 @@ class Sharding:
         for expert, parameters in held(unit).parts:
             size_bytes = parameters * self.gradient_width
             if self.plan.zero == 3:
-                size_bytes /= self.groups[self.group(expert)].ranks
+                size_bytes /= self.groups[self.prices.shard_name(expert)].ranks
             calls = size_bytes / self.plan.bucket_bytes  # smaller units share one
             within_s, across_s = reduced_s(size_bytes, np.ceil(calls) if calls > 1 else calls, expert, self.prices)
             seconds += float((last or self.every_batch) * within_s + last * across_s)
@@ -126,7 +119,7 @@ class Sharding:
         return []
 
     def _reduce(self, pass_: Pass, expert: bool, what: str, size_bytes: float, op: int, last: bool) -> list[int]:
-        group, done, plan = self.group(expert), [op], self.plan
+        group, done, plan = self.prices.shard_name(expert), [op], self.plan
         calls = float(np.ceil(size_bytes / plan.bucket_bytes)) if plan.zero < 3 else float(self.prices.gather_calls())
         calls = max(calls, 1.0)
         if plan.zero == 0:

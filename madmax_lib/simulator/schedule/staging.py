@@ -79,7 +79,7 @@ class Staging(Sharding):
 
     def _reduce(self, pass_: Pass, expert: bool, what: str, size_bytes: float, op: int, last: bool) -> list[int]:
         done = super()._reduce(pass_, expert, what, size_bytes, op, last)
-        o, sharded = self.offloaded, self.groups[self.group(expert)].ranks if self.plan.zero else 1
+        o, sharded = self.offloaded, self.groups[self.prices.shard_name(expert)].ranks if self.plan.zero else 1
         count = size_bytes / self.gradient_width / sharded * o.split.states
         if not count:
             return done

@@ -15,8 +15,7 @@ import numpy as np
 from madmax_lib.case import Case
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.layers.ops import Precision, precision
-from madmax_lib.simulator.layers.shape import Shape
-from madmax_lib.simulator.layers.work import HABITS, Work
+from madmax_lib.simulator.layers.work import HABITS, Shape, Work
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.alike import mapped
