@@ -68,41 +68,40 @@ def ddp(backward_ns, price_ns):
 
 def pipeline(forward_ns, backward_ns, price_ns):
     """GPipe on two stages: (stage, micro-batch) passes; a message needs both of its ends."""
-    count, rows = forward_ns.shape[1], []
-    sent, now = [], 0
-    for k in range(count):
-        rows.append((0, -1, "compute", "aten::mm", now, int(forward_ns[0, k])))
-        now += int(forward_ns[0, k])
-        rows.append((0, -1, "cpu", "c10d::send", now, CALL_NS))
-        sent.append(now + CALL_NS // 2)
-        now += CALL_NS
-    forward_end, other = now, 0
-    arrivals = []
-    for k in range(count):
-        rows.append((1, -1, "cpu", "c10d::recv_", other, CALL_NS))
-        posted = other + CALL_NS // 2
-        arrivals.append(max(posted, sent[k]) + price_ns)
-        rows.append((1, -1, "comm", "gloo:recv", posted, arrivals[-1] - posted))
-        rows.append((1, -1, "compute", "aten::mm", arrivals[-1], int(forward_ns[1, k])))
-        other = arrivals[-1] + int(forward_ns[1, k])
+    rows = []
+
+    def send(stage, now, times_ns):
+        """Passes of a stage, each sent on by a call: when they are sent, and the end."""
+        sent = []
+        for ns in times_ns[stage].tolist():
+            rows.extend(
+                [(stage, -1, "compute", "aten::mm", now, ns), (stage, -1, "cpu", "c10d::send", now + ns, CALL_NS)]
+            )
+            sent.append(now + ns + CALL_NS // 2)
+            now += ns + CALL_NS
+        return sent, now
+
+    def receive(stage, now, sent, times_ns):
+        """Passes of a stage, each when its message is there: when they come, and the end."""
+        arrivals = []
+        for ready, ns in zip(sent, times_ns[stage].tolist(), strict=True):
+            posted = now + CALL_NS // 2
+            arrivals.append(arrival := max(posted, ready) + price_ns)
+            rows.append((stage, -1, "cpu", "c10d::recv_", now, CALL_NS))
+            rows.append((stage, -1, "comm", "gloo:recv", posted, arrival - posted))
+            rows.append((stage, -1, "compute", "aten::mm", arrival, ns))
+            now = arrival + ns
+        return arrivals, now
+
+    sent, forward_end = send(0, 0, forward_ns)
+    arrivals, other = receive(1, 0, sent, forward_ns)
     now = max(forward_end, *arrivals)
-    rows += [(0, -1, "comm", "gloo:send", sent[k], now - sent[k]) for k in range(count)]
-    returned = []
-    for k in range(count):
-        rows.append((1, -1, "compute", "aten::mm", other, int(backward_ns[1, k])))
-        other += int(backward_ns[1, k])
-        rows.append((1, -1, "cpu", "c10d::send", other, CALL_NS))
-        returned.append(other + CALL_NS // 2)
-        other += CALL_NS
-    for k in range(count):
-        rows.append((0, -1, "cpu", "c10d::recv_", now, CALL_NS))
-        posted = now + CALL_NS // 2
-        arrival = max(posted, returned[k]) + price_ns
-        rows.append((0, -1, "comm", "gloo:recv", posted, arrival - posted))
-        rows.append((0, -1, "compute", "aten::mm", arrival, int(backward_ns[0, k])))
-        now = arrival + int(backward_ns[0, k])
+    rows += [(0, -1, "comm", "gloo:send", start, now - start) for start in sent]
+    returned, other = send(1, other, backward_ns)
+    arrivals, now = receive(0, now, returned, backward_ns)
+    for start, arrival in zip(returned, arrivals, strict=True):
         other = max(other, arrival)
-        rows.append((1, -1, "comm", "gloo:send", returned[k], other - returned[k]))
+        rows.append((1, -1, "comm", "gloo:send", start, other - start))
     rows += [(0, -1, "compute", "aten::add_", now, 300), (1, -1, "compute", "aten::add_", other, 300)]
     return step_of(rows)
 
