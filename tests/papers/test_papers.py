@@ -1,4 +1,4 @@
-"""Which published numbers reproduce, and which do not? One list of claims, a test for each, and the README's table.
+"""Which published numbers reproduce, and which do not? The claims of claims.csv, a test for each, and README's table.
 
 `python tests/papers/test_papers.py` writes the table between its two marks in README.md. Both numbers of a claim come
 from the function that its notebook calls or, where that takes more than about 2 s, from the data of a figure that the
@@ -9,8 +9,9 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -148,89 +149,27 @@ def measured(model: str, step_s: float) -> Pair:
 
 # --- the claims
 
-MADMAX = "MAD-Max (ISCA 2024)", "50_madmax"
-VTRAIN = "vTrain (MICRO 2024, as quoted by others)", "51_vtrain"
-SEED = "Seed 000, a study on vTrain", "51_vtrain"
-METIS = "Metis (ATC 2024) and its fork", "52_metis"
-GPT2 = "GPT-2 Large on four A100 (makramab/hybrid-parallelism)", "53_hybrid_parallelism"
-VIT = "ViT-Huge on two T4 (sidd1196/distributed_vision_training)", "54_vit_llm_study"
-ZERO = "Memory: ZeRO (SC 2020), offloading", "42_memory"
-WALL = ZERO[0], "55_heterogeneous_training"
-RUNS = "Measured steps, predicted without the runs of that source and model", "31_validate"
-TRIED = "theirs was tried, ours would fit"
+SOURCES = {  # what stands before the colon of a claim's values; behind it stand the arguments
+    **{table.__name__: partial(row, table) for table in (madmax, vtrain, gpt2, vit)},
+    "metis": lambda number, mode, *columns: row(metis, (int(number), mode), *columns),
+    "largest": largest,
+    "measured": lambda model, step_s: measured(model, float(step_s)),
+    "zero": lambda stage: zero(int(stage)),
+    "only": lambda theirs: lambda: (float(theirs), math.nan),
+    **{both.__name__: lambda both=both: both for both in (vit_error, cost_saved, steps_saved, traced_overlap, ran)},
+}
 
-CLAIMS = [
-    Claim(*MADMAX, "DLRM-A on 128 A100, serialized step", row(madmax, "dlrm_a_serialized_paper"), "ms", 0.01),
-    Claim(*MADMAX, "share of its communication exposed", row(madmax, "dlrm_a_exposed_paper"), "share", 0.001),
-    Claim(*MADMAX, "DLRM-A throughput", row(madmax, "dlrm_a_mqps"), "MQPS", 0.005),
-    Claim(*MADMAX, "DLRM-B throughput", row(madmax, "dlrm_b_mqps"), "MQPS", 0.001),
-    Claim(*MADMAX, "LLaMA-65B, communication hidden by prefetching", row(madmax, "prefetch"), "share", 0.035),
-    Claim(*MADMAX, "largest gain over FSDP, pre-training", row(madmax, "gain_max"), "x", 0.01),
-    Claim(*MADMAX, "largest gain over FSDP, inference", row(madmax, "gain_inference"), "x", 0.01),
-    Claim(*MADMAX, "smallest gain over FSDP, pre-training", row(madmax, "gain_min"), "x",
-          why="FSDP itself is the best that fits some models"),
-    Claim(*MADMAX, "mean gain over FSDP, pre-training", row(madmax, "gain_mean"), "x",
-          why="models, systems and batches of the mean are not public"),
-    Claim(*MADMAX, "largest gain without a memory limit, pre-training", row(madmax, "gain_max_free"), "x",
-          why="no released configuration gives it"),
-    Claim(*MADMAX, "largest gain without a memory limit, inference", row(madmax, "gain_inference_free"), "x",
-          why="no released configuration gives it"),
-    Claim(*MADMAX, "LLaMA-65B, GPU-hours of 306k steps", row(madmax, "llama_gpu_hours"), "h",
-          why="the configuration behind them is not public"),
-    Claim(*MADMAX, "mean error of nine ViT predictions", vit_error, "share",
-          why="theirs are points of MFU, ours the same predictions relative to the measured MFU"),
-    Claim(*VTRAIN, "mean error on one node", row(vtrain, "single_mape"), "share",
-          why="the measured times are not public"),
-    Claim(*VTRAIN, "mean error on 64 to 512 GPUs", row(vtrain, "multi_mape"), "share",
-          why="the predictions are not public"),
-    Claim(*VTRAIN, "MT-NLG, utilisation of plan (16, 16, 105)", row(vtrain, "mtnlg_util_16_16_105"), "share", 0.03),
-    Claim(*VTRAIN, "MT-NLG, cost of the given plan", row(vtrain, "plan_given_cost"), "USD", 0.03),
-    Claim(*VTRAIN, "MT-NLG, cost of the plan found", row(vtrain, "plan_found_cost"), "USD", 0.03),
-    Claim(*VTRAIN, "change of the cost", row(vtrain, "plan_cost_change"), "share",
-          why="a small difference of two costs that reproduce"),
-    Claim(*VTRAIN, "naive Chinchilla model on 3,360 A100", row(vtrain, "chinchilla_naive_days"), "days", 0.04),
-    Claim(*VTRAIN, "mean utilisation of the compute-optimal candidates", row(vtrain, "chinchilla_util"), "share",
-          why="the candidates are not public, ours are a grid"),
-    Claim(*VTRAIN, "multi-tenant, change of the mean completion time",
-          row(vtrain, "scheduling_jct"), "share", why="the jobs are not public"),
-    Claim(*SEED, "GPT of 96 layers on 2,048 A100, plan (8, 32, 8)", row(vtrain, "seed_96_8192_8_32_8"), "s",
-          why="operators by formula in place of its profiles"),
-    Claim(*SEED, "the same, plan (4, 128, 4)", row(vtrain, "seed_96_8192_4_128_4"), "s",
-          why="its kernels were probably profiled at half the sequence"),
-    Claim(*METIS, "largest training speed-up of Metis", lambda: (8.43, math.nan), "x",  # abstract of the paper
-          why="no measured time is public"),
-    Claim(*METIS, "steps of the search, table 1, row 1, Metis", row(metis, (1, "base"), "steps", "our_steps"), "", 0.0),
-    Claim(*METIS, "the same, the fork", row(metis, (1, "strategy"), "steps", "our_steps"), "", 0.0),
-    Claim(*METIS, "best cost, row 1, Metis, in one of two orders of GPU types",
-          row(metis, (1, "base"), "cost_ms", "our_cost_ms"), "ms", 1e-5),
-    Claim(*METIS, "cost saved by the fork, row 1", cost_saved, "share",
-          why="nothing once the order of GPU types is fixed"),
-    Claim(*METIS, "fewest steps saved by the fork", steps_saved, "share", why="row 3 of its own table"),
-    Claim(*GPT2, "MFU of the fastest row, its short last batch counted as full",
-          row(gpt2, "MFU of zero3+tp2, batch 32: reproduced"), "share", 0.002),
-    Claim(*GPT2, "the same by wall clock, at most", row(gpt2, "MFU of the fastest row, at most"), "share",
-          why="its TP peers saw different samples"),
-    Claim(*GPT2, "speed of that row over DDP, at most",
-          row(gpt2, "speed of the fastest row over DDP, at most"), "x", why="as above"),
-    Claim(*VIT, "step of ZeRO-2 after the first 300, which were fitted",
-          row(vit, "step", "rest_s", "simulated_s"), "s", 0.01),
-    Claim(*VIT, "communication of ZeRO-3 hidden, traced", traced_overlap, "share",
-          why="the simulated ranks neither pause nor wait for a slower one"),
-    Claim(*ZERO, "model states of 7.5e9 parameters on 64 GPUs, ZeRO-1", zero(1), "GB", 0.0),
-    Claim(*ZERO, "the same, ZeRO-3", zero(3), "GB", 0.0),
-    Claim(*ZERO, "sizes known to run, or to run out of memory, that come out so", ran, "", 0.0),
-    Claim(*WALL, "parameters of the largest model, ZeRO-Offload, 1 V100",
-          largest("ZeRO-Offload", "1 x v100-32, 1500 GB"), "billion", why=TRIED),
-    Claim(*WALL, "parameters of the largest model, ZeRO-3 Offload, 1 V100",
-          largest("ZeRO-3 Offload", "1 x v100-32, 1500 GB"), "billion", why=TRIED),
-    Claim(*WALL, "parameters of the largest model, PatrickStar, 8 V100",
-          largest("PatrickStar 0.4.3", "8 x v100-32, 240 GB"), "billion", why=TRIED),
-    Claim(*RUNS, "Megatron-LM 530B, 280 A100, selective recompute", measured("Megatron-530B", 37.83), "s",
-          0.05),
-    Claim(*RUNS, "MT-NLG 530B, 3,360 A100", measured("MT-NLG-530B", 44.4), "s", why="not explained"),
-    Claim(*RUNS, "BLOOM 176B, 384 A100", measured("BLOOM-proto 176B (70x14336)", 102.03), "s", why="not explained"),
-    Claim(*RUNS, "Llama 3.1 405B, 128 H100, torchtitan", measured("Llama-3.1-405B", 18.79), "s", 0.05),
-]  # fmt: skip
+
+def claim_of(row: pd.Series) -> Claim:
+    """A row of claims.csv."""
+    name, _, arguments = row["values"].partition(": ")
+    values = SOURCES[name](*filter(None, arguments.split("; ")))
+    tolerance = float(row["tolerance"]) if row["tolerance"] else None
+    return Claim(row["paper"], row["notebook"], row["text"], values, row["unit"], tolerance, row["why"])
+
+
+_table = pd.read_csv(Path(__file__).with_name("claims.csv"), dtype=str, keep_default_na=False)
+CLAIMS = _table.apply(claim_of, axis=1).tolist()
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.notebook[:2]} {claim.text}")
