@@ -11,7 +11,7 @@ import numpy as np
 
 from madmax_lib.case import Case
 from madmax_lib.rules import FIELDS, ZERO_PLUS, Rule, enforce
-from madmax_lib.software_rules import SOFTWARE, expert_devices
+from madmax_lib.software_rules import SOFTWARE
 from madmax_lib.specs import DLRM
 
 __all__ = ["ALONE", "BATCH", "NEST", "RECOMMENDATION", "SOFTWARE", "STAGES", "Rule", "enforce"]
@@ -31,11 +31,8 @@ def _leaves_rest(count, degree):
 
 
 def _pipeline_rule(name: str, default: int) -> Rule:
-    return Rule(
-        f"{name} needs a pipeline",
-        lambda p, c: (getattr(p, name) > default) & (p.pp == 1),
-        lambda p, c: f"{name}={getattr(p, name)} needs a pipeline, but pp=1",
-    )
+    text = f"{name}={{p.{name}}} needs a pipeline, but pp=1"
+    return Rule(f"{name} needs a pipeline", lambda p, c: (getattr(p, name) > default) & (p.pp == 1), text)
 
 
 def _zero_plus(p) -> str:
@@ -48,31 +45,27 @@ NEST = Rule(
     lambda p, c: (
         (p.shard > 0) & _leaves_rest(p.shard * p.expert_spread, p.ep) & _leaves_rest(p.ep, p.shard * p.expert_spread)
     ),
-    lambda p, c: f"shard={p.shard} and ep={p.ep}: one must divide the other",
+    "shard={p.shard} and ep={p.ep}: one must divide the other",
 )
 # of the fields of a plan alone
 ALONE = (
     *FIELDS.values(),
-    Rule(
-        "etp must divide tp",
-        lambda p, c: _leaves_rest(p.tp, p.etp),
-        lambda p, c: f"etp={p.etp} does not divide tp={p.tp}",
-    ),
+    Rule("etp must divide tp", lambda p, c: _leaves_rest(p.tp, p.etp), "etp={p.etp} does not divide tp={p.tp}"),
     Rule(
         "ep must divide dp x cp",
         lambda p, c: _leaves_rest(p.dp * p.cp * p.expert_spread, p.ep),
-        lambda p, c: f"ep={p.ep} does not divide {expert_devices(p)}",
+        "ep={p.ep} does not divide {p.expert_devices}",
     ),
     *map(_pipeline_rule, ("interleave", "first_layers", "last_layers"), (1, 0, 0)),
     Rule(
         "shard must divide dp x cp",
         lambda p, c: _leaves_rest(p.dp * p.cp, p.shard),
-        lambda p, c: f"shard={p.shard} does not divide dp x cp = {p.dp} x {p.cp}",
+        "shard={p.shard} does not divide dp x cp = {p.dp} x {p.cp}",
     ),
     Rule(
         "shard needs ZeRO",
         lambda p, c: (p.shard > 0) & (p.zero == 0),
-        lambda p, c: f"shard={p.shard} needs zero of at least 1, but zero=0 shards nothing",
+        "shard={p.shard} needs zero of at least 1, but zero=0 shards nothing",
     ),
     NEST,
     Rule(
@@ -88,14 +81,12 @@ ALONE = (
     Rule(
         "overlap_gather needs zero of 1 or 2",
         lambda p, c: p.overlap_gather & (p.zero != 1) & (p.zero != 2),
-        lambda p, c: f"overlap_gather is for zero=1 and zero=2, but zero={p.zero}",
+        "overlap_gather is for zero=1 and zero=2, but zero={p.zero}",
     ),
     Rule(
         "overlap_dp=False needs zero below 3",
         lambda p, c: _is_off(p.overlap_dp) & (p.zero == 3),
-        lambda p, c: (
-            "overlap_dp=False is for zero below 3: ZeRO-3 reduces beside compute always; prefetch=0 gathers late"
-        ),
+        "overlap_dp=False is for zero below 3: ZeRO-3 reduces beside compute always; prefetch=0 gathers late",
     ),
     Rule(
         "an end counts as a layer or has its own layers",
@@ -108,10 +99,8 @@ _CLUSTER = (
     Rule(
         "dp x tp x pp x cp must fill the cluster",
         lambda p, c: p.world_size != c.cluster.world_size,
-        lambda p, c: (
-            f"dp x tp x pp x cp = {p.dp} x {p.tp} x {p.pp} x {p.cp} = {p.world_size}, "
-            f"but {c.cluster.name} has {c.cluster.world_size} devices"
-        ),
+        "dp x tp x pp x cp = {p.dp} x {p.tp} x {p.pp} x {p.cp} = {p.world_size}, "
+        "but {c.cluster.name} has {c.cluster.world_size} devices",
     ),
 )
 
@@ -143,10 +132,8 @@ STAGES = (
     Rule(
         "the ends must leave layers for the other stages",
         _is_not_shared,
-        lambda p, layers: (
-            f"first_layers={p.first_layers} and last_layers={p.last_layers} do not leave {layers} layers "
-            f"for pp x interleave = {p.pp} x {p.interleave}"
-        ),
+        "first_layers={p.first_layers} and last_layers={p.last_layers} do not leave {c} layers "
+        "for pp x interleave = {p.pp} x {p.interleave}",
     ),
     Rule(
         "the stages between stated ends must be equal",
@@ -175,18 +162,18 @@ _TRANSFORMER = (
     Rule(
         "a model needs tokens",
         lambda p, c: (p.dp > 0) & (not c.sequence),
-        lambda p, c: f"{c.model.name} has no sequence of its own; give sequence=, the tokens per sample",
+        "{c.model.name} has no sequence of its own; give sequence=, the tokens per sample",
     ),
     Rule(
         "lora_rank must not exceed the width",
         lambda p, c: p.lora_rank > c.model.hidden,
-        lambda p, c: f"lora_rank={p.lora_rank} exceeds the {c.model.hidden} channels of {c.model.name}",
+        "lora_rank={p.lora_rank} exceeds the {c.model.hidden} channels of {c.model.name}",
     ),
     _shape_rule("tp", "the attention heads", lambda c: c.model.heads, "attention heads"),
     Rule(  # where tp is a multiple of them, each tp rank holds one of the heads
         "tp must divide the key-value heads, or be a multiple",
         lambda p, c: _leaves_rest(c.model.kv_heads, p.tp) & _leaves_rest(p.tp, c.model.kv_heads),
-        lambda p, c: f"tp={p.tp} does not divide {c.model.kv_heads} key-value heads of {c.model.name}",
+        "tp={p.tp} does not divide {c.model.kv_heads} key-value heads of {c.model.name}",
     ),
     Rule(  # each rank has every head for its part of the tokens, then a part of the heads [Ulysses, arXiv 2309.14509]
         "cp must divide the heads of a tp rank under Ulysses",
@@ -214,17 +201,17 @@ _TRANSFORMER = (
     Rule(
         "ep with tp needs sequence_parallel",
         lambda p, c: ((p.ep > 1) | (p.expert_spread > 1)) & (p.tp > 1) & np.logical_not(p.sequence_parallel),
-        lambda p, c: f"ep={p.ep} with tp={p.tp} needs sequence_parallel",
+        "ep={p.ep} with tp={p.tp} needs sequence_parallel",
     ),
     Rule(
         "pp must not exceed the layers",
         lambda p, c: p.pp * p.interleave > c.model.layers + _empty_chunks(p),
-        lambda p, c: f"pp x interleave = {p.pp} x {p.interleave} exceeds {c.model.layers} layers of {c.model.name}",
+        "pp x interleave = {p.pp} x {p.interleave} exceeds {c.model.layers} layers of {c.model.name}",
     ),
     Rule(
         "interleave needs schedule='1f1b'",
         lambda p, c: (p.interleave > 1) & (p.schedule != "1f1b"),
-        lambda p, c: f"interleave={p.interleave} needs schedule='1f1b', got {p.schedule!r}",
+        "interleave={p.interleave} needs schedule='1f1b', got {p.schedule!r}",
     ),
     *map(_of_layers, STAGES),
 )
@@ -241,10 +228,8 @@ BATCH = (
     Rule(
         "dp must divide the global batch",
         lambda p, c: (c.global_batch < 1) | _leaves_rest(c.global_batch, p.dp),
-        lambda p, c: (
-            f"global_batch={c.global_batch} is not a multiple of dp x micro_batch = {p.dp} x {p.micro_batch}, "
-            "nor, with a short last micro-batch, of dp"
-        ),
+        "global_batch={c.global_batch} is not a multiple of dp x micro_batch = {p.dp} x {p.micro_batch}, "
+        "nor, with a short last micro-batch, of dp",
     ),
     Rule(
         "micro_batch must not exceed the samples of a rank",

@@ -126,6 +126,13 @@ class Plans:
         """tp / etp: ranks of tp over which whole experts are laid; 1 where tp splits each of them."""
         return (self.etp == 0) + (self.etp > 0) * self.tp // (self.etp + (self.etp == 0))
 
+    @property
+    def expert_devices(self) -> str:
+        """The devices over which one plan lays its experts, in words."""
+        if not self.etp:
+            return f"dp x cp = {self.dp} x {self.cp}"
+        return f"dp x cp x tp / etp = {self.dp} x {self.cp} x {self.tp} / {self.etp}"
+
     def overlaps(self, degree: str, software: Software) -> Flags:
         """Whether communication of tp, ep or dp runs beside compute: as the plan says, else as the software does."""
         stated, usual = getattr(self, f"overlap_{degree}"), getattr(software, f"overlap_{degree}")

@@ -34,7 +34,11 @@ class Rule:
 
     name: str  # the rule in general, under which a search counts what it drops
     broken: Callable[..., bool | np.ndarray]  # which plans break it, a flag or a mask
-    words: Callable[..., str]  # what is said of one plan that does
+    text: str | Callable[..., str]  # what is said of one plan that does: a format of plan p and case c, or a function
+
+    def words(self, plan, case) -> str:
+        """What is said of a plan that breaks it."""
+        return self.text.format(p=plan, c=case) if isinstance(self.text, str) else self.text(plan, case)
 
 
 def enforce(rules: Iterable[Rule], plan, case) -> None:

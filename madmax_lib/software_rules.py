@@ -7,21 +7,13 @@ import numpy as np
 from madmax_lib.rules import Rule, is_not_among
 from madmax_lib.specs import DLRM
 
-__all__ = ["SOFTWARE", "expert_devices"]
-
-
-def expert_devices(p) -> str:
-    """The devices over which experts are laid, in words."""
-    return f"dp x cp = {p.dp} x {p.cp}" if not p.etp else f"dp x cp x tp / etp = {p.dp} x {p.cp} x {p.tp} / {p.etp}"
+__all__ = ["SOFTWARE"]
 
 
 def _software_rule(what: str, broken: Callable, words: str) -> Rule:
     """broken: of plans and the software of their case; words: what it does not run, a format of the plan."""
-    return Rule(
-        f"the software must run {what}",
-        lambda p, c: broken(p, c.software),
-        lambda p, c: f"{c.software.name} does not run {words.format(p=p, devices=expert_devices(p))}",
-    )
+    text = f"{{c.software.name}} does not run {words}"
+    return Rule(f"the software must run {what}", lambda p, c: broken(p, c.software), text)
 
 
 def _kind_of(model) -> str:
@@ -60,5 +52,5 @@ SOFTWARE = (
     _software_rule("hpz", lambda p, s: p.hpz & ("hpz" not in s.zero_plus_plus), "hpz"),
     _software_rule("qgz", lambda p, s: p.qgz & ("qgz" not in s.zero_plus_plus), "qgz"),
     _software_rule("such cp", lambda p, s: _kind_is_not_run(p.cp, p.context, s.context), "cp={p.cp} by {p.context}"),
-    _software_rule("ep there", lambda p, s: _lie_elsewhere(p, s.expert_placement), "ep={p.ep} over {devices}"),
+    _software_rule("ep there", lambda p, s: _lie_elsewhere(p, s.expert_placement), "ep={p.ep} over {p.expert_devices}"),
 )
