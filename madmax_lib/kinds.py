@@ -16,11 +16,12 @@ import pandas as pd
 from madmax_lib.catalog import data_file
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 
-__all__ = ["COLLECTIVES", "collective_names", "collectives_of", "kernel_kinds", "load_kinds"]
+__all__ = ["COLLECTIVES", "POINT_TO_POINT", "collective_names", "collectives_of", "kernel_kinds", "load_kinds"]
 
 _COLUMNS = ["rules", "kind", "collective", "pattern", "source"]
 _RULES = {"exact": ("exact", "device"), "annotation": ("exact",), "hta": ("hta",)}  # rules and their rows
 _LONGEST = 4096  # letters of a name that patterns see; theirs is not linear
+POINT_TO_POINT = ("send", "recv", "send_recv")  # what collectives of two ranks are called
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv", "broadcast", "reduce",
                "gather", "scatter", "dispatch", "combine", "barrier", "generic")  # fmt: skip
 

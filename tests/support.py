@@ -18,6 +18,9 @@ from madmax_lib.simulator.schedule.schedules import order
 from madmax_lib.timeline import Meta, Timeline
 
 EPOCH_NS = 1_700_000_000_000_000_000
+CPU_CONSTANTS = {"gemm_efficiency:other-16": 0.6, "attention_efficiency:other": 0.25, "pointwise_factor:eager": 3.0}
+CPU_CONSTANTS |= {"launch_s:eager": 2e-5, "step_s:eager": 6e-3, "comm_launch_s:eager": 2e-3, "optimizer_factor": 1.5}
+CPU_CONSTANTS |= {"alone": 0.7}  # of a known machine, for calibrations to find
 
 
 def local_or_skip(relative: str) -> Path:

@@ -13,6 +13,7 @@ import numpy as np
 
 from madmax_lib import catalog
 from madmax_lib.case import Case
+from madmax_lib.kinds import POINT_TO_POINT
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.operators.ops import operator_calls
@@ -83,7 +84,7 @@ def _check_groups(timeline: Timeline, case: Case) -> None:
         raise ValueError(f"timeline: no all-gather, but {plan} gathers parameters")
     if gathers and plan.zero == 0 and plan.tp * plan.cp * plan.ep == 1:
         raise ValueError(f"timeline: all-gathers of {sent['all_gather']:.2g} bytes a step, but {plan} gathers nothing")
-    sides = {"send", "recv", "send_recv", "generic"} & set(sent.index)
+    sides = {*POINT_TO_POINT, "generic"} & set(sent.index)
     if plan.pp > 1 and not sides:
         raise ValueError(f"timeline: no message between stages, but {plan} is a pipeline")
     if plan.world_size == plan.dp and {"send", "recv"} & set(sent.index):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from madmax_lib.accounting import breakdown, exposed_s
+from madmax_lib.kinds import POINT_TO_POINT
 from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import arrivals, calls, unseen_waits
 from madmax_lib.traces.stragglers import stragglers
@@ -138,7 +139,7 @@ def _other_idle(timeline: Timeline) -> Iterator[Finding]:
     left_s = (idle_s.sub(late_s, fill_value=0.0).sub(short_s, fill_value=0.0)).clip(lower=0.0)
     table = calls(timeline)  # send_recv alone may be an all-to-all whose name NCCL does not tell
     named = (table["group"] != "") | (table["source_rank"] >= 0)
-    passes_on = (table["collective"].isin(("send", "recv", "send_recv")) & named).any()
+    passes_on = (table["collective"].isin(POINT_TO_POINT) & named).any()
     evidence = f"{format_s(left_s.sum())} of {format_s(idle_s.sum())} idle are no matter of the host"
     yield "pipeline bubble" if passes_on else "other idle", _worst(left_s), left_s.sum(), evidence
 

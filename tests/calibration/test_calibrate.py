@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pandas as pd
 import pytest
+from support import CPU_CONSTANTS
 
 import madmax_lib as mm
 from madmax_lib.calibration import calibrate, compared
@@ -31,13 +32,6 @@ LINKS = pd.DataFrame(
 )
 KERNELS = pd.DataFrame({"kernel": ["linear forward", "copy"], "how": ["eager", "host"], "flops_per_s": [6e10, 0.0],
                         "bytes_per_s": [1e9, 2e10]})  # fmt: skip
-TRUE = {
-    "gemm_efficiency:other-16": 0.6,
-    "attention_efficiency:other": 0.25,
-    "pointwise_factor:eager": 3.0,
-    "alone": 0.7,
-}
-TRUE |= {"launch_s:eager": 2e-5, "step_s:eager": 6e-3, "comm_launch_s:eager": 2e-3, "optimizer_factor": 1.5}
 
 
 @pytest.fixture
@@ -47,7 +41,8 @@ def world(tmp_path, monkeypatch):
         "true", Device("cpu", 8e9, 2e10, {"fp32": 6e10}, family="cpu"), 1, 2, Link("a", 5e9), Link("b", 4e7)
     )
     curves = MeasuredCollectives(LINKS).curves
-    known = {"constants": start().constants | TRUE, "collectives": curves, "provenance": {"software": "workbench"}}
+    known = {"collectives": curves, "provenance": {"software": "workbench"}}
+    known["constants"] = start().constants | CPU_CONSTANTS
     truth = Machine(cluster, replace(start(), **known), rest_bytes=1e8)
     KERNELS.to_csv(tmp_path / "kernels.csv", index=False)
     LINKS.to_csv(tmp_path / "links.csv", index=False)

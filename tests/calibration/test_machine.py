@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from support import CPU_CONSTANTS
 
 import madmax_lib as mm
 from madmax_lib.calibration import fit, machine_page, predict, run_rows
@@ -33,13 +34,6 @@ RUNS = [  # unlike shapes, one alone
     ("gpt-tiny", "dp1", {**GPT, "sequence": 64}, 16),
     ("gpt-tiny", "tp2", {**GPT, "sequence": 64}, 16),
 ]
-TRUTH = {
-    "gemm_efficiency:other-16": 0.6,
-    "attention_efficiency:other": 0.25,
-    "pointwise_factor:eager": 3.0,
-    "alone": 0.7,
-}
-TRUTH |= {"launch_s:eager": 2e-5, "step_s:eager": 6e-3, "comm_launch_s:eager": 2e-3, "optimizer_factor": 1.5}
 
 
 def case(model, strategy, sizes, batch):
@@ -49,7 +43,7 @@ def case(model, strategy, sizes, batch):
 
 
 def known(**constants):
-    base = {"gemm_bytes": 0.5, "weight_bytes:eager": 4.0, **TRUTH, **constants}
+    base = {"gemm_bytes": 0.5, "weight_bytes:eager": 4.0, **CPU_CONSTANTS, **constants}
     return replace(start(), constants=start().constants | base, collectives=CURVES)
 
 
@@ -61,9 +55,9 @@ def test_a_fit_finds_the_constants_that_made_the_runs():
     predicted = parts_of(Steps.stack(cases), fitted)
     assert np.abs(predicted["step_s"] / measured["step_s"] - 1).max() < 0.03
     for name in ("gemm_efficiency:other-16", "attention_efficiency:other", "alone", "comm_launch_s:eager"):
-        assert fitted.constants[name] == pytest.approx(TRUTH[name], rel=0.2)
+        assert fitted.constants[name] == pytest.approx(CPU_CONSTANTS[name], rel=0.2)
         low, high = fitted.intervals[name]
-        assert 0.9 * low < TRUTH[name] < 1.1 * high
+        assert 0.9 * low < CPU_CONSTANTS[name] < 1.1 * high
     other = [case("gpt-tiny", plan, {**GPT, "layers": 5}, 8) for plan in ("dp2.z3", "pp2", "tp2")]
     seconds = [parts_of(Steps.stack(other), parameters)["step_s"].to_numpy() for parameters in (known(), fitted)]
     assert np.abs(seconds[1] / seconds[0] - 1).max() < 0.06

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
+from madmax_lib.kinds import POINT_TO_POINT
 from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import calls
@@ -20,7 +21,7 @@ from madmax_lib.units import NS_PER_S
 
 __all__ = ["align", "clock_offsets"]
 
-_APART = ("send", "recv", "send_recv", "broadcast", "reduce", "gather", "scatter")
+_APART = (*POINT_TO_POINT, "broadcast", "reduce", "gather", "scatter")
 
 
 def clock_offsets(timeline: Timeline) -> pd.DataFrame:

@@ -9,6 +9,7 @@ alike: stages that take longer count as stragglers.
 import numpy as np
 import pandas as pd
 
+from madmax_lib.kinds import POINT_TO_POINT
 from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.comm.alignment import align
 from madmax_lib.traces.comm.collectives import calls
@@ -16,7 +17,6 @@ from madmax_lib.units import NS_PER_S
 
 __all__ = ["operations"]
 
-_TWO_RANKS = ("send", "recv", "send_recv")
 _COLUMNS = ["dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id"]
 _COLUMNS += ["stream", "call", "is_call", "like"]
 _RECEIVES = 1 << 20  # stream of receives that the timeline does not show
@@ -70,8 +70,8 @@ def _phases(timeline: Timeline, spans: pd.DataFrame) -> pd.Series:
 
 def _two_sided(table: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
     """With a receive beside each send that the timeline shows on one side alone, as simulated ones do."""
-    lone = table[(table["call"] == -1) & table["collective"].isin(_TWO_RANKS) & (table["rank"] == table["source_rank"])]
-    lone = lone[lone["target_rank"].isin(ranks)]
+    lone = table[(table["call"] == -1) & table["collective"].isin(POINT_TO_POINT)]
+    lone = lone[(lone["rank"] == lone["source_rank"]) & lone["target_rank"].isin(ranks)]
     numbers = table["call"].max() + 1 + np.arange(len(lone))
     table.loc[lone.index, "call"] = numbers
     receives = lone.assign(rank=lone["target_rank"].astype("int64"), stream=_RECEIVES, call=numbers)
@@ -80,7 +80,7 @@ def _two_sided(table: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
 
 def _stages(table: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
     """stage and dp_rank of each rank: ranks that send to each other are the stages of one pipeline, in order."""
-    sent = table[(table["source_rank"] >= 0) & (table["target_rank"] >= 0) & table["collective"].isin(_TWO_RANKS)]
+    sent = table[(table["source_rank"] >= 0) & (table["target_rank"] >= 0) & table["collective"].isin(POINT_TO_POINT)]
     first = {rank: rank for rank in ranks}
     for a, b in sent[["source_rank", "target_rank"]].drop_duplicates().astype("int64").itertuples(index=False):
         if a in first and b in first:
@@ -115,6 +115,6 @@ def _passes(table: pd.DataFrame, stage: pd.DataFrame) -> pd.DataFrame:
     whole = whole.assign(is_call=False, call=-1, name="")
     window = whole.groupby(["rank", "step"]).agg(first=("start_ns", "min"), last=("end_ns", "max"))
     rest = table[~runs].join(window, on=["rank", "step"])
-    beside = rest["collective"].isin(_TWO_RANKS) | (rest["start_ns"] + rest["dur_ns"] > rest["last"])
+    beside = rest["collective"].isin(POINT_TO_POINT) | (rest["start_ns"] + rest["dur_ns"] > rest["last"])
     beside |= rest["start_ns"] < rest["first"]
     return pd.concat([whole, rest[beside]]).assign(like="")
