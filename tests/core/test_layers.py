@@ -24,7 +24,6 @@ LAYERS = [
         "plan_layers",
         "plan_rules",
         "rules",
-        "software_rules",
         "timeline",
     },
     {"kinds", "catalog", "collectives", "datasets", "accounting", "row_facts"},
