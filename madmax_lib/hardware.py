@@ -10,9 +10,8 @@ from madmax_lib.fields import check_fields, number, shown
 
 __all__ = ["DTYPES", "Cluster", "Device", "Host", "Link", "dtype_named"]
 
-_FAMILIES = ("ampere", "hopper", "blackwell", "cpu", "other")
-
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
+_FAMILIES = ("ampere", "hopper", "blackwell", "cpu", "other")
 _SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 _SPELLINGS |= {"float64": "fp64", "double": "fp64", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 _WIDER = {"tf32": ("fp32",)} | dict.fromkeys(("fp16", "bf16", "fp8"), ("bf16", "fp16", "fp32"))
@@ -21,32 +20,19 @@ _WIDER |= dict.fromkeys(("mxfp8", "nvfp4"), ("fp8", "bf16", "fp16", "fp32"))
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator.
+    """One accelerator."""
 
-    name: in the catalog.
-    memory_bytes: capacity.
-    memory_bandwidth_bytes_per_s: of that memory.
-    peak_flops: dense peak in FLOP/s by dtype of `DTYPES`, with fp32 accumulation; what is not in it, it cannot compute.
-    tdp_w: power limit in W (default NaN: unknown).
-    usd_per_hour: price of an hour (default NaN: unknown).
-    family: architecture whose fitted constants it has: ampere, hopper, blackwell, or cpu (default other: none).
-    rate_class: device whose fitted constant `device_rate` it has (default other: the family's rate is its own).
-    sms: streaming multiprocessors, of AMD compute units (default 0: unknown).
-    l2_bytes: second-level cache (default NaN: unknown).
-    scale_up_bytes_per_s: of all its links to its peers (NVLink, Infinity Fabric), one way (default 0: none).
-    """
-
-    name: str
-    memory_bytes: float
-    memory_bandwidth_bytes_per_s: float
-    peak_flops: Mapping[str, float] = field(hash=False)
-    tdp_w: float = float("nan")
-    usd_per_hour: float = float("nan")
-    family: str = "other"
-    rate_class: str = "other"
-    sms: int = 0
-    l2_bytes: float = float("nan")
-    scale_up_bytes_per_s: float = 0.0
+    name: str  # in the catalog
+    memory_bytes: float  # capacity
+    memory_bandwidth_bytes_per_s: float  # of that memory
+    peak_flops: Mapping[str, float] = field(hash=False)  # dense, by dtype of `DTYPES`, with fp32 sums; others it lacks
+    tdp_w: float = float("nan")  # power limit in W; NaN: unknown
+    usd_per_hour: float = float("nan")  # price of an hour; NaN: unknown
+    family: str = "other"  # whose fitted constants it has: ampere, hopper, blackwell, or cpu; other: none
+    rate_class: str = "other"  # device whose fitted constant `device_rate` it has; other: the family's rate is its own
+    sms: int = 0  # streaming multiprocessors, of AMD compute units; 0: unknown
+    l2_bytes: float = float("nan")  # second-level cache; NaN: unknown
+    scale_up_bytes_per_s: float = 0.0  # of all its links to its peers (NVLink, Infinity Fabric), one way; 0: none
 
     def __post_init__(self):
         check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
@@ -106,30 +92,18 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices, below leaf switches (or sets of rails), below a spine.
+    """Equal nodes of equal devices, below leaf switches (or sets of rails), below a spine."""
 
-    name: in the catalog.
-    device: what computes.
-    devices_per_node: devices in one node or NVLink domain.
-    nodes: how many.
-    intra: link between the devices of a node.
-    inter: link between nodes, at the rate that each device has when all of its node send.
-    host: of each node (default None: not known).
-    nics_per_node: network ports of a node, which together have what its devices have (default None: one per device).
-    leaf_devices: devices that reach each other without the spine, whole nodes (default None: all).
-    oversubscription: of the spine; traffic that crosses it has inter / oversubscription (default 1: none).
-    """
-
-    name: str
-    device: Device
-    devices_per_node: int
+    name: str  # in the catalog
+    device: Device  # what computes
+    devices_per_node: int  # in one node or NVLink domain
     nodes: int
-    intra: Link
-    inter: Link
-    host: Host | None = None
-    nics_per_node: int | None = None
-    leaf_devices: int | None = None
-    oversubscription: float = 1.0
+    intra: Link  # between the devices of a node
+    inter: Link  # between nodes, at the rate that each device has when all of its node send
+    host: Host | None = None  # of each node; None: not known
+    nics_per_node: int | None = None  # network ports of a node, together for all its devices; None: one per device
+    leaf_devices: int | None = None  # that reach each other without the spine, whole nodes; None: all
+    oversubscription: float = 1.0  # of the spine: traffic that crosses it has inter / oversubscription
 
     def __post_init__(self):
         check_fields(self, "devices_per_node", "nodes", "nics_per_node", "leaf_devices")
