@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.fields import is_whole, shown, whole
+from madmax_lib.fields import is_whole, shown, typed, whole
 from madmax_lib.hardware import DTYPES
+from madmax_lib.hugging_face import read_config
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Device, Host, Link, Model, Transformer
 
@@ -30,8 +31,8 @@ _UNITS = {"": 1.0, "MiB": 2.0**20, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W":
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
 _DEVICE_CLASSES = ("family", "rate_class")  # text, no number
 USER_FOLDER = "MADMAX_CATALOG"
-_LONGEST_TRAINED = 65_536  # tokens; longer contexts come from a short last phase [Llama 3, arXiv 2407.21783, 3.4.2]
-_PLAIN = {"decoder_sparse_step": [1], "mlp_only_layers": [[]], "use_sliding_window": [False]}  # all layers are alike
+_OWNER = re.compile(r"^[\w.-]+/(?=[a-z])|-(hf|base|instruct|chat|v0\.\d)$")  # of a repository; what training adds
+_LLAMA = re.compile(r"^(?:meta-)?llama-?([23])(?:\.\d)?-")  # llama-3.1-8b has the shape of llama3-8b
 _MAKERS = re.compile(r"\b(nvidia|amd|instinct|tesla|geforce|intel|google|cloud|(?<!p100-)sxm\d*|oam|hbm\d\w?)\b")
 
 
@@ -144,13 +145,13 @@ def model(name: str | Path | Model) -> Model:
         return name
     name = str(name) if isinstance(name, Path) else name
     if isinstance(name, str) and name.endswith(".json"):
-        return _from_hugging_face(Path(name))
+        return read_config(Path(name), table("hugging_face"))
     name, rows = _rows("model", name)
     values = {row["field"]: row["value"] for row in rows}
     kind = values.pop("kind")
     if kind not in _KINDS:
         raise ValueError(f"model {name}: kind={kind!r} is not one of {', '.join(_KINDS)}")
-    return _KINDS[kind](name, **_typed(_KINDS[kind], values, f"model {name}"))
+    return _KINDS[kind](name, **typed(_KINDS[kind], values, f"model {name}"))
 
 
 def software(name: str | Software | None) -> Software:
@@ -164,21 +165,7 @@ def software(name: str | Software | None) -> Software:
     name, rows = _rows("software", "none" if name is None else name)
     values = {row["field"]: row["value"] for row in rows}
     base = software(values.pop("like")) if "like" in values else Software()
-    return replace(base, name=name, **_typed(Software, values, f"software {name}"))
-
-
-def _typed(kind: type, values: dict[str, str], what: str) -> dict:
-    """Fields of a spec from their texts, each of the type of its default; those without one are whole numbers."""
-    defaults = {f.name: 0 if f.default is MISSING else f.default for f in fields(kind)}
-    if unknown := sorted(set(values) - set(defaults)):
-        raise ValueError(f"{what}: {unknown[0]!r} is not a field of {kind.__name__}")
-    return {name: _value(text, defaults[name]) for name, text in values.items()}
-
-
-def _value(text: str, like):
-    if isinstance(like, tuple):
-        return tuple(map(type(like[0]) if like else str, text.split()))
-    return bool(int(text)) if isinstance(like, bool) else type(like)(text)
+    return replace(base, name=name, **typed(Software, values, f"software {name}"))
 
 
 def _rows(what: str, name: str) -> tuple[str, list[dict]]:
@@ -212,7 +199,8 @@ def _index(what: str, file: str) -> tuple[dict[str, str], dict[str, list[dict]]]
 def _plain(what: str, name: str) -> str:
     """A name in lower case; of hardware without its maker, and separators only where two numbers meet."""
     if what in ("model", "software"):
-        return re.sub(r"[\s_]+", "-", name.strip().lower())
+        text = re.sub(r"[\s_]+", "-", name.strip().lower())
+        return _LLAMA.sub(r"llama\1-", _OWNER.sub("", text)) if what == "model" else text
     text = _MAKERS.sub("", re.sub(r"(\d)\s*gi?b\b", r"\1", name.lower().replace("_", "-")))
     return re.sub(r"(?<!\d)-|-(?!\d)", "", re.sub(r"[^a-z0-9.]+", "-", text))
 
@@ -242,40 +230,3 @@ def _host(cluster_name: str) -> Host | None:
         raise ValueError(f"hosts.csv: {cluster_name} has no {error}") from None
     drives = [values.get(quantity, 0.0) for quantity in ("nvme", "nvme_read", "nvme_write")]
     return Host(f"host of {cluster_name}", *needed, int(values.get("uplinks", 0)), *drives, values.get("tdp", math.nan))
-
-
-def _from_hugging_face(path: Path) -> Transformer:
-    """A model from its configuration file, by the keys in `data/hugging_face.csv`."""
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    kind, values, rows = config.get("model_type", ""), {}, table("hugging_face")
-    kinds = rows["model_type"].str.split()
-    if kind not in (known := list(kinds.explode().unique())):
-        raise ValueError(f"{path}: model_type {kind!r} is not one of {', '.join(known)}")
-    for key, plain in _PLAIN.items():
-        if config.get(key) not in (None, *plain):
-            raise ValueError(
-                f"{path}: {key}={config[key]!r}: layers of several kinds are not read from a configuration"
-            )
-    for row in rows[[kind in names for names in kinds]].to_dict("records"):
-        given = [config[key] for key in row["key"].split() if config.get(key)]
-        if not given and not row["default"]:
-            raise ValueError(f"{path}: field {row['key']!r} is missing")
-        value = len(given[0]) if given and isinstance(given[0], dict) else given[0] if given else row["default"]
-        values[row["field"]] = "1" if value is True else str(value)
-    shape = _typed(Transformer, values, str(path))
-    if shape.get("positions") == "rope":
-        shape["sequence"] = _trained_sequence(config, shape["sequence"])
-    shape["ffn"] = shape["ffn"] or 4 * shape["hidden"]
-    shape["attention_bias"] = shape.get("attention_bias", "all").replace("1", "all")
-    folder = path.parent.name if path.stem == "config" else ""
-    return Transformer(config.get("_name_or_path") or folder or path.stem, **shape)
-
-
-def _trained_sequence(config: dict, positions: int) -> int:
-    """Tokens per sample of the pre-training, 0 where positions are those of a long context that was added later."""
-    scaling = config.get("rope_scaling") or {}
-    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
-    return int(original or (positions if positions <= _LONGEST_TRAINED else 0))

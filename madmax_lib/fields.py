@@ -3,13 +3,13 @@
 import math
 import reprlib
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import lru_cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import get_args, get_origin, get_type_hints
 
-__all__ = ["argument", "check_fields", "is_number", "is_whole", "number", "shown", "whole"]
+__all__ = ["argument", "check_fields", "is_number", "is_whole", "number", "shown", "typed", "whole"]
 
 _TOO_LARGE = 2**62
 _NOUNS = {str: "text", bool: "True or False"}
@@ -93,3 +93,17 @@ def shown(value) -> str:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
+
+
+def typed(kind: type, values: dict[str, str], what: str) -> dict:
+    """Fields of a spec from their texts, each of the type of its default; those without one are whole numbers."""
+    defaults = {f.name: 0 if f.default is MISSING else f.default for f in fields(kind)}
+    if unknown := sorted(set(values) - set(defaults)):
+        raise ValueError(f"{what}: {unknown[0]!r} is not a field of {kind.__name__}")
+    return {name: _value(text, defaults[name]) for name, text in values.items()}
+
+
+def _value(text: str, like):
+    if isinstance(like, tuple):
+        return tuple(map(type(like[0]) if like else str, text.split()))
+    return bool(int(text)) if isinstance(like, bool) else type(like)(text)

@@ -51,6 +51,8 @@ class Transformer:
     image: int = 0  # edge in pixels; 0: no image
     patch: int = 0  # edge in pixels
     classes: int = 0  # outputs of the vision transformer's head
+    other_layer_parameters: int = 0  # of a layer, beside products, biases and two norms: further norms, layer scales
+    other_parameters: int = 0  # beside layers and tables: types of tokens, a pooler
 
     def __post_init__(self):
         check_fields(self, "layers", "hidden", "heads")
@@ -104,7 +106,8 @@ class Transformer:
         bias = {"all": q + 2 * kv + self.hidden, "qkv": q + 2 * kv, "none": 0}[self.attention_bias]
         norms = (2 * self.head_dim if self.qk_norm else 0) + self.q_lora_rank + self.kv_lora_rank
         sinks = self.heads if self.sinks else 0
-        return sum(inputs * outputs for _, inputs, outputs in self.attention_matrices) + bias + norms + sinks
+        products = sum(inputs * outputs for _, inputs, outputs in self.attention_matrices)
+        return products + bias + norms + sinks + self.other_layer_parameters
 
     def layer_window(self, layer: int) -> int:
         """Tokens that a layer attends to, 0 for all."""
@@ -129,11 +132,11 @@ class Transformer:
 
     @property
     def embedding_parameters(self) -> int:
-        """Token table or patch projection with class token, and learned positions."""
+        """Token table or patch projection with class token, learned positions, and what stands beside."""
         positions = self.sequence * self.hidden if self.positions == "learned" else 0
         if self.image:
-            return 3 * self.patch**2 * self.hidden + self.hidden + self.hidden + positions
-        return self.vocab * self.hidden + positions
+            return 3 * self.patch**2 * self.hidden + self.hidden + self.hidden + positions + self.other_parameters
+        return self.vocab * self.hidden + positions + self.other_parameters
 
     @property
     def head_parameters(self) -> int:

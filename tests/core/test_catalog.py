@@ -100,6 +100,9 @@ def test_dgx_a100_is_what_the_design_says():
      ("H100-SXM5-80GB", "device", "h100-80"), ("H100-PCIe-80GB", "device", "h100-pcie"), ("L40S", "device", "l40s"),
      ("Tesla P100-SXM2-16GB", "device", "p100-sxm2"), ("Tesla V100-SXM2-16GB", "device", "v100-16"),
      ("AMD Instinct MI355X", "device", "mi355x"), ("A100 80GB PCIe", "device", "a100-pcie-80"),
+     ("meta-llama/Llama-3.1-8B", "model", "llama3-8b"), ("llama-2-7b-hf", "model", "llama2-7b"),
+     ("mistralai/Mixtral-8x7B-v0.1", "model", "mixtral-8x7b"), ("vit-huge/14", "model", "vit-huge"),
+     ("meta-llama/Llama-3.1-70B-Instruct", "model", "llama3-70b"), ("openai/gpt-oss-120b", "model", "gpt-oss-120b"),
      ("p4d.24xlarge", "cluster", "p4d"), ("DGX_H100", "cluster", "dgx-h100"), ("HGX B200", "cluster", "dgx-b200")],
 )  # fmt: skip
 def test_spellings_of_the_field(spelling, what, name):
@@ -208,7 +211,7 @@ def test_hugging_face_configurations(tmp_path, name, config):
     ("text", "message"),
     [
         ("{", "config.json: not JSON"),
-        ('{"model_type": "rnn"}', "model_type 'rnn' is not one of gpt2, vit, llama"),
+        ('{"model_type": "rnn"}', "model_type 'rnn' is not one of gpt2, vit, dinov2"),
         ('{"model_type": "llama"}', "config.json: field 'num_hidden_layers' is missing"),
     ],
 )

@@ -26,7 +26,7 @@ LAYERS = [
         "rules",
         "timeline",
     },
-    {"kinds", "catalog", "collectives", "datasets", "accounting", "row_facts"},
+    {"kinds", "catalog", "hugging_face", "collectives", "datasets", "accounting", "row_facts"},
     {"simulator", "traces", "runs"},
     {"calibration", "planner"},
     {"view"},

@@ -1,0 +1,116 @@
+"""Which model does a Hugging Face `config.json` describe? A `Transformer`, by the keys in `data/hugging_face.csv`.
+
+A kind takes the rows of the kind that it is `like`, and puts its own in their place. Kinds whose layers differ in more
+than the window of attention, encoders beside decoders and state spaces are refused with the reason.
+"""
+
+import json
+import warnings
+from pathlib import Path
+
+import pandas as pd
+
+from madmax_lib.fields import typed
+from madmax_lib.specs import Transformer
+
+__all__ = ["read_config"]
+
+_LONGEST_TRAINED = 65_536  # tokens; longer contexts come from a short last phase [Llama 3, arXiv 2407.21783, 3.4.2]
+_PLAIN = {"decoder_sparse_step": [1], "mlp_only_layers": [[]], "use_sliding_window": [False], "moe_layer_freq": [1],
+          "interleave_moe_layer_step": [1]}  # fmt: skip
+_OWN = "describe it as a Transformer(name, layers=, hidden=, heads=, ffn=, sequence=, vocab=, ...) of madmax_lib.specs"
+_REFUSED = {  # what no stack of equal layers says
+    "an encoder beside a decoder": "t5 mt5 umt5 bart mbart pegasus whisper marian",
+    "state-space layers": "mamba mamba2 falcon_mamba",
+    "state-space beside attention layers": "jamba nemotron_h zamba zamba2 bamba granitemoehybrid falcon_h1 lfm2",
+    "linear beside full attention": "qwen3_next minimax kimi_linear",
+}
+
+
+def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
+    """The model of a configuration file; of a model of images and text its text part, with a warning.
+
+    rows: model_type (several with blanks between), field, key (several: the first that is there), default.
+    Raises ValueError with the reason for a kind that is not known or cannot be said, FileNotFoundError without a file.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: no configuration of a model, which is an object of JSON")
+    name = config.get("_name_or_path")
+    if isinstance(config.get("text_config"), dict):
+        warnings.warn(f"{path}: the text part alone is read, without what sees or hears", stacklevel=3)
+        config = {"model_type": config.get("model_type"), **config["text_config"]}
+    kind, by_kind = config.get("model_type", ""), _by_kind(rows)
+    if kind not in by_kind:
+        known = f"model_type {kind!r} is not one of {', '.join(by_kind)}"
+        reason = next((why for why, kinds in _REFUSED.items() if kind in kinds.split()), "")
+        raise ValueError(f"{path}: {f'{kind} has {reason}, which is not modelled' if reason else known}; {_OWN}")
+    for key, plain in _PLAIN.items():
+        if config.get(key) not in (None, *plain):
+            raise ValueError(f"{path}: {key}={config[key]!r}: layers of several kinds are not modelled; {_OWN}")
+    values = {field: _value(path, config, *of_field) for field, of_field in by_kind[kind].items()}
+    shape = typed(Transformer, values, str(path))
+    if shape.get("positions") == "rope":
+        shape["sequence"] = _trained_sequence(config, shape["sequence"])
+    shape["ffn"] = shape["ffn"] or 4 * shape["hidden"]
+    shape["attention_bias"] = shape.get("attention_bias", "all").replace("1", "all").replace("0", "none")
+    shape["full_every"] = _full_every(path, config, shape.get("full_every", 0)) if shape.get("window") else 0
+    shape |= _beside(kind, config, shape)
+    folder = path.parent.name if path.stem == "config" else ""
+    return Transformer(name or folder or path.stem, **shape)
+
+
+def _by_kind(rows: pd.DataFrame) -> dict[str, dict[str, tuple[str, str]]]:
+    """Key and default by field of each kind, with those of the kinds that it is like; these stand above it."""
+    kinds: dict[str, dict[str, tuple[str, str]]] = {}
+    for names, field, key, default in rows[["model_type", "field", "key", "default"]].itertuples(index=False):
+        for kind in names.split():
+            own = kinds.setdefault(kind, {})
+            own.update(kinds[default] if field == "like" else {field: (key, default)})
+    return kinds
+
+
+def _value(path: Path, config: dict, key: str, default: str) -> str:
+    given = [config[name] for name in key.split() if config.get(name) is not None]
+    if not given and not default:
+        raise ValueError(f"{path}: field {key!r} is missing")
+    value = given[0] if given else default
+    value = int(value) if isinstance(value, bool) else value
+    return str(len(value) if isinstance(value, dict) else value)
+
+
+def _trained_sequence(config: dict, positions: int) -> int:
+    """Tokens per sample of the pre-training, 0 where positions are those of a long context that was added later."""
+    scaling = config.get("rope_scaling") or {}
+    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    return int(original or (positions if positions <= _LONGEST_TRAINED else 0))
+
+
+def _full_every(path: Path, config: dict, every: int) -> int:
+    """Every layer of this number attends to all tokens, 0 for none; told by `layer_types` where it is there."""
+    types = config.get("layer_types")
+    if not types:
+        return every
+    full = [number for number, name in enumerate(types, 1) if name == "full_attention"]
+    every = full[0] if full else 0
+    if full != list(range(every, len(types) + 1, every)) if every else full:
+        raise ValueError(f"{path}: layer_types: full attention in layers {full} is not every n-th; {_OWN}")
+    return every
+
+
+def _beside(kind: str, config: dict, shape: dict) -> dict[str, int]:
+    """Parameters that no other field tells [the modelling files of transformers]."""
+    hidden, heads = shape["hidden"], shape["heads"]
+    width = shape.get("head_dim") or hidden // heads
+    if kind == "bert":
+        return {"other_parameters": config.get("type_vocab_size", 2) * hidden + hidden * (hidden + 1)}  # and the pooler
+    if kind == "dinov2":
+        return {"other_parameters": hidden, "other_layer_parameters": 2 * hidden}  # mask token; scales of the branches
+    if kind in ("gemma2", "gemma3_text", "gemma3"):
+        return {"other_layer_parameters": 2 * hidden}  # norms behind attention and feed-forward part
+    if kind == "olmo2":
+        return {"other_layer_parameters": (heads + shape.get("kv_heads", heads)) * width}  # norms of whole q and k
+    return {}

@@ -1,0 +1,122 @@
+"""Configurations of Hugging Face: parameter counts as published, layers as they are, and what is refused."""
+
+import json
+import warnings
+
+import pytest
+
+from madmax_lib import catalog
+from madmax_lib.simulator.estimate import estimate
+
+_SHARED = ("layers", "hidden", "heads", "ffn", "vocab", "kv_heads")
+_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size",
+         "num_key_value_heads")  # fmt: skip
+_LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
+_GPT_OSS = {"head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True}
+
+
+def experts(count, active, width, *, shared, dense):
+    names = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+    return dict(zip(names, (count, active, width, shared), strict=True)) | {"first_k_dense_replace": dense}
+
+
+# name: kind, shape in the order of _KEYS, what else the configuration says, parameters [model cards and safetensors]
+PUBLISHED = {
+    "Phi-3-mini": ("phi3", (32, 3072, 32, 8192, 32064, 32), {"sliding_window": 2047}, 3_821_079_552),
+    "phi-4": ("phi3", (40, 5120, 40, 17920, 100352, 10), {"sliding_window": None}, 14_659_507_200),
+    "gemma-2-2b": ("gemma2", (26, 2304, 8, 9216, 256000, 4), {"head_dim": 256}, 2_614_341_888),
+    "gemma-2-9b": ("gemma2", (42, 3584, 16, 14336, 256000, 8), {"head_dim": 256}, 9_241_705_984),
+    "gemma-3-1b": ("gemma3_text", (26, 1152, 4, 6912, 262144, 1), {"head_dim": 256}, 999_885_952),
+    "OLMo-2-7B": ("olmo2", (32, 4096, 32, 11008, 100352, 32), {}, 7_298_617_344),
+    "OLMo-2-13B": ("olmo2", (40, 5120, 40, 13824, 100352, 40), {}, 13_716_198_400),
+    "gpt-neox-20b": ("gpt_neox", (44, 6144, 64, 24576, 50432), {}, 20_554_567_680),
+    "pythia-6.9b": ("gpt_neox", (32, 4096, 32, 16384, 50432), {}, 6_857_302_016),
+    "bert-base": ("bert", (12, 768, 12, 3072, 30522), {"max_position_embeddings": 512}, 109_482_240),
+    "bert-large": ("bert", (24, 1024, 16, 4096, 30522), {"max_position_embeddings": 512}, 335_141_888),
+    "DeepSeek-V2-Lite": ("deepseek_v2", (27, 2048, 16, 10944, 102400),
+                         {"q_lora_rank": None, **_LATENT, **experts(64, 6, 1408, shared=2, dense=1)}, 15_706_484_224),
+    "DeepSeek-V3": ("deepseek_v3", (61, 7168, 128, 18432, 129280),
+                    {"q_lora_rank": 1536, **_LATENT, **experts(256, 8, 2048, shared=1, dense=3)}, 671_026_419_200),
+    "Kimi-K2": ("kimi_k2", (61, 7168, 64, 18432, 163840),
+                {"q_lora_rank": 1536, **_LATENT, **experts(384, 8, 2048, shared=1, dense=1)}, 1_026_408_232_448),
+    "GLM-4.5-Air": ("glm4_moe", (46, 4096, 96, 10944, 151552, 8),
+                    {"head_dim": 128, "attention_bias": True, **experts(128, 8, 1408, shared=1, dense=1)},
+                    106_852_245_504),
+    "gpt-oss-20b": ("gpt_oss", (24, 2880, 64, 2880, 201088, 8), {"num_local_experts": 32, **_GPT_OSS}, 20_914_757_184),
+    "gpt-oss-120b": ("gpt_oss", (36, 2880, 64, 2880, 201088, 8), {"num_local_experts": 128, **_GPT_OSS},
+                     116_829_156_672),
+    "dinov2-base": ("dinov2", (12, 768, 12), {"image_size": 518, "patch_size": 14}, 86_580_480),
+    "dinov2-large": ("dinov2", (24, 1024, 16), {"image_size": 518, "patch_size": 14}, 304_368_640),
+}  # fmt: skip
+
+
+def write(folder, kind, shape, more):
+    config = {"model_type": kind, **dict(zip(_KEYS, shape, strict=False)), **({"max_position_embeddings": 4096} | more)}
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_published(tmp_path, name):
+    kind, shape, more, parameters = PUBLISHED[name]
+    model = catalog.model(write(tmp_path, kind, shape, more))
+    assert model.parameters == parameters
+    assert tuple(getattr(model, field) for field in _SHARED[: len(shape)]) == shape
+    assert estimate(model, catalog.cluster("dgx-h100", 4), "dp32.z3", global_batch=32)["step_s"].iloc[0] > 0
+
+
+def test_layers_of_a_window_in_turn_with_all_tokens(tmp_path):
+    kind, shape, more, _ = PUBLISHED["gemma-3-1b"]
+    sliding, full = "sliding_attention", "full_attention"
+    for types in (None, ([sliding] * 5 + [full]) * 4 + [sliding] * 2):
+        model = catalog.model(write(tmp_path, kind, shape, more | {"sliding_window": 512, "layer_types": types}))
+        assert [model.layer_window(layer) for layer in (0, 4, 5, 11, 12)] == [512, 512, 0, 0, 512]
+    with pytest.raises(ValueError, match=r"layer_types: full attention in layers \[1, 26\] is not every n-th"):
+        catalog.model(write(tmp_path, kind, shape, more | {"layer_types": [full] + [sliding] * 24 + [full]}))
+
+
+def test_of_images_and_text_the_text_is_read(tmp_path):
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    with pytest.warns(UserWarning, match="the text part alone is read"):
+        model = catalog.model(tmp_path / "config.json")
+    assert (model.parameters, model.heads, model.full_every) == (
+        3_880_263_168,
+        8,
+        6,
+    )  # the rest are its kind's defaults
+    scout = {"num_hidden_layers": 48, "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8,
+             "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "vocab_size": 202048,
+             "num_local_experts": 16, "num_experts_per_tok": 1, "max_position_embeddings": 4096}  # fmt: skip
+    for step, parameters in ((1, 107_769_861_120), (2, None)):  # Scout, and layers in turn as in Maverick
+        config = {"model_type": "llama4", "text_config": scout | {"interleave_moe_layer_step": step}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if parameters:
+                assert catalog.model(tmp_path / "config.json").parameters == parameters
+            else:
+                with pytest.raises(ValueError, match="layers of several kinds are not modelled"):
+                    catalog.model(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("t5", "an encoder beside a decoder"),
+        ("mamba2", "state-space layers"),
+        ("jamba", "state-space beside attention layers"),
+        ("nemotron_h", "state-space beside attention layers"),
+        ("nobody", "is not one of gpt2, vit, dinov2, bert"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_with_a_way_out(tmp_path, kind, reason):
+    with pytest.raises(ValueError, match=f"{reason}.*describe it as a Transformer"):
+        catalog.model(write(tmp_path, kind, (2, 64, 2, 256, 100), {}))
+
+
+def test_a_list_is_no_configuration(tmp_path):
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="an object of JSON"):
+        catalog.model(tmp_path / "config.json")
