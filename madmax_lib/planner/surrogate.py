@@ -23,12 +23,12 @@ from scipy.special import ndtr
 
 __all__ = ["Beliefs", "Candidates", "beliefs"]
 
-_ALL, _PARTS, _NEAR, _LENGTH = 0.3, 0.2, 0.2, 2.0  # of log seconds; lengths in doublings
+_ALL, _PARTS, _NEAR, _LENGTH = 0.3, 0.2, 0.3, 4.0  # of log seconds; lengths in doublings
 _NOISE, _EXCESS, _OWN = 0.1, 1.0, 0.08  # of a trial, per log excess, and of a plan beside its neighbours
 _MEMORY_ALL, _MEMORY_NEAR, _MEMORY_LENGTH, _UNSURE = 0.08, 0.15, 2.0, 0.06  # of log memory
 _CRASH, _WEIGHT, _CRASH_LENGTH = 0.08, 1.0, 1.5  # rate before any trial, the trials it counts for, and of neighbours
 _CLOSE = np.log(1.05)  # as good as the best: repeated runs differ by more
-_DRAWS, _MOST = 512, 256  # random draws of the plans that may win, and how many of these
+_DRAWS, _MOST = 1024, 256  # random draws of the plans that may win, and how many of these
 _ROUNDS, _SMALL = 60, 1e-6
 
 

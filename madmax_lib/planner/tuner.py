@@ -38,6 +38,7 @@ _TOP = 500  # plans of a search to choose from
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 _ROOMY = 0.5  # log of room over need, of a plan whose states leave the device until it fits
 _RECOMPUTES = ("none", "selective", "full")
+_CHOICE = 3.0  # doublings of a degree that change as much as another choice
 
 
 class Tuner:
@@ -141,9 +142,10 @@ class Tuner:
         """All plans, those with the best chance to win first, then by their seconds.
 
         plan (text), simulated_s (before any trial), step_s, low_s, high_s (after the trials, with 90 % interval),
-        measured_s (mean of its trials, NaN for none), failures (trials that failed), fits (probability to run), wins
-        (probability to be within 5 % of the best and faster than all trials), improvement_s (seconds by which it is
-        expected to be faster than the best trial, NaN before one ran), reason (the rule that it breaks, else empty).
+        measured_s (mean of its trials, NaN for none), failures (trials that failed), memory_share (simulated, of what a
+        device has), fits (probability to run), wins (probability to be within 5 % of the best and faster than all
+        trials), improvement_s (seconds by which it is expected to be faster than the best trial, NaN before one ran),
+        reason (the rule that it breaks, else empty).
         """
         believed, trials = self._beliefs(), self.trials.groupby("plan")["step_s"]
         half = np.exp(_SIGMAS * believed.sigma)
@@ -155,6 +157,7 @@ class Tuner:
                 "step_s": seconds,
                 "low_s": seconds / half,
                 "high_s": seconds * half,
+                "memory_share": np.exp(-self._candidates.log_room),
                 "fits": believed.runs,
                 "wins": believed.wins,
                 "improvement_s": believed.improvement_s,
@@ -177,10 +180,11 @@ class Tuner:
 
     def _record(self, plan: Plan, seconds: float) -> None:
         text = str(plan)
-        if reason := str(legal(replace(self._case, plan=Plans(**vars(plan)))).words()):
-            raise ValueError(f"plan {text}: {reason}")
         if text not in self._plans:
+            plan.check(self._case.model, self._case.cluster, self._case.global_batch, self._case.sequence)
             self._add([plan])
+        if reason := self._reasons[self._places[text]]:
+            raise ValueError(f"plan {text}: {reason}")
         self._told.append((text, seconds))
         self._asked = [other for other in self._asked if other != text]
 
@@ -190,7 +194,7 @@ class Tuner:
         self._places = {text: place for place, text in enumerate(self._plans)}
         columns = pd.DataFrame([vars(plan) for plan in self._plans.values()])
         case = replace(self._case, plan=Plans.from_table(columns))
-        self._candidates, self._reasons = _candidates(case, columns, self._parameters), list(legal(case).words())
+        self._candidates, self._reasons = _candidates(case, columns, self._parameters)
 
     def _beliefs(self) -> Beliefs:
         tried = np.array([self._places[text] for text, _ in self._told], int)
@@ -215,8 +219,8 @@ def _listed(plans: Sequence[Plan | str] | pd.DataFrame) -> list[Plan]:
     return list(dict.fromkeys(Plan(**vars(columns[row])) for row in range(len(index))))
 
 
-def _candidates(case: Case, columns: pd.DataFrame, parameters: Parameters) -> Candidates:
-    """What the simulator says of the plans of a case."""
+def _candidates(case: Case, columns: pd.DataFrame, parameters: Parameters) -> tuple[Candidates, list[str]]:
+    """What the simulator says of the plans of a case, and why a plan cannot be laid out, else empty."""
     step = {
         "global_batch": case.global_batch,
         "sequence": case.sequence,
@@ -227,7 +231,9 @@ def _candidates(case: Case, columns: pd.DataFrame, parameters: Parameters) -> Ca
     shares = table[list(PARTS)].to_numpy() / table[["step_s"]].to_numpy()
     log_room = np.log(usable_bytes(case.cluster.device) / table["memory_bytes"].to_numpy())
     log_room = np.where(np.isnan(log_room), np.where(table["fits"], _ROOMY, -_ROOMY), log_room)
-    return Candidates(np.log(table["step_s"].to_numpy()), log_room, _features(case, columns), np.nan_to_num(shares))
+    log_s, refused = np.log(table["step_s"].to_numpy()), table.get("reason", pd.Series("", table.index))
+    reasons = [words or reason for words, reason in zip(legal(case).words(), refused, strict=True)]
+    return Candidates(log_s, log_room, _features(case, columns), np.nan_to_num(shares)), reasons
 
 
 def _features(case: Case, columns: pd.DataFrame) -> np.ndarray:
@@ -240,7 +246,7 @@ def _features(case: Case, columns: pd.DataFrame) -> np.ndarray:
     choices["recompute"] = columns["recompute"].map(_RECOMPUTES.index)
     choices["sequence_parallel"] = columns["sequence_parallel"] & (columns["tp"] > 1)
     choices["offload"], choices["schedule"] = columns["offload"].notna(), columns["schedule"] == "1f1b"
-    return np.hstack([np.log2(counts.to_numpy(float)), choices.to_numpy(float)])
+    return np.hstack([np.log2(counts.to_numpy(float)), _CHOICE * choices.to_numpy(float)])
 
 
 def _read(path: Path, digest: str) -> list[tuple[str, float | None]]:

@@ -150,6 +150,12 @@ def test_failures_of_neighbours_are_avoided():
         one.best  # noqa: B018
 
 
+def test_an_offload_that_never_fits_is_refused_and_not_asked():
+    one = tuner(model="gpt3-175b", global_batch=8, plans=["dp8.z3", "dp8.z3.offload-all"])
+    reasons = one.table.set_index("plan")["reason"]
+    assert reasons["dp8.z3.offload-all"] and one.left == 1 and str(one.ask()) == "dp8.z3"
+
+
 def test_table_and_trials_say_what_was_told():
     one = tuner(plans=[*PLANS, "dp3"])
     for plan, step_s in [("dp8.mb2", 0.4), ("dp8.z1", None), ("dp8.mb2", 0.5), ("dp8.z3", 0.42), ("dp8.z1.mb2", 0.6)]:
@@ -229,7 +235,7 @@ TELLS = [(0, "dp8"), (-1.0, "dp8"), ("1", "dp8"), (True, "dp8"), (float("inf"), 
 @pytest.mark.parametrize("step_s, plan", TELLS)
 def test_a_wrong_tell_is_one_line_and_leaves_nothing(plan, step_s):
     one = tuner()
-    with pytest.raises(ValueError, match=f"step_s={step_s!r}|{plan}: dp x tp|'{plan}'"):
+    with pytest.raises(ValueError, match=f"step_s={step_s!r}|= 3, but dgx-a100|'{plan}'"):
         one.tell(plan, step_s)
     assert one.trials.empty and len(one.table) == len(PLANS)
 

@@ -1,4 +1,6 @@
-"""What has a planner found? The front of time and memory, the best plans, the worth of each resource, a mixed fleet."""
+"""What has a planner found? The front of time and memory, the best plans, trials of a tuning, a mixed fleet."""
+
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -7,7 +9,7 @@ from matplotlib.axes import Axes
 from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_front", "plot_parallel", "plot_stage_memory", "plot_stages"]
+__all__ = ["plot_front", "plot_parallel", "plot_stage_memory", "plot_stages", "plot_trials"]
 
 _CHOICES = ("tp", "pp", "dp", "cp", "zero", "micro_batch", "interleave")
 _RECOMPUTE = {
@@ -59,6 +61,36 @@ def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     title = f"The best {len(shown)} plans are within {within:.1%} of each other"
     limits = {"yticks": [], "xlim": (-0.2, len(_CHOICES) - 0.5), "ylim": (-0.15, 1.15)}
     return draw.finish(ax, shown, title, key=key, origin=table, **limits)
+
+
+def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes:
+    """How much slower than the best of all the best plan so far is, by trial, for several orders of trying plans.
+
+    step_s: by name of the order, seconds of its trials, NaN for a plan that failed; until one ran there is no line.
+    """
+    ax = ax or draw.new_axes(height=3.4)
+    parts = [pd.DataFrame({"order": name, "step_s": part.to_numpy()}) for name, part in step_s.items()]
+    table = pd.concat(parts, ignore_index=True)
+    orders = table.groupby("order", sort=False)
+    table.insert(1, "trial", orders.cumcount() + 1)
+    soonest = orders["step_s"].transform(lambda part: part.cummin().ffill())
+    table["slower"] = soonest / table["step_s"].min() - 1
+    styles, labels = dict(zip(step_s, draw.SERIES, strict=False)), {name: name for name in step_s}
+    style = {"styles": styles, "labels": labels, "units": (1, 0.01), "drawstyle": "steps-post", "lw": 1.5}
+    draw.lines(ax, table, "trial", "slower", by="order", **style)
+    ax.axhline(5, **draw.DASHED)
+    draw.legend(ax)
+    close = table[table["slower"] <= 0.05].groupby("order")["trial"].min()
+    counts = ", ".join(f"{name} {close[name]}" if name in close else f"{name} never" for name in step_s)
+    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500) if tick <= table["trial"].max()]
+    limits = {
+        "xscale": "log",
+        "xticks": ticks,
+        "xticklabels": ticks,
+        "ylim": (-1, min(100 * table["slower"].max(), 50)),
+    }
+    ending = {"x": "trials", "y": "best so far slower than the best [%]", "origin": parts[0], **limits}
+    return draw.finish(ax, table, f"Trials until within 5 % of the best: {counts}", **ending)
 
 
 def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
