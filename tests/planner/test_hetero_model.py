@@ -61,7 +61,7 @@ def test_constants_rate_the_links_too():
         hetero.problem(model=GPT2, cluster=KAGGLE, global_batch=8, parameters=Parameters(network_efficiency=share))
         for share in (1.0, 0.5)
     )
-    assert slow.fleets[0].inter_bytes_per_s == pytest.approx(fast.fleets[0].inter_bytes_per_s / 2)
+    assert slow.nodes[0].inter_bytes_per_s == pytest.approx(fast.nodes[0].inter_bytes_per_s / 2)
 
 
 def test_recompute_is_chosen_where_memory_asks_for_it():

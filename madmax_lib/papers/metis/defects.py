@@ -113,7 +113,7 @@ class _MemoryOfFirstType(_MetisCost):
         kinds = self.fleet.type_of(np.arange(self.fleet.size))
         return all(
             _LEAST_BYTES + self._needed_bytes(stage, kinds)
-            <= self.fleet.capacity_bytes[kinds[stage.start : stage.end]].sum()
+            <= self.fleet.of_runs("memory_bytes")[kinds[stage.start : stage.end]].sum()
             for stage in self.stages
         )
 

@@ -136,7 +136,7 @@ class PlanCost:
                 sizes = {samples for types, samples in stage.replicas() if kind in types}
                 held_bytes = max(self._held_bytes(stage, kind, samples, in_flight) for samples in sizes)
                 used_bytes = self.rules.memory_factor * held_bytes
-                rows.append((number, self.fleet.types[kind], used_bytes, self.fleet.capacity_bytes[kind]))
+                rows.append((number, self.fleet.types[kind], used_bytes, self.fleet.of_runs("memory_bytes")[kind]))
         return pd.DataFrame(rows, columns=["stage", "device", "used_bytes", "capacity_bytes"])
 
     def check(self) -> None:
@@ -190,7 +190,7 @@ class PlanCost:
     def send_s(self, stage: PlacedStage, after: PlacedStage) -> float:
         """Time to send the activations of the largest replica to the next stage, or their gradients back."""
         inside = self.fleet.in_one_node(stage.start, after.end)
-        beyond = self.fleet.inter_bytes_per_s[after.types.min(), after.types.max()]
+        beyond = self.fleet.least["inter_bytes_per_s"][after.types.min(), after.types.max()]
         size_bytes = max(stage.samples) * self.rules.sample_bytes
         return float(self.fleet.send_s(size_bytes, *stage.place, stage.tp, inside, beyond))
 

@@ -18,6 +18,7 @@ from madmax_lib.planner.hetero.nodes import Node
 __all__ = ["Fleet", "between", "fleet_of", "fleets"]
 
 _EVERY_ORDER = 24  # orders of nodes up to which all are tried: those of four types
+_NAMES = ("memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s", "sharing", "intra_s", "inter_s")  # equal in a type
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +53,6 @@ class Fleet:
         """Ranks at which a node begins, and the number of GPUs."""
         return np.cumsum([0, *(node.gpus for node in self.nodes)])
 
-    @cached_property
-    def capacity_bytes(self) -> np.ndarray:
-        """Memory of a GPU."""
-        return self._of_runs("memory_bytes")
-
     @property
     def size(self) -> int:
         """GPUs."""
@@ -74,6 +70,21 @@ class Fleet:
         """Whether ranks start..end-1 lie in one node."""
         return self.node_of(start) == self.node_of(np.asarray(end) - 1)
 
+    def of_runs(self, name: str) -> np.ndarray:
+        """A field of the nodes of each run, the least where they differ."""
+        return np.array([min(getattr(node, name) for node in run) for run in self.runs])
+
+    @cached_property
+    def least(self) -> dict[str, np.ndarray]:
+        """(runs, runs) the least of some fields of the nodes of runs i to j."""
+        return {
+            name: between(self.of_runs(name), np.min) for name in ("intra_bytes_per_s", "inter_bytes_per_s", "gpus")
+        }
+
+    @cached_property
+    def _sharing(self) -> np.ndarray:
+        return self.of_runs("sharing")
+
     def send_s(self, size_bytes, low, high, gpus, tp, inside, inter_bytes_per_s=np.inf):
         """Seconds in which a replica of tp ranks passes its activations to the next stage.
 
@@ -81,48 +92,22 @@ class Fleet:
         the other stage. Each rank sends its part. GPUs that share a port have it to themselves where the stage has no
         other in their node.
         """
-        far = np.minimum(inter_bytes_per_s, self.inter_bytes_per_s[low, high])
-        alone = self._sharing[low] / np.clip(gpus, 1, np.maximum(self._sharing[low], 1))
-        parts = np.where(self._sharing[low] > 0, tp, 1)
-        rate = parts * np.where(inside, self._intra[low], far * np.maximum(alone, 1))
-        return np.where(inside, self._of_runs("intra_s")[low], self._of_runs("inter_s").max()) + size_bytes / rate
+        sharing = self._sharing[low]
+        alone = np.maximum(sharing / np.clip(gpus, 1, np.maximum(sharing, 1)), 1)
+        far = alone * np.minimum(inter_bytes_per_s, self.least["inter_bytes_per_s"][low, high])
+        rate = np.where(sharing > 0, tp, 1) * np.where(inside, self.least["intra_bytes_per_s"][low, low], far)
+        return np.where(inside, self.of_runs("intra_s")[low], self.of_runs("inter_s").max()) + size_bytes / rate
 
     def ring_s(self, low, high, gpus, tp, inside):
         """Seconds per byte of a ring of the replicas of a stage; as many as a node holds share what it has."""
-        in_node = np.maximum(np.minimum(gpus, self._least_gpus[low, high]) // tp, 1)
+        in_node = np.maximum(np.minimum(gpus, self.least["gpus"][low, high]) // tp, 1)
         in_node = np.where(self._sharing[low] > 0, in_node, 1)
-        far = 1 / (in_node * self.inter_bytes_per_s[low, high])
-        near = 1 / self._least_intra[low, high]
-        return np.where(inside, near, np.where(in_node > 1, np.maximum(near, far), far))
+        near, far = (1 / self.least[f"{level}_bytes_per_s"][low, high] for level in ("intra", "inter"))
+        return np.where(inside, near, np.maximum((in_node > 1) * near, far / in_node))
 
     def ends_s(self, size_bytes, gpus, tp):
         """Seconds in which each rank of the last stage, of so many GPUs, reduces a table with its mate in the first."""
-        last = len(self.types) - 1
-        return self.send_s(size_bytes, 0, last, gpus, tp, self.in_one_node(0, self.size))
-
-    @cached_property
-    def inter_bytes_per_s(self) -> np.ndarray:
-        """(runs, runs) the least bandwidth beyond a node of runs i to j."""
-        return between(self._of_runs("inter_bytes_per_s"), np.min)
-
-    @cached_property
-    def _least_intra(self) -> np.ndarray:
-        return between(self._intra, np.min)
-
-    @cached_property
-    def _least_gpus(self) -> np.ndarray:
-        return between(np.array([min(node.gpus for node in run) for run in self.runs]), np.min)
-
-    @cached_property
-    def _intra(self) -> np.ndarray:
-        return self._of_runs("intra_bytes_per_s")
-
-    @cached_property
-    def _sharing(self) -> np.ndarray:
-        return self._of_runs("sharing")
-
-    def _of_runs(self, name: str) -> np.ndarray:
-        return np.array([getattr(run[0], name) for run in self.runs])
+        return self.send_s(size_bytes, 0, len(self.types) - 1, gpus, tp, self.in_one_node(0, self.size))
 
 
 def fleets(nodes: Iterable[Node]) -> list[Fleet]:
@@ -171,9 +156,6 @@ def between(values: np.ndarray, extreme: Callable) -> np.ndarray:
     """
     types = range(len(values))
     return np.array([[extreme(values[min(i, j) : max(i, j) + 1], axis=0) for j in types] for i in types])
-
-
-_NAMES = ("memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s", "sharing", "intra_s", "inter_s")
 
 
 def _kind(node: Node) -> tuple:

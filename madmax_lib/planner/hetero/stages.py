@@ -116,7 +116,7 @@ class StageTable:
         self.classes = len(classes)
         self.start, self.size = start[first], (stop - start)[first]
         self.low, self.high, self.one_node, self.fits_node = low[first], high[first], one_node[first], fitting[first]
-        inter = fleet.inter_bytes_per_s[low, high]
+        inter = fleet.least["inter_bytes_per_s"][low, high]
         self.group = np.full(end.shape, self.classes)
         self.group[inside] = number.reshape(-1)
         nearby = one_node & (start > 0) & (fleet.node_of(start) == fleet.node_of(np.maximum(start - 1, 0)))
@@ -223,11 +223,11 @@ class StageTable:
     @cached_property
     def _sums(self) -> dict[str, np.ndarray]:
         """Columns of `_ReplicaSums` for each code, and the memory of its GPU."""
-        rows, capacity_bytes = [], np.zeros(len(self.codes))
+        rows, capacity_bytes, memory_bytes = [], np.zeros(len(self.codes)), self.fleet.of_runs("memory_bytes")
         for place, code in enumerate(self.codes.tolist()):
             rest, samples = divmod(max(code, 0), self.samples + 1)
             kind, way = divmod(rest, len(self.prices.ways))
-            capacity_bytes[place] = self.fleet.capacity_bytes[kind]
+            capacity_bytes[place] = memory_bytes[kind]
             key = (self.fleet.types[kind], *self.prices.ways[way], samples)
             if key not in self.grid.sums:
                 self.grid.sums[key] = self._replica_sums(*key)
