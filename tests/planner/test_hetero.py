@@ -109,6 +109,25 @@ def test_never_worse_than_trying_everything(seed, live):
     assert sum(best.terms.values()) == pytest.approx(best.cost_ms)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_no_step_takes_longer_than_it_costs(seed):
+    """Random plans laid out event by event, messages beside compute: the cost is never below, and rarely far above."""
+    given, rng, ratios = (
+        replace(small(seed), rules=CostRules(6, 256, 4000, memory_factor=0)),
+        np.random.default_rng(seed),
+        [],
+    )
+    plans = list(every_plan(given, range(1, given.fleets[0].size + 1)))
+    for number in rng.choice(len(plans), 12):
+        try:
+            planned = hetero.Planned.of(plans[number], given)
+            spans = hetero.timeline(planned).spans
+        except ValueError:  # as in `brute_force_ms`
+            continue
+        ratios.append((spans["start_ns"] + spans["dur_ns"]).max() / 1e6 / planned.cost_ms)
+    assert ratios and max(ratios) <= 1 + 1e-5 and np.median(ratios) > 0.8
+
+
 def test_samples_are_shared_by_largest_remainder_in_powers_of_two():
     assert shares(8, [1, 1, 2]) == [2, 2, 4] and shares(5, [3, 1]) == [4, 1] and shares(1, [1]) == [1]
     assert shares(7, [1, 1, 1]) == [3, 2, 2] and shares(2, [1, 1, 9]) == [0, 0, 2]  # the rest goes to the first

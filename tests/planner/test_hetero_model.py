@@ -136,6 +136,16 @@ def test_timeline_does_the_work_of_the_plan(mixed):
     assert mixed.terms["execution_ms"] * 0.999 < length_ms < mixed.cost_ms * 1.1
 
 
+def test_timeline_of_a_pipeline_reduces_a_shared_table():
+    planned = on_kaggle((2, 2), ((2, 1), (1, 2)), (0, 7, 14), batches=4, global_batch=8)
+    spans = hetero.timeline(planned).spans
+    reduced = spans[spans["name"] == "all_reduce shared table"]
+    assert reduced["rank"].tolist() == [0, 2]
+    assert reduced["dur_ns"].to_numpy() / 1e6 == pytest.approx(planned.terms["tied_ms"], rel=1e-6)
+    length_ms = (spans["start_ns"] + spans["dur_ns"]).max() / 1e6
+    assert 0.8 < length_ms / planned.cost_ms <= 1 + 1e-6
+
+
 def test_timeline_of_one_stage_lasts_as_long_as_it_costs():
     given = hetero.problem(profiles=PROFILES, cluster=[A100], global_batch=8)
     planned = hetero.Planned.of(HeteroPlan(("A100",), (4,), ((4, 1),), 2, (0, 6)), given)

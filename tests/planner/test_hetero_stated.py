@@ -150,6 +150,7 @@ def test_profiles_take_the_place_of_the_simulators_prices(tmp_path):
         ({"hetero_network_gbit": "2.5,-1,2.5,2.5"}, "network_gbit=-1 must be above 0"),
         ({"hetero_network_gbit": "2.5,fast,2.5,2.5"}, "network_gbit='fast' is not a number"),
         ({"micro_batch": None}, "global_batch and micro_batch must be stated"),
+        ({"micro_batch": 9}, "micro_batch=9 exceeds 16 samples over dp=2"),
         ({"vpp": 2}, "vpp=2: up to 1 is predicted for stated partitions"),
         ({"zero_stage": 3}, "zero_stage=3: up to 2 is predicted"),
         ({"experts": 8, "active_experts": 2}, "tiny: stated partitions are predicted for dense language models"),

@@ -71,7 +71,7 @@ class Planned:
     @cached_property
     def terms(self) -> dict[str, float]:
         """Terms of the cost in ms."""
-        return {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in self.costs.terms().items()}
+        return {f"{name.removesuffix('_s')}_ms": 1e3 * float(value) for name, value in self.costs.terms().items()}
 
     @cached_property
     def stages(self) -> pd.DataFrame:
@@ -185,8 +185,12 @@ def timeline(planned: Planned) -> Timeline:
             sends[number, slot] = program.op(Stream.PIPELINE, *send, rank=rank, group="pp")
         if not forward and number == pp - 1 and sync_s:
             last[number] = program.op(Stream.COMPUTE, "other", "end of pass", sync_s, rank=rank)
+    tied_s = costs.terms()["tied_s"]
     for number, stage in enumerate(stages):
         after, rank = [last[number]], stage.start
+        if tied_s and number in (0, pp - 1):
+            name = "all_reduce shared table"
+            after = [program.op(Stream.PIPELINE, "comm", name, tied_s, [last[0], last[pp - 1]], rank=rank, group="pp")]
         if stage.dp > 1:
             name, gradients_s = "all_reduce gradients", costs.gradients_s(stage)
             after.append(program.op(Stream.DATA, "comm", name, gradients_s, after, rank=rank, group="dp"))

@@ -101,6 +101,8 @@ def _cases(raw: dict) -> list[Case]:
         raise ValueError("global_batch and micro_batch must be stated")
     nodes, cases = _nodes(raw), []
     dp = count_of(raw, "dp", max(sum(count for _, count in nodes) // (tp * pp), 1))
+    if dp * micro > batch:
+        raise ValueError(f"micro_batch={micro} exceeds {batch} samples over dp={dp}")
     for own, count in nodes:
         own, device = completed(own)
         cluster, dtype = machine_of(own, device, count)
