@@ -58,6 +58,7 @@ _PLAN = ["dp", "tp", "pp", "cp", "ep", "zero", "micro_batch", "interleave", "rec
 _FACTS = ["kind", "software", "gpu", "family", "dtype", "global_batch", *_PLAN]
 # columns that rows may have beside those of published_train.csv, row_clusters.csv and row_models.csv, and what is added
 _FURTHER = {"plan", "sizes", "lora_rank", *OVERLAPS, "iteration time (ms)", "predicted_s", "low_s", "high_s", "fits"}
+_FURTHER |= {"predicted_memory_bytes"}
 
 
 def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
@@ -97,8 +98,9 @@ def _warn_of_unknown(table: pd.DataFrame) -> None:
     names = ("published_train", "row_clusters", "row_models")
     known = _FURTHER.union(_JUDGED, *(catalog.table(name).columns for name in names))
     if unknown := [str(name) for name in table.columns if name not in known]:
-        near = difflib.get_close_matches(unknown[0], sorted(known), n=1, cutoff=0.0)[0]
-        warnings.warn(f"ignored column(s) {', '.join(unknown)}; nearest to {unknown[0]}: {near}", stacklevel=3)
+        near = difflib.get_close_matches(unknown[0], sorted(known), n=1, cutoff=0.5)
+        words = f"nearest to {unknown[0]}: {near[0]}" if near else "known are those of help(calibration.fit.update)"
+        warnings.warn(f"ignored column(s) {', '.join(unknown)}; {words}", stacklevel=3)
 
 
 def _facts_of(case: Case) -> dict:

@@ -85,6 +85,8 @@ def test_a_table_never_dies_of_missing_columns_or_one_row():
     bare = pd.DataFrame([{"gpu": "H100", "model": "llama3-8b", "n_gpus": 8, "global_batch": 16}, {}, {"tp": "x"}])
     with pytest.warns(UserWarning, match=r"^ignored column\(s\) microbatch, mine; nearest to microbatch: micro_batch$"):
         rows = read_rows(bare.assign(microbatch=1, mine=2))
+    with pytest.warns(UserWarning, match=r"^ignored column\(s\) zz; known are those of help"):
+        read_rows(bare.assign(zz=1, predicted_memory_bytes=2))
     assert rows["supported"].tolist() == [True, False, False]
     model = rows.loc[0, "case"].model  # from the catalog, by name
     assert (model.hidden, model.kv_heads * model.head_dim, model.gated) == (4096, 1024, True)

@@ -176,6 +176,8 @@ CALLS = {
         lambda: training(3, 1e9, CLUSTER), lambda: training(TABLE, 1e9, CLUSTER),
         lambda: training(TABLE, "1T", CLUSTER), lambda: training(TABLE, -1, CLUSTER)],
     "^factors=None|factor=": [lambda: codesign(MODEL, CLUSTER, 64, None), lambda: codesign(MODEL, CLUSTER, 64, [-1])],
+    "^table=|^the table is none of traces.steps": [
+        lambda: mm.traces.step_summary("DIR"), lambda: mm.traces.step_summary(TABLE)],
     "^(timeline|a)=.* must be a Timeline": [
         lambda: mm.breakdown(None), lambda: mm.breakdown("DIR"), lambda: mm.compare("A", "B"),
         lambda: mm.compare(3, 4)],

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.accounting import breakdown
+from madmax_lib.fields import argument
 from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.read.steps import step_spans
 from madmax_lib.traces.waits.launch import device_work
@@ -80,7 +81,9 @@ def step_summary(table: pd.DataFrame | Timeline) -> pd.DataFrame:
     rank, quantity (wall_s to overlap), steps (that count), mean, median, std (n - 1; NaN for one step), p10, p90; the
     unit is that of the quantity.
     """
-    table = steps(table) if isinstance(table, Timeline) else table
+    table = steps(table) if isinstance(table, Timeline) else argument("table", table, pd.DataFrame)
+    if not {"warmup", "cut"} <= set(table):
+        raise ValueError("the table is none of traces.steps: it has no columns warmup and cut")
     counted = table[~(table["warmup"] | table["cut"]).astype(bool)]
     long = counted.melt(id_vars="rank", value_vars=list(_QUANTITIES), var_name="quantity").astype({"value": "float64"})
     long["quantity"] = pd.Categorical(long["quantity"], _QUANTITIES)
