@@ -1,13 +1,14 @@
 """How often does `mm.traces.gate` cry wolf, and how often does it find a slow-down? Drawn from recorded steps.
 
 `python benchmarks/gate.py FOLDER --record` records the sets of traces/record.py again and again, 44 steps each, until
-`--minutes` are over; then, and without `--record`, it draws pairs of 20 steps: from two recordings of a set, from the
-two halves of one, and, where a data directory has it, from the log of a run on two T4 GPUs, next to each other. B of a
-pair is as it was (every alarm is false), or its steps are made longer by a share: by one operation on all ranks, by one
-on a single rank, for which the others wait in their last collective, or by the exposed part of one collective.
+`--minutes` are over; then, and without `--record`, it draws pairs of 20 steps: from two recordings of a set, or three
+each, from the two halves of one, and, where a data directory has it, from the log of a run on two T4 GPUs. B of a pair
+is as it was (every alarm is false), or its steps are made longer by a share: by one operation on all ranks, by one on a
+single rank, for which the others wait in their last collective, or by the exposed part of one collective.
 """
 
 import argparse
+import contextlib
 import os
 import runpy
 import subprocess
@@ -23,9 +24,9 @@ from madmax_lib.datasets import PROJECT, local_data
 from madmax_lib.intervals import pack, subtraction, union
 from madmax_lib.traces import gate
 
-SETS, ACTIVE, STEPS = {"gpt-ddp": 2, "gpt-memory": 1}, 44, 20  # ranks by set
-BATCH = 48  # samples per rank, for steps of half a second
+SETS, ACTIVE, STEPS = {"gpt-ddp": 2, "vit-fsdp": 2, "gpt-memory": 1}, 44, 20  # ranks by set
 SLOWER = (0.0, 0.03, 0.05)
+LOGGED = "log of two T4"
 LOG, PHASES = "seed_runs/vit_huge_zero2_2xT4_steps.csv", ("fwd_ms", "bwd_inner_ms", "bwd_allreduce_ms", "step_ms")
 ODD = slice(10, 1000)  # of the log: after the first steps, before the next part of the run
 
@@ -47,7 +48,7 @@ def record(folder: Path, minutes: float) -> None:
 def record_rank(folder: Path, name: str) -> None:
     """As one rank of traces/record.py, with more steps and into another folder."""
     recorder = runpy.run_path(str(PROJECT / "traces" / "record.py"))["record_rank"]
-    recorder.__globals__.update(HERE=folder, ACTIVE=ACTIVE, BATCH=BATCH)
+    recorder.__globals__.update(HERE=folder, ACTIVE=ACTIVE)
     recorder(name)
 
 
@@ -68,12 +69,15 @@ def logged() -> mm.Timeline:
     return mm.Timeline(spans)
 
 
-def slowed(timeline: mm.Timeline, how: str, share: float, draw: np.random.Generator) -> tuple[mm.Timeline, str]:
-    """The timeline with longer steps, and the name of the operation that makes them so."""
-    spans = timeline.spans
-    kind = "comm" if how == "collective" else "compute"
-    seconds = spans[spans["kind"] == kind].groupby("name", observed=True)["dur_ns"].sum().nlargest(4)
-    name, slow = draw.choice(seconds.index), int(draw.choice(timeline.ranks))
+def large(timeline: mm.Timeline, kind: str) -> list[str]:
+    """The operations of a kind that take most time."""
+    spans = timeline.spans[timeline.spans["kind"] == kind]
+    return list(spans.groupby("name", observed=True)["dur_ns"].sum().nlargest(4).index)
+
+
+def slowed(timeline: mm.Timeline, how: str, share: float, name: str, slow: int) -> mm.Timeline:
+    """The timeline with longer steps by an operation: everywhere, on the slow rank, or by a collective."""
+    spans, kind = timeline.spans, "comm" if how == "collective" else "compute"
     step_ns = spans[spans["kind"] == "annotation"].groupby("step")["dur_ns"].median()
     parts = []
     for rank, own in spans.groupby("rank"):
@@ -81,7 +85,7 @@ def slowed(timeline: mm.Timeline, how: str, share: float, draw: np.random.Genera
         if how == "rank" and rank != slow:  # the others wait in the last collective of a step
             chosen, exposed = own[own["kind"] == "comm"].sort_values("start_ns").groupby("step").tail(1), True
         parts.append(stretched(own, chosen[chosen["step"] >= 0], share * step_ns, exposed))
-    return mm.Timeline(pd.concat(parts).sort_index(), timeline.meta), name
+    return mm.Timeline(pd.concat(parts).sort_index(), timeline.meta)
 
 
 def stretched(own: pd.DataFrame, chosen: pd.DataFrame, longer_ns: pd.Series, exposed: bool) -> pd.DataFrame:
@@ -114,19 +118,23 @@ def window(timeline: mm.Timeline, draw: np.random.Generator, half: int | None = 
     return timeline.select(steps=every[first : first + STEPS])
 
 
-def pair(recordings: dict[str, list[mm.Timeline]], draw: np.random.Generator) -> tuple[str, mm.Timeline, mm.Timeline]:
-    """Where from, and two recordings of the same training."""
-    name = str(draw.choice(list(recordings)))
-    runs = recordings[name]
-    if len(runs) == 1 or draw.random() < 0.5:
+def pair(recordings: dict[str, list[mm.Timeline]], draw: np.random.Generator) -> tuple[str, list, list]:
+    """Where from, and recordings of the same training: one on each side, or three."""
+    weights = np.array([3.0 if name == LOGGED else 1.0 for name in recordings])
+    name = str(draw.choice(list(recordings), p=weights / weights.sum()))
+    runs, how = recordings[name], draw.choice(["halves of a run", "two runs", "three runs each"])
+    if len(runs[0].steps) > 4 * STEPS:  # a long log: windows that follow each other, or lie anywhere
+        steps, far = runs[0].steps, how != "halves of a run"
+        first = int(draw.integers(len(steps) - 2 * STEPS))
+        second = int(draw.integers(len(steps) - STEPS)) if far else first + STEPS
+        a, b = (runs[0].select(steps=steps[at:][:STEPS]) for at in (first, second))
+        return f"{name}, {'anywhere' if far else 'next to each other'}", [a], [b]
+    if how == "halves of a run":
         one = runs[draw.integers(len(runs))]
-        if len(one.steps) > 4 * STEPS:  # a long log: windows that follow each other
-            steps = one.steps
-            first = int(draw.integers(len(steps) - 2 * STEPS))
-            return name, one.select(steps=steps[first:][:STEPS]), one.select(steps=steps[first + STEPS :][:STEPS])
-        return f"{name}, halves", window(one, draw, 0), window(one, draw, 1)
-    a, b = draw.choice(len(runs), 2, replace=False)
-    return f"{name}, two runs", window(runs[a], draw), window(runs[b], draw)
+        return f"{name}, {how}", [window(one, draw, 0)], [window(one, draw, 1)]
+    each = 1 if how == "two runs" else 3
+    chosen = [window(runs[at], draw) for at in draw.permutation(len(runs))[: 2 * each]]
+    return f"{name}, {how}", chosen[:each], chosen[each:]
 
 
 def cases(recordings: dict[str, list[mm.Timeline]], count: int, threshold: float, seed: int) -> pd.DataFrame:
@@ -135,10 +143,13 @@ def cases(recordings: dict[str, list[mm.Timeline]], count: int, threshold: float
     for _ in range(count):
         source, a, b = pair(recordings, draw)
         share = float(draw.choice(SLOWER, p=[0.4, 0.3, 0.3]))
-        hows = ["operation", "rank", "collective"] if len(b.ranks) > 1 else ["operation"]
+        hows = ["operation", *(["collective"] if (b[0].spans["kind"] == "comm").any() else [])]
+        hows += ["rank"] if len(b[0].ranks) > 1 else []
         how, name = str(draw.choice(hows)) if share else "as it was", ""
         if share:
-            b, name = slowed(b, how, share, draw)
+            name = str(draw.choice(large(b[0], "comm" if how == "collective" else "compute")))
+            rank = int(draw.choice(b[0].ranks))
+            b = [slowed(one, how, share, name, rank) for one in b]
         found = gate(a, b, threshold)
         step = found.table.set_index("quantity").loc["step_s"]
         unclear, named = step["verdict"] == "cannot tell", list(found.explanation["operation"])
@@ -164,10 +175,12 @@ def main() -> None:
         record(options.folder, options.minutes)
     runs = {name: sorted(options.folder.glob(f"*/{name}")) for name in SETS}
     recordings = {name: [mm.read_trace(path) for path in paths] for name, paths in runs.items() if paths}
-    if (path := local_data(LOG)) and path.exists():
-        recordings["two T4, log"] = [logged()]
+    with contextlib.suppress(FileNotFoundError):
+        recordings[LOGGED] = [logged()]
     table = cases(recordings, options.cases, options.gate, options.seed)
-    for keys in (["slower", "how"], ["slower", "source"], ["slower"]):
+    low = table["detectable"] <= table["slower"].clip(lower=options.gate)
+    table["noise"] = np.where(low, "shows it", "hides it")
+    for keys in (["slower", "how"], ["slower", "source"], ["slower", "noise"], ["slower"]):
         about = {"cases": ("failed", "size"), "failed": ("failed", "mean"), "cannot_tell": ("cannot_tell", "mean")}
         about |= {"named": ("named", "mean"), "detectable": ("detectable", "median")}
         print(table.groupby(keys).agg(**about).to_string(float_format="{:.3f}".format), end="\n\n")
