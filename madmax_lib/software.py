@@ -54,6 +54,8 @@ class Software:
     expert_placement: tuple[str, ...] = ("dp-cp", "dp-cp-tp")  # its default first: etp=tp or etp=1; empty: ep=1 alone
     ends_as_layers: bool = False  # embedding and head count as layers when stages are cut
     frees_under_pipeline: bool = True  # FSDP frees weights after the forward pass where pp > 1 too
+    refuses: tuple[str, ...] = ()  # further choices it does not run: field=value, or a word of `software_rules`
+    unsaid: tuple[str, ...] = ()  # choices that its configuration cannot say, which a search does not try
 
     # what a device holds
     weight_bytes: float = 2.0

@@ -24,6 +24,7 @@ LAYERS = [
         "plan_layers",
         "plan_rules",
         "rules",
+        "software_rules",
         "timeline",
     },
     {"kinds", "catalog", "hugging_face", "collectives", "datasets", "accounting", "row_facts"},
