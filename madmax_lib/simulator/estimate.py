@@ -20,7 +20,7 @@ from madmax_lib.simulator.memory.memory import table_peak_bytes, usable_bytes
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy
-from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.simulator.rates.parameters import Parameters, shipped, software_of
 from madmax_lib.simulator.step.alike import kinds_of
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.step_time import PARTS, bodies_of, step_time
@@ -79,8 +79,8 @@ def estimate(
     """
     plan, index = plans_of(plan_or_table)
     many = index is not None
-    software = getattr(parameters, "software", None) if software is None else software
-    case = Case.of_step(model, cluster, plan, global_batch, sequence, dtype, software, imbalance, jitter)
+    further = (sequence, dtype, software_of(software, parameters), imbalance, jitter)
+    case = Case.of_step(model, cluster, plan, global_batch, *further)
     if isinstance(case.model, DLRM):
         raise ValueError(f"{case.model.name}: recommendation models have no closed form; use simulate")
     parameters = argument("parameters", parameters, Parameters, shipped)
@@ -93,6 +93,12 @@ def estimate(
     else:
         values = _rows(case, parameters, counted, np.empty((len(_COLUMNS) + len(_SUMS), 1)))
     further, refused = ({}, {}) if case.plan.offload is None else _with_offload(values, case, parameters, policy)
+    reasons = _reasons(case, np.isnan(values[0]), refused) if many and np.isnan(values[0]).any() else None
+    return _as_table(values, case, index, counted, further, reasons)
+
+
+def _as_table(values: np.ndarray, case: Case, index, counted: bool, further: dict, reasons) -> pd.DataFrame:
+    """The table of `estimate`, of rows of `_COLUMNS`, further columns of offload and why rows are NaN, if any is."""
     flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
     values[-3] = flops / (values[0] * case.cluster.world_size * case.cluster.device.peak(case.dtype))
     values[-2] = case.global_batch * case.sequence / values[0]
@@ -100,11 +106,11 @@ def estimate(
     table = pd.DataFrame(values[:width].T, columns=[*_COLUMNS, *_SUMS][:width], index=index, copy=False)
     for name, column in reversed(further.items()):
         table.insert(len(_COLUMNS), name, column)
-    if many and np.isnan(values[0]).any():
-        table["reason"] = _reasons(case, np.isnan(values[0]), refused)
+    if reasons is not None:
+        table["reason"] = reasons
     if counted:
-        offloaded = np.isnan(values[-1]) & ~np.isnan(values[0])
-        table["fits"] = (values[-1] <= usable_bytes(case.cluster.device)) | offloaded
+        away = np.isnan(values[-1]) & ~np.isnan(values[0])
+        table["fits"] = (values[-1] <= usable_bytes(case.cluster.device)) | away
     return table
 
 

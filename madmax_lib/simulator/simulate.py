@@ -16,7 +16,7 @@ from madmax_lib.simulator.layers.transformer import chunk_blocks
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy
-from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.simulator.rates.parameters import Parameters, shipped, software_of
 from madmax_lib.simulator.rates.topology import Groups, member_name
 from madmax_lib.simulator.schedule.engine import Program, received, run_apart, share, to_timeline
 from madmax_lib.simulator.schedule.layout import StepBuilder
@@ -67,17 +67,28 @@ def simulate(
     >>> {rank: len(devices) for rank, devices in step.meta.represents.items()}
     {0: 64, 64: 64}
     """
-    software = getattr(parameters, "software", None) if software is None else software
-    step = (Plan.parse(plan), global_batch, sequence, dtype, software, imbalance, jitter)
+    step = (Plan.parse(plan), global_batch, sequence, dtype, software_of(software, parameters), imbalance, jitter)
     case, seed = Case.of_step(model, cluster, *step), whole("seed", seed)
     parameters = argument("parameters", parameters, Parameters, partial(_default, case))
     policy, plan = argument("policy", policy, Policy, Policy), case.plan
     if collectives is not None:
         parameters = replace(parameters, collectives=MeasuredCollectives(collectives).curves)
     step, program = _lay_out(case, parameters, policy=policy)
-    offloaded = step.offloaded
+    meta = _meta(case, seed, step.offloaded)
+    if (alone := float(step.batch.prices.alone)) != 1 and plan.pp > 1:
+        share(program, alone)
+    timeline = to_timeline(program, meta)
+    if not case.jitter:
+        return _with_device_ranks(received(timeline), plan, step.groups)
+    timeline = _with_device_ranks(timeline, plan, step.groups)
+    return received(_delayed(timeline, program, case, step.groups, seed))
+
+
+def _meta(case: Case, seed: int, offloaded) -> Meta:
+    """What a timeline says of the step; offloaded: the split of states that leave the device, if any does."""
+    plan = case.plan
     width = plan.world_size // plan.pp
-    meta = Meta(
+    return Meta(
         source="simulated",
         world_size=plan.world_size,
         represents={stage: list(range(stage * width, (stage + 1) * width)) for stage in range(plan.pp)},
@@ -93,13 +104,6 @@ def simulate(
             **({"offloaded": vars(offloaded.split)} if offloaded else {}),
         },
     )
-    if (alone := float(step.batch.prices.alone)) != 1 and plan.pp > 1:
-        share(program, alone)
-    timeline = to_timeline(program, meta)
-    if not case.jitter:
-        return _with_device_ranks(received(timeline), plan, step.groups)
-    timeline = _with_device_ranks(timeline, plan, step.groups)
-    return received(_delayed(timeline, program, case, step.groups, seed))
 
 
 def _lay_out(

@@ -20,7 +20,7 @@ from madmax_lib import catalog
 from madmax_lib.atomic import replacing
 from madmax_lib.fields import argument, is_number, shown
 
-__all__ = ["Parameters", "bounds", "from_json", "load", "save", "shipped", "start", "to_json"]
+__all__ = ["Parameters", "bounds", "from_json", "load", "save", "shipped", "software_of", "start", "to_json"]
 
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 _DIGITS = 6  # of a number in a file
@@ -152,3 +152,8 @@ def _short(value):
     if isinstance(value, (tuple, list)):
         return [_short(part) for part in value]
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+def software_of(software, parameters: Parameters | None):
+    """Who trains: the software that is named, else that of the parameters, if they are of one."""
+    return getattr(parameters, "software", None) if software is None else software
