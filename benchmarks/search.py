@@ -6,6 +6,7 @@ python benchmarks/search.py [--nodes 512] [--batch 4096]
 import argparse
 import resource
 import time
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -23,14 +24,20 @@ def main() -> None:
     arguments = parser.parse_args()
     model, cluster = mm.model("gpt3-175b"), mm.cluster("dgx-a100", nodes=arguments.nodes)
     mm.estimate(model, cluster, mm.Plan(dp=cluster.world_size), global_batch=cluster.world_size)  # tables are read
-    start = time.process_time()
-    result = mm.search(model, cluster, arguments.batch, space=Space(quantised=True), progress=False)
-    seconds = time.process_time() - start
+    anything = replace(catalog.software("none"), name="anything")  # launches every legal plan
+    seconds, result = searched(model, cluster, arguments.batch, software=anything)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     scalar = scalar_seconds(model, cluster, arguments.batch, result)
     print(f"{result.evaluated:,} plans of {model.name} on {cluster.world_size:,} devices, {result.feasible:,} fit")
     print(f"{seconds:.1f} CPU s, {result.evaluated / seconds:,.0f} plans per CPU s, peak {peak_mb:.0f} MB")
     print(f"a scalar loop: {1 / scalar:,.0f} plans per CPU s, ratio {scalar * result.evaluated / seconds:,.0f}")
+    theirs_s, launched = searched(model, cluster, arguments.batch)
+    left = launched.dropped.set_index("rule")["count"]["a stack must launch it"]
+    print(f"launched by a stack: {launched.evaluated:,} plans in {theirs_s:.1f} CPU s, {left:,} by none left out")
+    print(
+        f"{launched.evaluated / theirs_s:,.0f} timed per CPU s, {(launched.evaluated + left) / theirs_s:,.0f} looked at"
+    )
+    print(launched)
     for row in catalog.table("search_published").itertuples():
         plans, theirs_s = float(row.plans), float(row.seconds)
         ratio = result.evaluated / seconds / (plans / theirs_s)
@@ -39,6 +46,13 @@ def main() -> None:
     for name, table in plan_tables(10**6).items():
         seconds = estimate_seconds(model, table)
         print(f"mm.estimate of {len(table):,} plans, {name}: {len(table) / seconds:,.0f} plans per CPU s")
+
+
+def searched(model, cluster, batch: int, **options) -> tuple[float, mm.planner.SearchResult]:
+    """CPU seconds of a search of the whole space, and what it found."""
+    start = time.process_time()
+    result = mm.search(model, cluster, batch, space=Space(quantised=True), progress=False, **options)
+    return time.process_time() - start, result
 
 
 def plan_tables(size: int) -> dict[str, pd.DataFrame]:

@@ -12,7 +12,10 @@ import pytest
 from madmax_lib.case import Case
 from madmax_lib.datasets import dataset, local_data
 from madmax_lib.plan import Plan
+from madmax_lib.plan_flags.write import STACKS
+from madmax_lib.plan_rules import STATED
 from madmax_lib.planner.space import legal_degrees, pass_choices, plan_of, sharding_choices
+from madmax_lib.plans import legal
 from madmax_lib.side_tables import SIDE_TABLES, SideTables, conform
 from madmax_lib.simulator.schedule.schedules import order
 from madmax_lib.timeline import Meta, Timeline
@@ -99,12 +102,18 @@ def core_flops(block) -> float:
     return sum(op.flops for op in block.ops if op.core)
 
 
+def launched(plan, model, cluster, batch):
+    """Whether one of the stacks whose configuration can be written launches a plan, and can say so."""
+    cases = (Case(model, cluster, plan, batch, software=stack) for stack in STACKS)
+    return any(legal(case, STATED).mask for case in cases)
+
+
 def plans_of_space(space, model, cluster, batch):
-    """The plans of a space one by one."""
+    """The plans of a space one by one, launched or not."""
     result = []
     case = Case(model, cluster, Plan(), batch)
     for at in legal_degrees(space, case)[0]:
-        rows, columns = pass_choices(space, case, at), sharding_choices(space, at, cluster)
+        rows, columns = pass_choices(space, case, at), sharding_choices(space, at, case)
         if rows and columns:
             for i, j in product(range(len(rows["micro_batch"])), range(columns["zero"].shape[1])):
                 row = vars(at) | {k: v[i, 0] for k, v in rows.items()} | {k: v[0, j] for k, v in columns.items()}

@@ -6,6 +6,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from madmax_lib.planner import hetero as hetero
+    from madmax_lib.planner.answer import SearchResult as SearchResult
     from madmax_lib.planner.codesign import codesign as codesign, training as training
     from madmax_lib.planner.compare import (
         EXPOSED as EXPOSED,
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
         variants as variants,
     )
     from madmax_lib.planner.layouts import layouts as layouts
-    from madmax_lib.planner.search import SearchResult as SearchResult, search as search
+    from madmax_lib.planner.search import search as search
     from madmax_lib.planner.space import Space as Space, plan_of as plan_of
     from madmax_lib.planner.tune import Tuner as Tuner, tune as tune
 

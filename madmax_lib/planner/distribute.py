@@ -22,7 +22,8 @@ __all__ = ["run_parts"]
 
 _PARTS = 64
 _RETRIES = 3  # of a part whose worker died
-_COUNTS = ("evaluated", "feasible", "least_bytes")
+_TABLES = ("table", "front", "ways")
+_COUNTS = ("idle", "evaluated", "feasible", "least_bytes")
 
 
 def run_parts(
@@ -86,8 +87,8 @@ def _folder(directory: str | Path | None, problem: SearchProblem, degrees: Seque
 def _save(folder: Path | None, number: int, found: Found) -> None:
     if folder is None:
         return
-    halves = [pd.DataFrame(getattr(found, name)).assign(kept_as=name) for name in ("table", "front")]
-    table = pd.concat(halves, ignore_index=True)
+    tables = [pd.DataFrame(getattr(found, name)).assign(kept_as=name) for name in _TABLES]
+    table = pd.concat(tables, ignore_index=True)
     table.attrs = {name: getattr(found, name) for name in _COUNTS}
     with replacing(folder / f"part-{number:02d}.parquet") as temporary:
         table.to_parquet(temporary)
@@ -103,5 +104,5 @@ def _load(folder: Path | None, number: int) -> Found | None:
         counts = {name: table.attrs[name] for name in _COUNTS}
     except (OSError, ValueError, KeyError):
         return None
-    halves = (table[table["kept_as"] == name].drop(columns="kept_as") for name in ("table", "front"))
-    return Found(*({name: column.to_numpy() for name, column in half.items()} for half in halves), **counts)
+    parts = (table[table["kept_as"] == name].drop(columns="kept_as") for name in _TABLES)
+    return Found(*({name: column.to_numpy() for name, column in part.items()} for part in parts), **counts)

@@ -1,18 +1,22 @@
 """What does a part of the space hold? Times and memory of all its plans, its best ones and its Pareto front.
 
 The formulas are those of `mm.estimate` and `mm.memory`. The plans of some degrees come as products of two short lists
-(`space`), so millions of them are done per second in little memory. Ties go to less memory, then to less time, then to
-the smaller degrees in the order tp, cp, pp, ep and the earlier choice of the `Space`.
+(`space`), so millions of them are done per second in little memory. A plan counts if one of the stacks launches it and
+its configuration can say so. Plans of equal time and memory are one: that of the smaller degrees in the order tp, cp,
+pp, ep, then of the earlier choice of the `Space`. Order goes to less memory, then to less time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import product
+from operator import or_
 
 import numpy as np
 
 from madmax_lib.case import Case
 from madmax_lib.fields import number, shown, whole
-from madmax_lib.plan_rules import SOFTWARE
+from madmax_lib.plan_rules import SOFTWARE, STATED
 from madmax_lib.planner.space import SEARCHED, Degrees, Space, pass_choices, sharding_choices
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.memory.memory import plans_peak_bytes
@@ -20,12 +24,17 @@ from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.power import device_energy_j
 from madmax_lib.simulator.step.step_time import step_s, step_time
+from madmax_lib.software import Software
 
-__all__ = ["Found", "SearchProblem", "energy_j", "evaluate", "merged"]
+__all__ = ["WAY", "Found", "SearchProblem", "energy_j", "evaluate", "launched_by", "merged"]
 
 _BLOCK = 1 << 16  # plans at a time: their arrays stay in the cache
 _OBJECTIVES = {"time": "step_s", "cost": "cost_usd", "energy": "energy_j", "memory": "memory_bytes"}
 _TIES = ("tp", "cp", "pp", "ep", "place")
+_WAYS = 100  # that are kept
+_ROUNDED = 1 << 12  # of the bits of a number: plans closer than 1e-12 are equal
+
+WAY = ("tp", "cp", "pp", "ep", "zero", "recompute")  # what makes a plan different
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,7 @@ class SearchProblem:
     parameters: Parameters  # constants of the step-time model
     usd_per_hour: float  # price of a device, NaN where unknown
     room_bytes: float  # memory of a device that a plan may use
+    stacks: tuple[Software, ...]  # one of which must launch a plan; empty: any will do
 
     def __post_init__(self):
         if self.objective not in list(_OBJECTIVES):
@@ -56,7 +66,9 @@ class Found:
 
     table: dict[str, np.ndarray]  # best plans so far
     front: dict[str, np.ndarray]  # Pareto front so far, in time and memory
-    evaluated: int  # plans that were timed
+    ways: dict[str, np.ndarray]  # the best plan so far of each `WAY` to split the model
+    idle: int  # plans that no stack launches
+    evaluated: int  # the others, which were timed
     feasible: int  # those of them that fit
     least_bytes: float  # memory of the smallest plan
 
@@ -68,53 +80,96 @@ def evaluate(problem: SearchProblem, part: Iterable[Degrees]) -> Found:
 
 def merged(problem: SearchProblem, parts: Sequence[Found]) -> Found:
     """The best of what was found in some parts, in order."""
-    table = _joined([part.table for part in parts], _OBJECTIVES[problem.objective], "memory_bytes", "step_s")
+    order = (_OBJECTIVES[problem.objective], "memory_bytes", "step_s")
+    table = _without_ties(_joined([part.table for part in parts], *order))
     front = _joined([part.front for part in parts], "step_s", "memory_bytes")
+    ways = _joined([part.ways for part in parts], *order)
     if table:
         least = _front(front["step_s"], front["memory_bytes"], np.ones(len(front["place"]), bool))
         table, front = _rows(table, slice(problem.top)), _rows(front, least)
+        ways = _rows(ways, slice(_WAYS))
+    counts = (sum(getattr(part, name) for part in parts) for name in ("idle", "evaluated", "feasible"))
     least_bytes = min((part.least_bytes for part in parts), default=float("inf"))
-    return Found(table, front, sum(part.evaluated for part in parts), sum(part.feasible for part in parts), least_bytes)
+    return Found(table, front, ways, *counts, least_bytes)
 
 
 def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[Found]:
     """The plans of some degrees, block by block."""
-    rows = _launchable(pass_choices(problem.space, problem.case, degrees), vars(degrees), problem.case)
-    beside = vars(degrees) | {name: choice[:1] for name, choice in rows.items()}
-    columns = _launchable(sharding_choices(problem.space, degrees, problem.case.cluster), beside, problem.case)
+    rows = pass_choices(problem.space, problem.case, degrees)
+    columns = sharding_choices(problem.space, degrees, problem.case)
     if not rows or not columns:
         return
-    count, width = len(rows["micro_batch"]), columns["zero"].shape[1]
-    size = max(_BLOCK // width, 1)
-    for first in range(0, count, size):
+    every = Plans(**vars(degrees), **rows, **columns)
+    launched = [~broken for broken in _refused(every, problem)] or [np.ones((1, 1), bool)]
+    kept = [np.logical_or.reduce([np.broadcast_to(mask.any(axis), every.shape[1 - axis]) for mask in launched])
+            for axis in (1, 0)]  # fmt: skip
+    rows, columns = ({n: c[kept[0]] for n, c in rows.items()}, {n: c[:, kept[1]] for n, c in columns.items()})
+    count, width = int(kept[0].sum()), int(kept[1].sum())
+    launched = [mask[kept[0]] if len(mask) > 1 else mask for mask in launched]
+    launched = [mask[:, kept[1]] if mask.shape[1] > 1 else mask for mask in launched]
+    size = max(_BLOCK // max(width, 1), 1)
+    skipped = every.shape[0] * every.shape[1] - count * width
+    if not count or not width:
+        yield Found({}, {}, {}, skipped, 0, 0, float("inf"))
+    for first in range(0, count if width else 0, size):
         part = {name: choice[first : first + size] for name, choice in rows.items()}
-        yield _evaluated(problem, Plans(**vars(degrees), **part, **columns), first * width)
+        masks = [mask[first : first + size] if len(mask) > 1 else mask for mask in launched]
+        runs = np.broadcast_to(reduce(or_, masks), (min(size, count - first), width))
+        yield _evaluated(problem, Plans(**vars(degrees), **part, **columns), first * width, runs, skipped)
+        skipped = 0
 
 
-def _launchable(choices: dict[str, np.ndarray], others: dict, case: Case) -> dict[str, np.ndarray]:
-    """Those of the choices that the software runs beside the others, all where none is named; none if none is left."""
-    if not case.software or not choices:
-        return choices
-    plans = Plans(**others, **choices)
-    runs = ~np.logical_or.reduce([np.broadcast_to(rule.broken(plans, case), plans.shape) for rule in SOFTWARE])
-    shape = [-1 if size > 1 else 1 for size in plans.shape]
-    return {name: choice[runs].reshape(shape) for name, choice in choices.items()} if runs.any() else {}
+def _refused(plans: Plans, problem: SearchProblem) -> list[np.ndarray]:
+    """Of each stack, the plans that it does not launch, or that its configuration cannot say; with two axes each."""
+    cases = (replace(problem.case, software=stack) for stack in problem.stacks)
+    rules = SOFTWARE + STATED
+    return [np.atleast_2d(reduce(or_, (rule.broken(plans, case) for rule in rules), np.False_)) for case in cases]
 
 
-def _evaluated(problem: SearchProblem, plans: Plans, place: int) -> Found:
-    """A product of plans; place: of its first plan among all of the same degrees."""
+def launched_by(plans: Plans, problem: SearchProblem) -> list[str]:
+    """Names of the stacks that launch each plan of a table, joined by blanks."""
+    runs = [~np.broadcast_to(broken[0], plans.shape) for broken in _refused(plans, problem)]
+    names = [stack.name for stack in problem.stacks]
+    return [" ".join(name for name, run in zip(names, row, strict=True) if run) for row in zip(*runs, strict=True)]
+
+
+def _evaluated(problem: SearchProblem, plans: Plans, place: int, runs: np.ndarray, skipped: int) -> Found:
+    """A product of plans. place: of its first plan among all of the same degrees; runs: those that a stack launches."""
     case = replace(problem.case, plan=plans)
-    memory, steps = plans_peak_bytes(case), Steps.of(case)
-    values = {"step_s": np.broadcast_to(step_s(steps, problem.parameters), memory.shape), "memory_bytes": memory}
+    memory, steps = _rounded(plans_peak_bytes(case)), Steps.of(case)
+    values = {"step_s": np.broadcast_to(_rounded(step_s(steps, problem.parameters)), runs.shape)}
+    values["memory_bytes"] = memory = np.broadcast_to(memory, runs.shape)
     values["cost_usd"] = values["step_s"] * (case.cluster.world_size * problem.usd_per_hour / 3600)
     if problem.objective == "energy":
-        values["energy_j"] = np.broadcast_to(energy_j(case, problem.parameters), memory.shape)
-    fits = memory <= problem.room_bytes
+        values["energy_j"] = np.broadcast_to(energy_j(case, problem.parameters), runs.shape)
+    fits = (memory <= problem.room_bytes) & runs
     objective = np.where(fits, values[_OBJECTIVES[problem.objective]], np.inf)
-    best = _smallest(objective, memory, values["step_s"], problem.top)
+    best, ties = _smallest(objective, memory, values["step_s"], problem.top)
     front = _front(values["step_s"], memory, fits)
-    tables = (_columns(plans, values, chosen, place) for chosen in (best, front))
-    return Found(*tables, memory.size, int(fits.sum()), float(memory.min()))
+    ways = np.array(list(_best_of_ways(plans, objective, memory, values["step_s"])), int)
+    tables = [_columns(plans, values, chosen, place) for chosen in (best, front, ways)]
+    tables[0]["ties"] = ties
+    launched = int(runs.sum())
+    least_bytes = float(memory.min(where=runs, initial=np.inf))
+    return Found(*tables, skipped + runs.size - launched, launched, int(fits.sum()), least_bytes)
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """Numbers to twelve digits, so that plans which differ in the last bits are equal."""
+    bits = np.ascontiguousarray(values, float).view(np.int64)
+    return ((bits + _ROUNDED // 2) & -_ROUNDED).view(float)
+
+
+def _best_of_ways(plans: Plans, objective: np.ndarray, memory: np.ndarray, step_s: np.ndarray) -> Iterator[int]:
+    """Flat positions of the best plan of each ZeRO stage and recompute, of plans of the same degrees."""
+    rows, columns = plans.recompute[:, 0], plans.zero[0]
+    for recompute, zero in product(dict.fromkeys(rows), dict.fromkeys(columns)):
+        at = np.ix_(np.flatnonzero(rows == recompute), np.flatnonzero(columns == zero))
+        part = objective[at]
+        if (least := part.min()) < np.inf:
+            row, column = (at[axis].ravel()[i] for axis, i in enumerate(np.nonzero(part == least)))
+            first = np.lexsort((row, step_s[row, column], memory[row, column]))[0]
+            yield row[first] * len(columns) + column[first]
 
 
 def energy_j(case: Case, parameters: Parameters) -> np.ndarray:
@@ -123,14 +178,36 @@ def energy_j(case: Case, parameters: Parameters) -> np.ndarray:
     return case.cluster.world_size * device_energy_j(times, case.cluster.device)
 
 
-def _smallest(objective: np.ndarray, memory: np.ndarray, step_s: np.ndarray, count: int) -> np.ndarray:
-    """Flat positions of the `count` smallest finite values in order, ties by memory, time and position."""
-    flat = objective.reshape(-1)
-    at = np.flatnonzero(np.isfinite(flat))
-    if count < len(at):
-        at = np.flatnonzero(flat <= np.partition(flat, count - 1)[count - 1])
-    keys = at, step_s.reshape(-1)[at], memory.reshape(-1)[at], flat[at]
-    return at[np.lexsort(keys)][:count]
+def _smallest(objective: np.ndarray, memory: np.ndarray, step_s: np.ndarray, count: int) -> tuple:
+    """(flat positions of the `count` smallest finite values in order, how many tie with each in time and memory)."""
+    flat, wanted = objective.reshape(-1), count
+    finite = np.flatnonzero(np.isfinite(flat))
+    while True:
+        at = finite
+        if wanted < len(at):
+            at = at[flat[at] <= np.partition(flat[at], wanted - 1)[wanted - 1]]
+        sizes, times = memory.reshape(-1)[at], step_s.reshape(-1)[at]
+        kept, ties = _first_of_ties(np.lexsort((at, times, sizes, flat[at])), times, sizes)
+        if len(kept) >= count or len(at) == len(finite):
+            return at[kept[:count]], ties[:count]
+        wanted *= 4
+
+
+def _first_of_ties(order: np.ndarray, times: np.ndarray, sizes: np.ndarray, ties: np.ndarray | None = None) -> tuple:
+    """(those of an order of plans that no earlier one equals in time and memory, how many later ones equal each)."""
+    pairs = (times + 1j * sizes)[order]
+    _, first, which = np.unique(pairs, return_index=True, return_inverse=True)
+    counts = np.bincount(which, None if ties is None else ties[order] + 1.0).astype(int)
+    kept = np.sort(first)
+    return order[kept], counts[which[kept]] - 1
+
+
+def _without_ties(table: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    if not table:
+        return table
+    order = np.arange(len(table["place"]))
+    kept, ties = _first_of_ties(order, table["step_s"], table["memory_bytes"], table["ties"])
+    return _rows(table, kept) | {"ties": ties}
 
 
 def _front(step_s: np.ndarray, memory: np.ndarray, fits: np.ndarray) -> np.ndarray:
@@ -148,7 +225,7 @@ def _columns(plans: Plans, values: dict, chosen: np.ndarray, place: int) -> dict
     shape = values["memory_bytes"].shape
     row, column = np.unravel_index(chosen, shape)
     every = {name: np.broadcast_to(getattr(plans, name), shape) for name in SEARCHED} | values
-    return {name: value[row, column] for name, value in every.items()} | {"place": place + chosen}
+    return {name: value[row, column] for name, value in every.items()} | {"place": place + chosen, "ties": 0 * chosen}
 
 
 def _joined(parts: list[dict[str, np.ndarray]], *order: str) -> dict[str, np.ndarray]:

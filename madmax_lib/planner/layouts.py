@@ -35,8 +35,9 @@ def layouts(spec: RunSpec, devices: int, cluster: str = "") -> list[str]:
     else:
         run = {"sequence": spec.sequence or None, "dtype": "bf16" if spec.dtype == "auto" else spec.dtype}
         here = catalog.cluster(cluster or _STAND_IN, devices=devices)
-        space = replace(Space.quick(), hybrid=(), overlap_gather=(False,))  # what runs
-        found = search(spec.shapes, here, spec.global_batch, top=_TOP, space=space, progress=False, **run).table
+        space = replace(Space.quick(), hybrid=(), overlap_gather=(False,))
+        run |= {"software": "workbench", "space": space, "top": _TOP, "progress": False}
+        found = search(spec.shapes, here, spec.global_batch, **run).table
         tried = shortlist(found[found["plan"].map(runs)], spec.shapes)["plan"].head(_MOST)
     tried = dict.fromkeys(["dp1", *tried])  # one device is what the others are measured against
     return [f"{text}.nosp" if image and "tp" in text else text for text in tried]

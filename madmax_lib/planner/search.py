@@ -4,58 +4,24 @@ A search deals the degrees of a `space` out in parts (`distribute`), each of whi
 """
 
 import time
-from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.case import Case
 from madmax_lib.fields import argument, shown, whole
 from madmax_lib.plan import Plan
+from madmax_lib.plan_flags.write import STACKS
+from madmax_lib.planner.answer import SearchResult, described, different
 from madmax_lib.planner.distribute import run_parts
-from madmax_lib.planner.evaluate import Found, SearchProblem, energy_j
-from madmax_lib.planner.space import SEARCHED, Space, legal_degrees, plan_of
-from madmax_lib.plans import Plans
+from madmax_lib.planner.evaluate import Found, SearchProblem
+from madmax_lib.planner.space import Space, legal_degrees
 from madmax_lib.simulator.memory.memory import usable_bytes
-from madmax_lib.simulator.rates.parameters import Parameters, shipped
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.step_time import step_time
-from madmax_lib.simulator.step.uncertainty import log_width
+from madmax_lib.simulator.rates.parameters import Parameters, shipped, software_of
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Transformer
 
-__all__ = ["SearchResult", "search"]
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """What a search has shown; tables in order of the objective.
-
-    table: the best `top` plans, with the fields of Plan, plan (its text), step_s, low_s and high_s (90 % interval),
-        memory_bytes (of the fullest device), mfu, tokens_per_s, cost_usd (per step, NaN without a price) and energy_j
-        (all devices).
-    pareto: plans that no other one beats in time and memory, same columns.
-    evaluated: legal plans that were timed.
-    feasible: those of them that fit.
-    seconds: of the search, wall clock.
-    dropped: rule, count, of: degrees ("layouts") that no plan was made of, by rule, and plans that do not fit.
-    complete: False if interrupted (default True).
-    """
-
-    table: pd.DataFrame
-    pareto: pd.DataFrame
-    evaluated: int
-    feasible: int
-    seconds: float
-    dropped: pd.DataFrame = field(repr=False)
-    complete: bool = True
-
-    @property
-    def best(self) -> Plan:
-        """The best plan. Raises ValueError if none fits."""
-        if not len(self.table):
-            raise ValueError("no plan fits")
-        return plan_of(self.table.iloc[0].to_dict())
+__all__ = ["search"]
 
 
 def search(
@@ -83,8 +49,9 @@ def search(
 
     model, cluster: or their names. objective: time, cost (needs a price per device-hour, the catalog's if usd_per_hour
     is None), energy or memory. space: the full `Space` if None, `Space.quick()` for what people usually run. software:
-    that trains, a name of `data/software.csv` or one of your own; that of the parameters or any if None. imbalance: of
-    experts, as in `Case`.
+    that trains, a name of `data/software.csv` or one of your own; that of the parameters if None. Without any, a plan
+    must be launched by one of the `STACKS` whose configuration `plan_flags` writes, and is priced as by tuned Megatron.
+    imbalance: of experts, as in `Case`.
     client: a dask client that takes shards of the space. directory: where finished shards are kept, so that a stopped
     search goes on. shard of shards: this part only, for job arrays; it may hold no plan that fits. Interrupting returns
     the best so far with complete=False.
@@ -95,56 +62,53 @@ def search(
     >>> found.best.world_size, len(found.table), found.table["step_s"].is_monotonic_increasing
     (2, 3, True)
     """
-    software = getattr(parameters, "software", None) if software is None else software
-    case = Case.of_step(model, cluster, Plan(), global_batch, sequence, dtype, software, imbalance, jitter)
-    model, cluster, shard = case.model, case.cluster, whole("shard", shard)
-    if isinstance(model, DLRM):
-        raise ValueError(f"{model.name}: recommendation models are split by dp only, no search is needed")
-    if client is not None and not hasattr(client, "scatter"):
-        raise ValueError(f"client={shown(client)} must be a dask client")
-    if shard >= whole("shards", shards, 1):
-        raise ValueError(f"shard={shard} is not one of 0 to {shards - 1} (shards={shards})")
+    further = (sequence, dtype, software_of(software, parameters), imbalance, jitter)
+    case = Case.of_step(model, cluster, Plan(), global_batch, *further)
+    _check(case, client, shard, shards)
     start = time.perf_counter()
-    price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
-    room_bytes = usable_bytes(cluster.device)
-    space, parameters = argument("space", space, Space, Space), argument("parameters", parameters, Parameters, shipped)
-    problem = SearchProblem(case, space, objective, top, parameters, price, room_bytes)
+    problem = _problem(case, space, objective, top, parameters, usd_per_hour)
     degrees, dropped = legal_degrees(problem.space, case)
     if not degrees:
         reasons = "; ".join(f"{rule} ({count} dropped)" for rule, count in dropped.most_common())
-        raise ValueError(f"no layout of {model.name} on {cluster.world_size} devices: {reasons}")
+        raise ValueError(f"no layout of {case.model.name} on {case.cluster.world_size} devices: {reasons}")
     found, complete = run_parts(problem, degrees[shard::shards], client, directory, progress)
     if complete and not found.feasible and shards == 1:
         raise ValueError(_too_large(problem, found))
-    table, front = (_finished(case, problem.parameters, pd.DataFrame(part)) for part in (found.table, found.front))
     rules = [(rule, count, "layouts") for rule, count in sorted(dropped.items())]
+    rules.append(("a stack must launch it", found.idle, "plans"))
     rules.append(("must fit in memory", found.evaluated - found.feasible, "plans"))
     rules = pd.DataFrame(rules, columns=["rule", "count", "of"])
-    seconds = time.perf_counter() - start
-    return SearchResult(table, front, found.evaluated, found.feasible, seconds, rules, complete)
+    table, front, ways = (pd.DataFrame(),) * 3
+    if found.feasible:
+        table, front = (described(problem, part)[0] for part in (found.table, found.front))
+        ways = different(problem, found.ways)
+    counts = (found.evaluated, found.feasible, time.perf_counter() - start)
+    return SearchResult(table, front.drop(columns="ties", errors="ignore"), ways, *counts, rules, problem, complete)
 
 
-def _finished(case: Case, parameters: Parameters, table: pd.DataFrame) -> pd.DataFrame:
-    """With the text of each plan, its interval, MFU, tokens per second and energy."""
-    if not len(table):
-        return table
-    tokens = case.global_batch * case.sequence
-    flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
-    peak = case.cluster.world_size * case.cluster.device.peak(case.dtype)
-    table = table.drop(columns="place").reset_index(drop=True)
-    case = replace(case, plan=Plans.from_table(table[list(SEARCHED)]))
-    steps = Steps.of(case)
-    factor, place = np.exp(log_width(steps, step_time(steps, parameters), parameters)), table.columns.get_loc("step_s")
-    table.insert(place + 1, "low_s", table["step_s"] / factor)
-    table.insert(place + 2, "high_s", table["step_s"] * factor)
-    if case.cluster.device.tdp_w > 0:
-        table["energy_j"] = energy_j(case, parameters)
-    table.insert(0, "plan", [str(plan_of(row)) for row in table.to_dict("records")])
-    return table.assign(mfu=flops / table["step_s"] / peak, tokens_per_s=tokens / table["step_s"])
+def _check(case: Case, client, shard: int, shards: int) -> None:
+    """Raises ValueError for what cannot be searched."""
+    if isinstance(case.model, DLRM):
+        raise ValueError(f"{case.model.name}: recommendation models are split by dp only, no search is needed")
+    if client is not None and not hasattr(client, "scatter"):
+        raise ValueError(f"client={shown(client)} must be a dask client")
+    if whole("shard", shard) >= whole("shards", shards, 1):
+        raise ValueError(f"shard={shard} is not one of 0 to {shards - 1} (shards={shards})")
+
+
+def _problem(case: Case, space, objective: str, top: int, parameters, usd_per_hour) -> SearchProblem:
+    price = case.cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
+    space, parameters = argument("space", space, Space, Space), argument("parameters", parameters, Parameters, shipped)
+    stacks = (case.software,) if case.software else tuple(map(catalog.software, STACKS))
+    room_bytes = usable_bytes(case.cluster.device)
+    return SearchProblem(case, space, objective, top, parameters, price, room_bytes, stacks)
 
 
 def _too_large(problem: SearchProblem, found: Found) -> str:
     model, device = problem.case.model.name, problem.case.cluster.device.name
+    if not found.evaluated and found.idle:
+        stacks = ", ".join(stack.name for stack in problem.stacks)
+        return f"no plan of {model}: {stacks} launches none of the {found.idle:,} of the space"
     if not found.evaluated:
         return f"no plan of {model}: the space names no micro-batch, schedule or ZeRO stage that divides"
     least, room = (f"{size / 1e9:.1f} GB" for size in (found.least_bytes, problem.room_bytes))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields, replace
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -21,12 +22,14 @@ from madmax_lib.plan import DEFAULTS, Plan
 from madmax_lib.plan_rules import NEST
 from madmax_lib.plans import Plans, legal, rules_of
 from madmax_lib.rules import FIELDS
-from madmax_lib.specs import Cluster
 
 __all__ = ["SEARCHED", "Degrees", "Space", "legal_degrees", "pass_choices", "plan_of", "sharding_choices"]
 
-_PASS = ("micro_batch", "schedule", "interleave", "recompute", "sequence_parallel", "context", "attention")
+_ORDER = ("micro_batch", "schedule", "interleave", "last_layers", "embedding_as_layer", "head_as_layer")
+_PASS = (*_ORDER, "recompute", "sequence_parallel", "context", "attention")
 _ANY = ("tp", "cp", "pp", "ep", "micro_batch", "interleave", "hybrid")  # None is all that divide
+_ENDS = _ORDER[3:]  # columns that are left out where stages are equal
+_USUAL = 4  # chunks per stage, beyond which few go
 _SHARDING = ("zero", "shard", "overlap_gather", "reduce_fp32", "qwz", "hpz", "qgz", "prefetch")
 
 SEARCHED = ("tp", "cp", "pp", "ep", "dp", *_PASS, *_SHARDING)  # fields of a Plan that a search sets
@@ -38,16 +41,18 @@ class Space:
 
     tp, cp, pp, ep: degrees (default None).
     micro_batch: samples per device and micro-batch (default None).
-    interleave: chunks per stage, as Megatron cuts them: pp x interleave divides the layers, pp the micro-batches
-        (default None).
+    interleave: chunks per stage, as Megatron cuts them: pp x interleave divides the layers, with embedding and head
+        counted if need be, pp the micro-batches (default None).
+    usual_interleave: at most 4 chunks, or the fewest where the layers of a stage only divide by more (default False).
     schedule: of the pipeline (default all).
     recompute: what the backward pass computes again (default all).
-    sequence_parallel: beside tp (default both; always with ep).
+    sequence_parallel: beside tp (default both; always with ep, never where the software has none).
     context: how cp exchanges keys and values (default ring and ulysses).
     attention: kernels (default flash and unfused).
     zero: stages of ZeRO (default all).
+    zero_under_pipeline: those of them beside pp (default all).
     hybrid: sizes of HSDP's shards in devices (default None; () for no HSDP).
-    overlap_gather: of ZeRO-1/2 (default both).
+    overlap_gather: of ZeRO-1/2 (default both; never where the software does not).
     reduce_fp32: gradients reduced in fp32 (default both).
     quantised: the choices of ZeRO++ too, whose 8-bit weights and 4-bit gradients change the numbers (default False).
     prefetch: layers that ZeRO-3 gathers ahead (default 1 and 0).
@@ -67,12 +72,14 @@ class Space:
     ep: tuple[int, ...] | None = None
     micro_batch: tuple[int, ...] | None = None
     interleave: tuple[int, ...] | None = None
+    usual_interleave: bool = False
     schedule: tuple[str, ...] = ("1f1b", "gpipe", "zero-bubble")
     recompute: tuple[str, ...] = ("none", "selective", "full")
     sequence_parallel: tuple[bool, ...] = (True, False)
     context: tuple[str, ...] = ("ring", "ulysses")
     attention: tuple[str, ...] = ("flash", "unfused")
     zero: tuple[int, ...] = (0, 1, 2, 3)
+    zero_under_pipeline: tuple[int, ...] = (0, 1, 2, 3)
     hybrid: tuple[int, ...] | None = None
     overlap_gather: tuple[bool, ...] = (True, False)
     reduce_fp32: tuple[bool, ...] = (False, True)
@@ -82,23 +89,26 @@ class Space:
 
     def __post_init__(self):
         for name, values in vars(self).items():
-            if name in ("quantised", "tp_beyond_node"):
+            if name in ("quantised", "tp_beyond_node", "usual_interleave"):
                 argument(name, values, bool)
             elif values is not None or name not in _ANY:
                 object.__setattr__(self, name, _checked(name, values))
 
     @classmethod
     def quick(cls) -> Space:
-        """What people run: flash attention, 1F1B, ring attention, tensor parallelism inside a node, no ZeRO++."""
+        """What people run: flash and ring attention, 1F1B in few chunks, tp inside a node, no ZeRO-2 under a pipeline.
+
+        Gradients are reduced in either type; there is no ZeRO++.
+        """
         one = {"schedule": ("1f1b",), "context": ("ring",), "attention": ("flash",), "sequence_parallel": (True,)}
-        one |= {"overlap_gather": (True,), "reduce_fp32": (True,), "prefetch": (1,)}
-        return cls(**one, quantised=False, tp_beyond_node=False)
+        one |= {"overlap_gather": (True,), "zero_under_pipeline": (0, 1, 3), "prefetch": (1,)}
+        return cls(**one, usual_interleave=True, tp_beyond_node=False)
 
 
 def _checked(name: str, values) -> tuple:
     """Values of one choice as a tuple, each of which a Plan takes."""
     values = tuple(values) if isinstance(values, (tuple, list, range)) else (values,)
-    field = {"hybrid": "shard"}.get(name, name)
+    field = {"hybrid": "shard", "zero_under_pipeline": "zero"}.get(name, name)
     for value in values:
         plan = Plans(**{"sequence_parallel": False} | {field: value})
         if FIELDS[field].broken(plan, None):
@@ -147,9 +157,13 @@ def _filling(space: Space, case: Case) -> Iterator[Degrees]:
 
 
 def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.ndarray]:
-    """Columns of `_PASS`, each (a, 1); none if no micro-batch or context goes with the degrees."""
+    """Columns of `_PASS`, each (a, 1), without `_ENDS` where all stages are equal.
+
+    None if no micro-batch or context goes with the degrees.
+    """
     local, contexts = case.global_batch // degrees.dp, _contexts(space, case, degrees)
-    parallel = (False,) if degrees.tp == 1 else (True,) if degrees.ep > 1 else space.sequence_parallel
+    lacks = degrees.tp == 1 or "sequence_parallel=1" in case.software.unsaid
+    parallel = (False,) if lacks else (True,) if degrees.ep > 1 else space.sequence_parallel
     micros, layers = _among(space.micro_batch, _divisors(local)), case.model.layers
     orders = [(micro, *order) for micro in micros for order in _schedules(space, layers, degrees.pp, local // micro)]
     others = [*product(space.recompute, parallel, contexts, space.attention)]
@@ -157,7 +171,8 @@ def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.nda
         return {}
     columns = [np.repeat(column, len(others)) for column in zip(*orders, strict=True)]
     columns += [np.tile(column, len(orders)) for column in zip(*others, strict=True)]
-    return {name: column[:, None] for name, column in zip(_PASS, columns, strict=True)}
+    named = zip(_PASS, columns, strict=True)
+    return {name: column[:, None] for name, column in named if name not in _ENDS or column.any()}
 
 
 def _contexts(space: Space, case: Case, degrees: Degrees) -> list[str]:
@@ -169,28 +184,51 @@ def _contexts(space: Space, case: Case, degrees: Degrees) -> list[str]:
     return [context for context, one in cases.items() if not any(rule.broken(one.plan, one) for rule in rules_of(one))]
 
 
-def _schedules(space: Space, layers: int, pp: int, micro_batches: int) -> Iterator[tuple[str, int]]:
-    """Schedules that differ: with one stage or one micro-batch all are 1F1B."""
+def _schedules(space: Space, layers: int, pp: int, micro_batches: int) -> Iterator[tuple]:
+    """Schedules that differ, as `_ORDER` after the micro-batch: with one stage or one micro-batch all are 1F1B."""
     if pp == 1:
-        yield "1f1b", 1
+        yield "1f1b", 1, 0, False, False
         return
-    chunks = [v for v in _divisors(layers // pp) if layers % (pp * v) == 0 and micro_batches % pp == 0] or [1]
+    cuts = {v: ends for v in range(1, (layers + 2) // pp + 1) if (ends := _ends(layers, pp, v))}
+    chunks = [v for v in cuts if v == 1 or micro_batches % pp == 0]
+    usual = [v for v in chunks if v <= _USUAL]
+    chunks = chunks[: max(len(usual), 2)] if space.usual_interleave else chunks
     for schedule in space.schedule if micro_batches > 1 else space.schedule[:1]:
-        if schedule == "1f1b":
-            yield from ((schedule, v) for v in _among(space.interleave, chunks))
-        else:
-            yield schedule, 1
+        for v in _among(space.interleave, chunks) if schedule == "1f1b" else [1]:
+            yield from ((schedule, v, *ends) for ends in cuts[v])
 
 
-def sharding_choices(space: Space, degrees: Degrees, cluster: Cluster) -> dict[str, np.ndarray]:
+@lru_cache(maxsize=4096)
+def _ends(layers: int, pp: int, chunks: int) -> list[tuple[int, bool, bool]]:
+    """last_layers, embedding_as_layer and head_as_layer that cut layers into stages of so many chunks.
+
+    Equal ones if they can be; else with embedding and head as layers [Llama 3, arXiv 2407.21783, 3.3.2; BLOOM], with a
+    short last stage [DeepSeek-V3 in Megatron], or with a remainder as the software deals it out.
+
+    >>> _ends(96, 8, 2), _ends(126, 16, 8), _ends(61, 16, 1)
+    ([(0, False, False)], [(0, True, True)], [(0, False, False), (1, False, False)])
+    """
+    if layers % (pp * chunks) == 0:
+        return [(0, False, False)]
+    counted = [(True, True), (False, True), (True, False)]
+    ends = [(0, *both) for both in counted if (layers + sum(both)) % (pp * chunks) == 0][:1]
+    if chunks > 1 or pp > layers:
+        return ends
+    last = layers - (pp - 1) * -(-layers // pp)
+    return [(0, False, False), *ends, *([(last, False, False)] if last > 0 else [])]
+
+
+def sharding_choices(space: Space, degrees: Degrees, case: Case) -> dict[str, np.ndarray]:
     """Columns of `_SHARDING`, each (1, b)."""
+    late = "overlap_gather=1" in case.software.refuses
     ranks = degrees.dp * degrees.cp
     rows: list[tuple] = []
-    for zero in space.zero if ranks > 1 else (0,):
+    stages = space.zero if degrees.pp == 1 else [zero for zero in space.zero if zero in space.zero_under_pipeline]
+    for zero in stages if ranks > 1 else (0,):
         if zero == 3:
-            rows += _full_shardings(space, ranks, degrees.ep, max(cluster.devices_per_node // degrees.tp, 1))
+            rows += _full_shardings(space, ranks, degrees.ep, max(case.cluster.devices_per_node // degrees.tp, 1))
         else:
-            gathers = space.overlap_gather if zero else (False,)
+            gathers = space.overlap_gather if zero and not late else (False,)
             wide = space.reduce_fp32 if ranks > 1 else (False,)
             rows += [(zero, 0, gather, fp32, False, False, False, 1) for gather, fp32 in product(gathers, wide)]
     return {name: np.array([row[i] for row in rows])[None, :] for i, name in enumerate(_SHARDING)} if rows else {}

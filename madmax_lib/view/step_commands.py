@@ -8,7 +8,18 @@ from madmax_lib.view.answers import Answer, add_command
 
 __all__ = ["add"]
 
-_SEARCHED = ["plan", "step_s", "low_s", "high_s", "memory_bytes", "mfu", "tokens_per_s", "cost_usd", "energy_j"]
+_SEARCHED = [
+    "plan",
+    "stacks",
+    "step_s",
+    "low_s",
+    "high_s",
+    "memory_bytes",
+    "mfu",
+    "tokens_per_s",
+    "cost_usd",
+    "energy_j",
+]
 
 
 def add(commands) -> None:
@@ -64,7 +75,7 @@ def _search(options: Namespace) -> Answer:
     from madmax_lib.planner.search import search
 
     found = search(**_step(options), objective=options.objective, top=options.top, progress=False)
-    about = {"best": found.best, "evaluated": found.evaluated, "feasible": found.feasible}
+    about = {"best": found.best, "evaluated": found.evaluated, "feasible": found.feasible, "hint": found.hint}
     table = found.table[[name for name in _SEARCHED if name in found.table]]
     return Answer(table, about, _inputs(options))
 

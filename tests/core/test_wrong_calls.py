@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
+from madmax_lib.case import Case
 from madmax_lib.fields import shown, whole
 from madmax_lib.planner import Space, codesign, lever_table, shortlist, training, variants
 from madmax_lib.planner.space import Degrees, sharding_choices
@@ -313,7 +314,10 @@ def test_memory_is_counted_unless_it_is_much_work():
 def test_six_devices_and_a_mixture():
     """Shards of three devices beside groups of two experts cannot be laid out."""
     six = replace(mm.cluster("dgx-h100"), devices_per_node=6)
-    assert set(sharding_choices(Space(), Degrees(tp=1, cp=1, pp=1, ep=2, dp=6), six)["shard"].ravel()) == {0, 2}
+    choices = sharding_choices(
+        Space(), Degrees(tp=1, cp=1, pp=1, ep=2, dp=6), Case("deepseek-v2-lite", six, mm.Plan(), 12)
+    )
+    assert set(choices["shard"].ravel()) == {0, 2}
     found = mm.search("deepseek-v2-lite", six, 12, space=Space(ep=2, tp=1, cp=1, zero=3), top=500, progress=False)
     assert set(found.table["shard"]) <= {0, 2} and found.table["ep"].eq(2).all()
 

@@ -20,7 +20,7 @@ import numpy as np
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 from madmax_lib.simulator.step.inputs import Coded, Steps
 
-__all__ = ["COMPONENTS", "components", "log_width", "places_of", "width_of"]
+__all__ = ["COMPONENTS", "components", "log_width", "places_of", "shared_errors", "width_of"]
 
 COMPONENTS = ("constants", "stranger", "mixture", "rare")
 _SCALE = 0.04  # fits on at most 16, 32, 64, 128 devices: squared errors of the others grow by 0.04^2 per doubling
@@ -87,6 +87,18 @@ def _open_variance(steps: Steps, times: Mapping[str, np.ndarray], parameters: Pa
         of_parts = slopes.T @ covariance[np.ix_(at, at)] @ slopes
         result[rows] = np.einsum("pn,pn->n", of_parts @ shares[:, rows], shares[:, rows])
     return np.maximum(result, 0.0)
+
+
+def shared_errors(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters) -> np.ndarray:
+    """Covariance (n, n) of log(measured / predicted) that the constants leave open; `log_width` has its diagonal."""
+    parts, slopes = parameters.slopes
+    places, covariance = parameters.uncertainty
+    count = len(times["step_s"])
+    shares = np.array([times[part] for part in parts]).reshape(-1, count) / times["step_s"]
+    pulls = np.zeros((count, len(covariance)))
+    for name, of_parts in zip(parameters.sensitivities, slopes, strict=True):
+        np.add.at(pulls, (np.arange(count), places_of(steps, name, places)), of_parts @ shares)
+    return parameters.residuals["constants"] ** 2 * (pulls @ covariance @ pulls.T)
 
 
 def _doublings(steps: Steps, parameters: Parameters) -> np.ndarray:
