@@ -107,10 +107,7 @@ def _meta(case: Case, seed: int, offloaded) -> Meta:
 
 
 def _lay_out(
-    case: Case,
-    parameters: Parameters | None = None,
-    *,
-    policy: Policy | None = None,
+    case: Case, parameters: Parameters | None = None, *, policy: Policy | None = None
 ) -> tuple[StepBuilder, Program]:
     """Operations of `simulate` before they are timed, one rank per pipeline stage; arguments and errors as there."""
     enforce(rules_of(case), case.plan, case)

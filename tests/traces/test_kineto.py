@@ -220,11 +220,7 @@ def test_rank_of_a_file(tmp_path, name, info, args, rank, late):
 
 @pytest.mark.parametrize(
     ("name", "rank"),
-    [
-        ("1756-TP-3.trace.json.gz", 3),
-        ("dp0_pp0_tp3_dcp0_ep3_rank3.1756.pt.trace.json.gz", 3),
-        ("http_0.json.gz", 0),
-    ],
+    [("1756-TP-3.trace.json.gz", 3), ("dp0_pp0_tp3_dcp0_ep3_rank3.1756.pt.trace.json.gz", 3), ("http_0.json.gz", 0)],
 )
 @pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo")
 def test_names_of_servers_tell_the_rank(name, rank, tmp_path):

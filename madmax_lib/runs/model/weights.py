@@ -20,11 +20,7 @@ __all__ = ["Weights"]
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # prefix of a model saved with its head around it, name of a layer; names in it stand in data/published_weights.csv
-_FAMILIES = {
-    "gpt2": ("transformer.", "h.{}."),
-    "qwen2": ("model.", "layers.{}."),
-    "vit": ("vit.", "encoder.layer.{}."),
-}
+_FAMILIES = {"gpt2": ("transformer.", "h.{}."), "qwen2": ("model.", "layers.{}."), "vit": ("vit.", "encoder.layer.{}.")}
 _THIRD = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
 
 

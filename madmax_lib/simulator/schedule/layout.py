@@ -32,11 +32,7 @@ class StepBuilder:
     """
 
     def __init__(
-        self,
-        case: Case,
-        batch: MicroBatch,
-        last: MicroBatch | None = None,
-        offloaded: Offloaded | None = None,
+        self, case: Case, batch: MicroBatch, last: MicroBatch | None = None, offloaded: Offloaded | None = None
     ):
         self.case, self.plan, self.offloaded = case, case.plan, offloaded
         self.batch, self.last, self.groups = batch, last or batch, batch.prices.groups

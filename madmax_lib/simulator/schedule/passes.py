@@ -34,9 +34,7 @@ class Pass:
     """
 
     def __init__(
-        self,
-        comm_s: Callable[[str, float, str, float], float],
-        slowdown: Callable[[str], float] = lambda unit: 1.0,
+        self, comm_s: Callable[[str, float, str, float], float], slowdown: Callable[[str], float] = lambda unit: 1.0
     ):
         self.comm_s, self.slowdown = comm_s, slowdown
         self.program = Program()
