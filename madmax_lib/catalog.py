@@ -24,8 +24,8 @@ from madmax_lib.hugging_face import read_config
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Device, Host, Link, Model, Transformer
 
-__all__ = ["USER_FOLDER", "cluster", "clusters", "data_file", "device", "device_named", "model", "models", "software"]
-__all__ += ["table"]
+__all__ = ["USER_FOLDER", "cluster", "cluster_with", "clusters", "data_file", "device", "device_named", "model"]
+__all__ += ["models", "software", "table"]
 
 _UNITS = {"": 1.0, "MiB": 2.0**20, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0, "us": 1e-6}
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
@@ -117,6 +117,21 @@ def cluster(name: str | Path | Cluster, nodes: int | None = None, devices: int |
     links = [_link(row[place], used) for place in ("intra", "inter")]
     nics = math.ceil(int(row["nics_per_node"]) * used / full) if row["nics_per_node"] else None
     return Cluster(name, device(row["device"]), used, nodes, *links, _host(name), nics)
+
+
+def cluster_with(device: Device, gpus: int = 0) -> str:
+    """The first cluster with such devices, of nodes as large if there is one, else larger, if gpus > 0.
+
+    Raises ValueError if there is none.
+
+    >>> cluster_with(device("H100"))
+    'dgx-h100'
+    """
+    columns = (table("clusters")[column] for column in ("name", "device", "devices_per_node"))
+    sizes = {name: int(size) for name, of, size in zip(*columns, strict=True) if of == device.name}
+    if not sizes:
+        raise ValueError(f"no cluster of {device.name} is known, name one as cluster")
+    return min(sizes, key=lambda name: sizes[name] if 0 < gpus <= sizes[name] else math.inf)
 
 
 def _from_machine(path: Path) -> Cluster:

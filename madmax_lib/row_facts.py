@@ -199,7 +199,7 @@ def machine_of(raw: dict, device: Device, devices: int) -> tuple[Cluster, str]:
     bf16. Raises ValueError where there is none.
     """
     gpus = count_of(raw, "devices_per_node", 0)
-    name = text_of(raw, "cluster") or _cluster_of(device, gpus)
+    name = text_of(raw, "cluster") or catalog.cluster_with(device, gpus)
     full = catalog.cluster(name).devices_per_node
     most = min(gpus or full, devices)
     node = next(size for size in range(most, 0, -1) if devices % size == 0)
@@ -241,20 +241,6 @@ def software_of(raw: dict, device: Device) -> Software:
 @lru_cache(maxsize=1)
 def _sources() -> list[dict]:
     return catalog.table("row_clusters").to_dict("records")
-
-
-@lru_cache(maxsize=64)
-def _cluster_of(device: Device, gpus: int) -> str:
-    """The catalog's first cluster with such devices, of nodes as large if there is one, else larger, if gpus > 0.
-
-    Raises ValueError if there is none.
-    """
-    clusters = catalog.table("clusters")
-    clusters = clusters[clusters["device"] == device.name]
-    if clusters.empty:
-        raise ValueError(f"no cluster of {device.name} is known, name one in a column cluster")
-    more = clusters["devices_per_node"].astype(int).to_numpy() - gpus
-    return clusters["name"].iloc[int(np.where(more < 0, np.inf, more).argmin()) if gpus else 0]
 
 
 @lru_cache(maxsize=64)

@@ -12,14 +12,16 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.fields import argument, number
+from madmax_lib.planner.goodput import Goodput, practice
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
+from madmax_lib.simulator.step.power import ERROR
 from madmax_lib.specs import Cluster, Transformer
 
 __all__ = ["codesign", "scaled", "training"]
 
 _RESOURCES = ("compute", "memory_bandwidth", "memory", "intra", "inter")
-_SECONDS_PER_DAY = 86400.0
+_SECONDS_PER_DAY, _JOULE_PER_MWH = 86400.0, 3.6e9
 
 
 def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
@@ -79,16 +81,39 @@ def _best(model: Transformer, cluster: Cluster, global_batch: int, options: dict
 
 
 def training(
-    table: pd.DataFrame, tokens: float, cluster: Cluster | str, usd_per_hour: float | None = None
+    table: pd.DataFrame,
+    tokens: float,
+    cluster: Cluster | str,
+    usd_per_hour: float | None = None,
+    *,
+    model: Transformer | str | None = None,
+    goodput: Goodput | None = None,
 ) -> pd.DataFrame:
-    """Days and cost of training on a number of tokens with the plans of a search or co-design table.
+    """Days, money and energy of training on a number of tokens with the plans of a search or co-design table.
 
-    table: with tokens_per_s. Adds days, device_hours and usd (NaN without a price).
+    table: with tokens_per_s; also step_s, low_s and high_s for intervals, and energy_j (all devices) for energy.
+    usd_per_hour: of a device; the catalog's, with its date in `data/devices.csv`, if None. model: whose states are
+    checkpointed; without one checkpoints take no time. goodput: what stops the training, `Goodput()` if None.
+    Adds goodput (share of the time that trains), days, device_hours, usd and mwh (of the devices; usd is NaN without a
+    price, mwh left out without energy_j), each also as _low and _high: 90 %, from what owners published over such
+    predictions (`goodput.practice`), or from the step where that is less sure, and a quarter more for energy.
     """
     cluster, tokens = catalog.cluster(cluster), number("tokens", tokens, positive=True)
     if "tokens_per_s" not in argument("table", table, pd.DataFrame):
         raise ValueError("table of plans: column 'tokens_per_s' is missing")
-    price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
-    seconds = tokens / table["tokens_per_s"]
+    price = cluster.device.usd_per_hour if usd_per_hour is None else number("usd_per_hour", usd_per_hour)
+    parameters = 0.0 if model is None else catalog.model(model).parameters
+    share = argument("goodput", goodput, Goodput, Goodput).share(cluster.world_size, parameters)
+    factor, width = practice()
+    if {"step_s", "high_s"} <= {*table.columns}:
+        width = np.fmax(width, np.log(table["high_s"] / table["step_s"]))
+    seconds = factor * tokens / table["tokens_per_s"] / share
     hours = seconds / 3600 * cluster.world_size
-    return table.assign(days=seconds / _SECONDS_PER_DAY, device_hours=hours, usd=hours * price)
+    columns = {"days": seconds / _SECONDS_PER_DAY, "device_hours": hours, "usd": hours * price}
+    if {"energy_j", "step_s"} <= {*table.columns}:
+        columns["mwh"] = table["energy_j"] * seconds / table["step_s"] / _JOULE_PER_MWH
+    table = table.assign(goodput=share)
+    for name, value in columns.items():
+        log = np.hypot(width, np.log1p(ERROR)) if name == "mwh" else width
+        table = table.assign(**{name: value, f"{name}_low": value * np.exp(-log), f"{name}_high": value * np.exp(log)})
+    return table

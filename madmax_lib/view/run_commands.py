@@ -35,6 +35,20 @@ def add(commands) -> None:
     expect.add_argument(
         "--trace", metavar="DIR", help="traces of the run, which tell the step too and which part is off"
     )
+    plan = add_command(commands, "plan", _plan, help="GPUs, days, USD and MWh of a training, with intervals")
+    plan.add_argument("--model", required=True, help="of the catalog, or a config.json of Hugging Face")
+    plan.add_argument("--tokens", type=float, required=True, help="of the training, such as 15e12")
+    where = plan.add_mutually_exclusive_group(required=True)
+    where.add_argument("--device", help="such as h100, in the catalog's first cluster that has it")
+    where.add_argument("--cluster", help="of the catalog; as many of its nodes as are needed")
+    asked = plan.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--days", type=float, help="after which the training shall be done")
+    asked.add_argument("--devices", type=int, help="how many there are")
+    plan.add_argument("--global-batch", type=int, help="samples a step (default: about 4 or 16 million tokens)")
+    plan.add_argument("--sequence", type=int, help="tokens a sample (default: the model's)")
+    plan.add_argument("--dtype", default="bf16", help="default: bf16")
+    plan.add_argument("--software", default="megatron-core", help="that trains (default: megatron-core)")
+    plan.add_argument("--usd-per-hour", type=float, help="of a device (default: the catalog's)")
 
 
 def _expect(options: Namespace) -> Answer:
@@ -57,3 +71,17 @@ def _expect(options: Namespace) -> Answer:
     table = result.explanations if timeline is None else with_origin(result.parts, timeline)
     inputs = [options.model, options.cluster, *([options.software] if options.software else [])]
     return Answer(table, about, inputs, passed=result.verdict in ("fine", "cannot tell"))
+
+
+def _plan(options: Namespace) -> Answer:
+    from madmax_lib import catalog
+    from madmax_lib.planner.campaign import AMOUNTS, campaign
+
+    cluster = options.cluster or catalog.cluster_with(catalog.device(options.device))
+    names = (*_RUN, "days", "devices", "usd_per_hour")
+    result = campaign(options.model, options.tokens, cluster, **{name: getattr(options, name) for name in names})
+    about = {name: result.best[name] for name in ("devices", "plan", "global_batch", "goodput", "in_time")}
+    for name in AMOUNTS:
+        about[name] = {end or "middle": result.best[f"{name}_{end}".rstrip("_")] for end in ("", "low", "high")}
+    about["price"] = result.price
+    return Answer(result.table, about, [options.model, str(cluster), options.software])

@@ -14,7 +14,16 @@ from support import launched, plans_of_space as plans
 import madmax_lib as mm
 from madmax_lib import memory, search
 from madmax_lib.datasets import PROJECT
-from madmax_lib.planner import Space, codesign, distribute as shards_module, plan_of, shortlist, training
+from madmax_lib.planner import (
+    Goodput,
+    Space,
+    codesign,
+    distribute as shards_module,
+    plan_of,
+    practice,
+    shortlist,
+    training,
+)
 from madmax_lib.planner.codesign import _RESOURCES, scaled
 from madmax_lib.planner.distribute import _on_workers
 from madmax_lib.planner.evaluate import _OBJECTIVES
@@ -230,7 +239,14 @@ def test_plans_close_to_the_best_are_worth_measuring(found):
 
 
 def test_training_time_and_cost(found):
-    table = training(found.table, 1e12, NODE)
+    """Days are steps over the goodput, as much longer as trainings take; hours, money and energy follow from them."""
+    table, (factor, width) = training(found.table, 1e12, NODE), practice()
     first = table.iloc[0]
-    assert first["days"] * 86400 == pytest.approx(1e12 / first["tokens_per_s"])
+    assert first["days"] * 86400 == pytest.approx(factor * 1e12 / first["tokens_per_s"] / first["goodput"])
     assert first["usd"] == pytest.approx(first["days"] * 24 * 8 * 5.12125)
+    assert first["mwh"] * 3.6e9 == pytest.approx(first["energy_j"] / first["step_s"] * first["days"] * 86400)
+    for name in ("days", "device_hours", "usd", "mwh"):
+        low, high = np.log(first[f"{name}_low"] / first[name]), np.log(first[f"{name}_high"] / first[name])
+        assert low == pytest.approx(-high) and high >= width - 1e-12
+    free = training(found.table[["tokens_per_s"]], 1e12, NODE, goodput=Goodput(restart_s=0, evaluation=0))
+    assert free["goodput"].iloc[0] == 1 and (free["days"] < table["days"]).all() and "mwh" not in free
