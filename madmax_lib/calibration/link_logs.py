@@ -1,12 +1,13 @@
 """What do the logs of nccl-tests and rccl-tests say about the links? Rows that `simulate(collectives=)` takes.
 
 Logs are read as people have them: behind prefixes of mpirun and srun, between other output, without headers or with
-lines cut out. Each row is checked against itself (size over time, bus over algorithm bandwidth); one that fails is left
-out and named in a note.
+lines cut out; what nccl-tests writes as JSON (`-J`) has the same numbers with all their digits. Each row is checked
+against itself (size over time, bus over algorithm bandwidth); one that fails is left out and named in a note.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,9 @@ def read_link_log(
     Raises ValueError for a file without results, of host times, or whose collective or number of ranks is unknown.
     """
     path, notes, tables = Path(path), [], []
-    for run in _runs(path, notes):
+    text = path.read_text(errors="replace")
+    runs = [_run_of_json(path, text, notes)] if text.lstrip().startswith("{") else _runs(path, text, notes)
+    for run in (run for run in runs if run.rows):
         name = collective or run.collective or _name_in(path.stem)
         if not name:
             raise ValueError(f"{path}: which collective was measured? Give collective=, such as all_reduce")
@@ -89,10 +92,38 @@ def read_link_log(
     return rows
 
 
-def _runs(path: Path, notes: list[str]) -> list[_Run]:
+def _run_of_json(path: Path, text: str, notes: list[str]) -> _Run:
+    """The table of a file of `-J`, which lists all devices or the first of each process."""
+    try:
+        content = json.loads(text)
+        config, results = content["config"], content["results"]
+        of_process = int(config["nthreads"]) * int(config["ngpus"])
+        first = {(device["hostname"], device["pid"]): device for device in reversed(config["devices"])}
+        run = _Run(next((name for word in content["args"] if (name := _tested(word))), ""))
+        for device in sorted(first.values(), key=lambda device: int(device["rank"])):
+            place = int(device["group"]), device["hostname"]
+            run.devices += [(int(device["rank"]) + more, *place, more) for more in range(of_process)]
+        for number, result in enumerate(results, 1):
+            for key, placement in (("out_of_place", _PLACEMENTS[0]), ("in_place", _PLACEMENTS[1])):
+                if not (values := result.get(key)):
+                    continue
+                if "time" not in values:
+                    raise ValueError(f"{path}: times of the host (cpu_time), not of the collective")
+                if float(str(values.get("nwrong", 0)).replace("N/A", "0")) >= _ERROR:
+                    notes.append(f"result {number} has {values['nwrong']} wrong values")
+                    continue
+                row = {"size_bytes": int(result["size"]), "count": int(result["count"]), "dtype": result["type"]}
+                row |= {"redop": result["redop"], "placement": placement, "seconds": 1e-6 * float(values["time"])}
+                run.rows.append(row | {"algorithm": float(values["alg_bw"]), "bus": float(values["bus_bw"])})
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not the JSON of nccl-tests ({type(error).__name__}: {error})") from None
+    return run
+
+
+def _runs(path: Path, text: str, notes: list[str]) -> list[_Run]:
     """The tables of a log, in its order."""
     runs, run = [], _Run()
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         text = _PREFIX.sub("", line)
         words = text.split()
         starts = "Using devices" in text or "Collective test starting" in text or text.startswith("size ")
@@ -118,9 +149,9 @@ def _runs(path: Path, notes: list[str]) -> list[_Run]:
             run.average = float(average[1])
         elif separated := _NODES.match(text):
             run.nodes = int(separated[1])
-        elif (test := _TEST.search(text)) and _name_in(test[1]):
-            run.collective = _name_in(test[1])
-    return [run for run in runs if run.rows]
+        elif name := _tested(text):
+            run.collective = name
+    return runs
 
 
 def _results(words: list[str], run: _Run) -> list[dict]:
@@ -140,6 +171,12 @@ def _results(words: list[str], run: _Run) -> list[dict]:
         rates = {"algorithm": float(algorithm), "bus": float(bus)}
         results.append(values | rates | {"seconds": float(time_us) * 1e-6, "placement": placement})
     return results
+
+
+def _tested(text: str) -> str:
+    """The library's name of the collective of a test that is named in a text, "" if there is none."""
+    test = _TEST.search(text)
+    return _name_in(test[1]) if test else ""
 
 
 def _name_in(text: str) -> str:

@@ -1,5 +1,7 @@
 """Logs of nccl-tests and rccl-tests as people have them: 31 published ones, and made-up ones of every shape."""
 
+import json
+
 import pandas as pd
 import pytest
 
@@ -109,6 +111,51 @@ def test_other_collectives_know_their_ranks_from_the_count(tmp_path):
 def test_logs_that_do_not_say_enough_are_refused(text, name, options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         read_link_log(_log(tmp_path, text, name), **options)
+
+
+def _json(*, processes=16, of_process=1, results=None, **changes):
+    devices = [
+        {"rank": rank * of_process, "group": 0, "pid": rank, "hostname": f"host-{rank * of_process // 8}", "device": 0}
+        for rank in range(processes)
+    ]
+    ranks, rows = processes * of_process, []
+    for size, count, *times_us in ROWS:
+        rates = [size / time_us / 1e3 for time_us in times_us]
+        sides = [
+            {"time": time, "alg_bw": rate, "bus_bw": rate * 2 * (ranks - 1) / ranks, "nwrong": "0"}
+            for time, rate in zip(times_us, rates, strict=True)
+        ]
+        row = {"size": size, "count": count, "type": "float", "redop": "sum", "root": "    -1"}
+        rows.append(row | {"out_of_place": sides[0], "in_place": sides[1]})
+    config = {"nthreads": 1, "ngpus": of_process, "devices": devices}
+    content = {"version": 1, "args": ["./build/all_reduce_perf", "-b", "1M"], "env": ["TOKEN=secret"]}
+    return json.dumps(content | {"config": config, "results": results or rows} | changes)
+
+
+@pytest.mark.parametrize(("processes", "of_process"), [(16, 1), (2, 8), (1, 8)])
+def test_json_of_nccl_tests_gives_the_same_rows(processes, of_process, tmp_path):
+    rows = read_link_log(_log(tmp_path, _json(processes=processes, of_process=of_process), "x.json"))
+    assert rows["seconds"].tolist() == pytest.approx([time_us * 1e-6 for row in ROWS for time_us in row[2:]])
+    ranks = processes * of_process
+    assert set(rows["ranks"]) == {ranks} and set(rows["nodes"]) == {ranks // 8}
+    assert set(rows["collective"]) == {"all_reduce"} and "secret" not in str(rows.attrs) + rows.to_csv()
+
+
+def test_json_that_is_wrong_cut_or_of_host_times_is_refused(tmp_path):
+    wrong = json.loads(_json())["results"]
+    wrong[0]["out_of_place"]["nwrong"] = "3"
+    rows = read_link_log(_log(tmp_path, _json(results=wrong), "x.json"))
+    assert len(rows) == 3 and "result 1 has 3 wrong values" in rows.attrs["notes"]
+    host = [row | {"out_of_place": {"cpu_time": 1.0}, "in_place": None} for row in wrong]
+    for text, message in [
+        (_json(results=host), "times of the host"),
+        (_json()[:-40], "not the JSON of nccl-tests"),
+        (_json(config={}), "not the JSON of nccl-tests"),
+        (_json(args=[]), "which collective was measured"),
+        (_json(results=[row | {"out_of_place": None, "in_place": None} for row in wrong]), "no results of nccl-tests"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            read_link_log(_log(tmp_path, text, "x.json"))
 
 
 def test_a_log_takes_the_place_of_the_formulas(tmp_path):
