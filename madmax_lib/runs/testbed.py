@@ -32,7 +32,9 @@ _MOST_HOSTS = 64
 _LEAST_BITS_PER_S, _MOST_BITS_PER_S = 1e4, 1e12  # that a token bucket keeps
 _POLL_S, _GRACE_S = 0.05, 15.0
 _PORT = 29500  # each host has ports of its own
-_BURST_BYTES, _QUEUE_MS = 128 * 1024, 20  # of a token bucket: two packets of 64 KiB, and how long one may wait
+_PACKETS_BYTES = 16 * 1024, 64 * 1024  # that TCP hands over at once, at least and at most
+_BURST_S, _QUEUE_MS = 2e-4, 200  # what a token bucket may save up, two packets at least, and how long one may wait
+_TCP = "congctl reno initcwnd 64 initrwnd 64"  # whatever the system's own: a link that neither loses nor paces packets
 _PERIOD_US, _LEAST_SPEED = 10_000, 0.1  # of a quota: short beside a step; the kernel wants a quota of 1 ms
 
 
@@ -151,7 +153,12 @@ def _join_hosts(hosts: int, network: str) -> list[str]:
             f"ip -n switch link set {on_switch} master joint up",
         )
         if network:
-            bucket = f"tbf rate {_rate_bits_per_s(network):.0f}bit burst {_BURST_BYTES} latency {_QUEUE_MS}ms"
+            rate = _rate_bits_per_s(network)
+            packet_bytes = int(min(max(_BURST_S * rate / 8 / 2, _PACKETS_BYTES[0]), _PACKETS_BYTES[1]))
+            burst_bytes = int(max(_BURST_S * rate / 8, 2 * packet_bytes))
+            bucket = f"tbf rate {rate:.0f}bit burst {burst_bytes} latency {_QUEUE_MS}ms"
+            _call(f"ip -n {on_host} link set eth0 gso_max_size {packet_bytes}")
+            _call(f"ip -n {on_host} route change 10.77.0.0/24 dev eth0 src {address} {_TCP}")
             _call(f"tc -n {on_host} qdisc add dev eth0 root {bucket}")
             _call(f"tc -n switch qdisc add dev {on_switch} root {bucket}")
     return addresses

@@ -12,20 +12,10 @@ import pytest
 
 from madmax_lib import RunSpec, launch
 from madmax_lib.runs import read_run, testbed
+from tests.support import needs_namespaces
 
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256}
 OPTIONS = {"sizes": SMALL, "sequence": 32, "steps": 4, "profile": False, "device": "cpu", "timeout_s": 60.0}
-
-
-def _reason() -> str:
-    try:
-        testbed.check_hosts(2, "", (), 2)
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-needs_namespaces = pytest.mark.skipif(bool(reason := _reason()), reason=reason)
 
 
 @pytest.mark.parametrize("text, bits", [("300mbit", 3e8), ("1 Gbit", 1e9), ("2.5gbit/s", 2.5e9), ("56kbit", 56e3)])

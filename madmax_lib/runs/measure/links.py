@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 8 -m madmax_lib.runs.measure.links collectives.csv quick
 
 Groups are the first 2, 4, 8, ... ranks and all, and one rank of every node where nodes have more. Sizes are those of
-nccl-tests: the whole buffer of a rank, the gathered one, or the input of a reduce-scatter; send_recv passes it around a
-ring. Seconds are medians of the repeats, mean of the ranks. Without a file all ranks add up their numbers once, to see
-whether they reach each other.
+nccl-tests: the whole buffer of a rank, the gathered one, or the input of a reduce-scatter; send_recv is one way between
+two ranks, there and back by turns, and passes it around a ring of more. Seconds are medians of the repeats, mean of the
+ranks. Without a file all ranks add up their numbers once, to see whether they reach each other.
 """
 
 import os
@@ -68,7 +68,8 @@ def _time_group(group, members: list[int], device: str, size: str, path: Path | 
         whole, other = (torch.zeros(count, dtype=dtype, device=device) for _ in range(2))
         for kind, run in _calls(whole, other, group, members).items():
             row = {"collective": kind, "ranks": ranks, "nodes": nodes, "size_bytes": whole.nbytes}
-            seconds = timing(run, size, device == "cuda", group=group)
+            seconds, turns = timing(run, size, device == "cuda", group=group), 1 + (kind == "send_recv" and ranks == 2)
+            seconds |= {name: seconds[name] / turns for name in ("median_s", "low_s", "high_s")}
             row |= {"seconds": seconds.pop("median_s")} | seconds | here
             if path:
                 append_row(path, row)
@@ -79,10 +80,17 @@ def _calls(whole: torch.Tensor, other: torch.Tensor, group, members: list[int]) 
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     part, at = other[: len(other) // len(members)], members.index(dist.get_rank())
-    around = [(dist.isend, whole, at + 1), (dist.irecv, other, at - 1)]
+    after, before = (members[(at + hop) % len(members)] for hop in (1, -1))
+
+    def there_and_back() -> None:  # both ways at once gloo takes once or twice as long, whichever side is ready first
+        for sends in (at == 0, at == 1):
+            if sends:
+                dist.send(whole, after, group)
+            else:
+                dist.recv(other, before, group)
 
     def pass_on() -> None:
-        ops = [dist.P2POp(op, tensor, members[to % len(members)], group) for op, tensor, to in around]
+        ops = [dist.P2POp(dist.isend, whole, after, group), dist.P2POp(dist.irecv, other, before, group)]
         for request in dist.batch_isend_irecv(ops):
             request.wait()
 
@@ -92,7 +100,7 @@ def _calls(whole: torch.Tensor, other: torch.Tensor, group, members: list[int]) 
         "reduce_scatter": partial(scatter, part, whole, group=group),
         "all_to_all": partial(dist.all_to_all_single, other, whole, group=group),
         "broadcast": partial(dist.broadcast, whole, members[0], group=group),
-        "send_recv": pass_on,
+        "send_recv": there_and_back if len(members) == 2 else pass_on,
     }
 
 
