@@ -1,9 +1,13 @@
 """Where does a run take place? Versions, device and memory, and the peak that MFU is measured against."""
 
+import ctypes
+import gc
 import os
 import platform
+import re
 import resource
 import sys
+from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -12,7 +16,7 @@ import torch.distributed as dist
 
 from madmax_lib.runs.measure.peak_rates import device_name, peak_flops
 
-__all__ = ["environment", "memory_bytes"]
+__all__ = ["begin_memory", "environment", "memory_bytes"]
 
 _PACKAGES = ("madmax-workbench", "torch", "numpy", "deepspeed", "transformers", "datasets", "nvidia-ml-py")
 
@@ -46,10 +50,17 @@ def memory_bytes(device: str) -> dict[str, int | None]:
     return used | {"host_rss_bytes": _host_rss_bytes()}
 
 
+def begin_memory() -> None:
+    """Give what earlier runs or a trace have left back to the system, and count the process's memory anew (Linux)."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark of the resident set [man 5 proc]
+
+
 def _host_rss_bytes() -> int:
-    """Memory of this process that is resident now; its largest so far where the system does not tell."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    """The most memory of this process that was resident at once since `begin_memory`, or, beyond Linux, ever."""
+    with suppress(OSError, TypeError):
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

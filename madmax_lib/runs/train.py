@@ -29,7 +29,7 @@ from madmax_lib.atomic import replacing, write_text
 from madmax_lib.runs import read, testbed
 from madmax_lib.runs.data.batches import Data, draw_ahead
 from madmax_lib.runs.directory import last_checkpoint
-from madmax_lib.runs.machine import environment, memory_bytes
+from madmax_lib.runs.machine import begin_memory, environment, memory_bytes
 from madmax_lib.runs.measure import meter
 from madmax_lib.runs.measure.peak_rates import cores_per_rank, native_dtype
 from madmax_lib.runs.measure.phases import profiler
@@ -71,6 +71,7 @@ def _train(directory: Path, rank: int, number: int) -> None:
     spec, resolved = read.read_spec(directory)
     spec = replace(spec, data=resolved.data, tokenizer=resolved.tokenizer)
     device, first = resolved.device, rank == 0
+    begin_memory()
     _join(device, spec.timeout_s, number)
     spec = replace(spec, dtype=native_dtype(spec.dtype, device))
     trainer, data = _trainer(spec, device), spec.get_data()
@@ -156,6 +157,7 @@ def _loop(spec: RunSpec, trainer, data: Data, power: meter.Meter, directory: Pat
             if recorder:
                 recorder.step()
                 if step == PROFILED[-1]:
+                    begin_memory()
                     dist.barrier()  # else the next step waits for the rank that takes longest to write its trace
             if write:
                 result["seconds"]["data"] += waited_s
