@@ -33,6 +33,9 @@ class Software:
     overlap_dp: bool = True  # of gradients, beside the backward pass; FSDP's always is
     gathers_tensorwise: bool = False  # FSDP gathers tensor by tensor, not layer by layer
     reduces_every_micro_batch: bool = False  # a pipeline without ZeRO reduces gradients with every micro-batch
+    sums_tied: bool = (
+        False  # ends of a pipeline add up the gradients of a tied table; of others it is left out, being small
+    )
     sends_block: bool = False  # pipeline messages stop the host: shapes are sent before tensors
     counts_on_host: bool = False  # the host reads how many tokens come before it launches the products of experts
     cpu_async: tuple[str, ...] = ("ddp",)  # of ddp, fsdp: collectives beside which a process on a CPU computes

@@ -60,6 +60,7 @@ class StepBuilder:
             latest[stage] = base + pass_.last
             sent[stage, slot] = base + pass_.sends
             ends[stage] += [base + end for end in pass_.ends] + ([base + pass_.last] if last else [])
+        self.sharding.sum_tied(program, ends)
         for stage in range(plan.pp):
             self._optimizer(program, stage, ends[stage])
         return program

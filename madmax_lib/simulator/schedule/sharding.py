@@ -19,6 +19,7 @@ from madmax_lib.simulator.schedule.engine import Program
 from madmax_lib.simulator.schedule.passes import Pass
 from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.simulator.step.prices import Prices
+from madmax_lib.simulator.step.stages import tied_s
 from madmax_lib.simulator.step.traffic import held, reduced_s
 
 __all__ = ["Sharding"]
@@ -106,6 +107,13 @@ class Sharding:
             within_s, across_s = reduced_s(size_bytes, np.ceil(calls) if calls > 1 else calls, expert, self.prices)
             seconds += float((last or self.every_batch) * within_s + last * across_s)
         return seconds
+
+    def sum_tied(self, program: Program, ends: list[list[int]]) -> None:
+        """What the optimizers of the first and last stage wait for beside their `ends`: gradients of a tied table."""
+        if seconds := float(tied_s(self.prices)):
+            ready, about = [*ends[0], *ends[-1]], (Stream.PIPELINE, "comm", "all_reduce tied table", seconds)
+            for stage in (0, len(ends) - 1):
+                ends[stage].append(program.op(*about, ready, rank=stage, group="pp"))
 
     def keep(self, pass_: Pass, block: Block, ready: list[int]) -> None:
         """What becomes of a layer's checkpoint once its input is there: it stays."""

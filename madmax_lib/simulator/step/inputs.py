@@ -96,6 +96,7 @@ class Habits:
     buckets: Number  # ZeRO-3 reduces gradients in buckets, not layer by layer
     repeated: Number  # share of the products that selective recompute repeats instead of attention's scores
     send_once: Number  # a token goes once to a rank with several of its experts
+    sums_tied: Number  # first and last stage add up the gradients of a tied table
     blocking_sends: Number  # messages between stages stop the host
     by_flops: Number  # stages are cut at equal FLOPs, the head's among them
     on_host: Number  # the host computes itself (CPU devices), and waits for what it has not issued asynchronously
@@ -227,6 +228,7 @@ def _habits(case: Case) -> dict[str, float | str | np.ndarray]:
         "buckets": float(software.engine),
         "repeated": software.selective_products,
         "send_once": float(software.send_once),
+        "sums_tied": float(software.sums_tied),
         "blocking_sends": float(software.sends_block),
         "by_flops": float(software.stages_by_flops),
         "on_host": on_host,

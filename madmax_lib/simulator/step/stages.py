@@ -11,9 +11,10 @@ from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.layer_time import LayerTime
 from madmax_lib.simulator.step.pieces import Pieces
+from madmax_lib.simulator.step.prices import Prices
 from madmax_lib.simulator.step.traffic import Held, beside_s, sharded, slowed_s
 
-__all__ = ["Stages", "bubble_s", "sends_s", "short_s", "stages_of"]
+__all__ = ["Stages", "bubble_s", "sends_s", "short_s", "stages_of", "tied_s"]
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,17 @@ def _least_s(stages: Stages, layers: Number, others: Number, head: LayerTime | N
     head_s = (head.passes_s[0], head.weight_s) if head else (0.0, 0.0)
     own_s = np.minimum(layers * forward_s + head_s[0], layers * weight_s + head_s[1])
     return np.minimum(own_s, others * backward_s)
+
+
+def tied_s(prices: Prices) -> Number:
+    """Sum of the gradients of a tied table on both ends of a pipeline, after the passes, where software does so."""
+    p, shape, machine = prices.plan, prices.steps.work.shape, prices.machine
+    tied = prices.habits.sums_tied * prices.trained * (np.asarray(p.pp) > 1) * np.equal(shape.head_parameters, 0)
+    if not np.any(tied):
+        return 0.0
+    size = tied * prices.gradient_bytes * np.where(np.asarray(shape.image) > 0, 0, shape.table_parameters) / p.tp
+    near, far = (prices.comm_s("all_reduce", size, prices.groups[name]) for name in ("same node", "other node"))
+    return np.where(p.world_size > machine.node, far, near)
 
 
 def sends_s(steps: Steps, pieces: Pieces, stages: Stages) -> Number:

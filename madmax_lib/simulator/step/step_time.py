@@ -23,7 +23,7 @@ from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.layer_time import LAYER_PARTS
 from madmax_lib.simulator.step.pieces import Pieces, pieces_of
 from madmax_lib.simulator.step.prices import Prices
-from madmax_lib.simulator.step.stages import Stages, bubble_s, sends_s, short_s, stages_of
+from madmax_lib.simulator.step.stages import Stages, bubble_s, sends_s, short_s, stages_of, tied_s
 from madmax_lib.simulator.step.traffic import Gradients, Held, gradients, slowed_s
 
 __all__ = ["COMMUNICATION", "COMPUTE", "PARTS", "Body", "bodies_of", "step_s", "step_time"]
@@ -172,7 +172,7 @@ def _body(steps: Steps, parameters: Parameters, *, inside: bool = True) -> Body:
         *((n * prices.launch_s + m * prices.routing_s, k) for n, m, k, _ in stages.held), strict=True
     )
     issued_s = tuple((1 - prices.habits.on_host) * seconds for seconds in issued_s)
-    parts = {"bubble_s": bubble, "pp_s": sends_s(steps, pieces, stages)}
+    parts = {"bubble_s": bubble, "pp_s": sends_s(steps, pieces, stages) + tied_s(prices)}
     passes_s = (count - 1) * stages.slowest_s + ends.slowest_s + sum(parts.values())
     if inside:
         full, short = _inside(stages, pieces), _inside(ends, last)
