@@ -163,7 +163,8 @@ class _LeastSquares:
         self.prior, self.low, self.high, at = (scaled(table, name) for name in ("start", "low", "high", "begin"))
         self.sigma = table["sigma"].to_numpy(float)
         self.begin = np.clip(at, self.low, self.high)
-        self.fixed, self.collectives = dict(begin.constants), begin.collectives
+        self.fixed = dict(begin.constants)
+        self.measured = {"collectives": begin.collectives, "links": begin.links}
         self.log_measured = np.log(rows["measured_s"].to_numpy(float))
         self.weight = weights(rows) / SCALE
 
@@ -177,7 +178,7 @@ class _LeastSquares:
         """Rows, then priors; point may be (..., constants)."""
         values = self.values(point)
         constants = self.fixed | {name: values[..., i : i + 1] for i, name in enumerate(self.names)}
-        predicted = step_s(self.steps, Parameters(constants=constants, collectives=self.collectives))
+        predicted = step_s(self.steps, Parameters(constants=constants, **self.measured))
         of_rows = (np.log(predicted) - self.log_measured) * self.weight
         return np.concatenate([of_rows, (point - self.prior) / self.sigma], axis=-1)
 
@@ -214,7 +215,7 @@ class _LeastSquares:
             intervals=dict(zip(self.names, ends, strict=True)),
             fitted=tuple(self.names),
             covariance=tuple(map(tuple, covariance.tolist())),
-            collectives=self.collectives,
+            **self.measured,
             provenance={
                 "rows": len(rows),
                 "sha256": fingerprint(rows),

@@ -97,7 +97,7 @@ def fit_timeline(
         names |= {coded.keys(name, bounds().index)[0]: None for name, coded in classes.items()}
         names |= {"optimizer_factor": None} if runs[-1][1]["optimizer_s"] > 0 else {}
     start, names = dict(begin.constants) | start, list(names)
-    collectives = {**begin.collectives, **_collectives(traces, cases)}
+    collectives, first = {**begin.collectives, **_collectives(traces, cases)}, cases[0].cluster
     solution, edges = _solve(runs, start, names, collectives)
     covariance, *ends = posterior(solution)
     ends = np.exp(np.clip(ends, *edges)).T.tolist()
@@ -108,6 +108,7 @@ def fit_timeline(
         fitted=tuple(names),
         covariance=tuple(map(tuple, covariance.tolist())),
         collectives=collectives,
+        links=begin.links or tuple(link.bandwidth_bytes_per_s for link in (first.intra, first.inter) if collectives),
     )
     errors = [_errors(_seconds(steps, fitted), measured) for steps, measured in runs]
     origin = {"source": "timeline", "device": traces[0].meta.device, **runs[0][1], "errors": errors}

@@ -72,7 +72,7 @@ def simulate(
     parameters = argument("parameters", parameters, Parameters, partial(_default, case))
     policy, plan = argument("policy", policy, Policy, Policy), case.plan
     if collectives is not None:
-        parameters = replace(parameters, collectives=MeasuredCollectives(collectives).curves)
+        parameters = replace(parameters, collectives=MeasuredCollectives(collectives).curves, links=())
     step, program = _lay_out(case, parameters, policy=policy)
     meta = _meta(case, seed, step.offloaded)
     if (alone := float(step.batch.prices.alone)) != 1 and plan.pp > 1:

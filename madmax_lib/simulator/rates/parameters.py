@@ -18,6 +18,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.atomic import replacing
+from madmax_lib.collectives import MeasuredCollectives
 from madmax_lib.fields import argument, is_number, shown
 
 __all__ = ["Parameters", "bounds", "from_json", "load", "save", "shipped", "software_of", "start", "to_json"]
@@ -46,6 +47,9 @@ class Parameters:
     sensitivities: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     # measured seconds of collectives in place of the formulas, by kind and group: see `MeasuredCollectives`
     collectives: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict, hash=False)
+    # bytes/s of the links that these were measured on, inside a node and of a device's share of the network; on others
+    # they are scaled as the formulas are. () where they hold for whatever links a cluster has
+    links: tuple[float, ...] = ()
     # rows, sha256 of the data and figures of the fit; scale: devices and tokens of most rows, by device family
     provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
 
@@ -57,6 +61,8 @@ class Parameters:
             if not (is_number(value := getattr(self, name)) and 0 < value <= 1):
                 raise ValueError(f"{name}={shown(value)} is not in (0, 1]")
         argument("constants", self.constants, Mapping)
+        if self.links and not (len(self.links) == 2 and all(is_number(rate) and rate > 0 for rate in self.links)):
+            raise ValueError(f"links={shown(self.links)} must be two positive rates in bytes/s, or none")
         for name, value in self.constants.items():
             if not isinstance(value, Real | np.ndarray) or np.any(value != value):  # arrays: many machines at once
                 raise ValueError(f"constant {name!r} is {shown(value)}, but must be a number")
@@ -118,18 +124,23 @@ def load(path: str | Path) -> Parameters:
     """Constants from a JSON file. Raises ValueError if it is not one, OSError if it cannot be read."""
     try:
         return from_json(json.loads(Path(path).read_text()))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a parameters file ({error})") from None
 
 
 def from_json(content: Mapping) -> Parameters:
-    """Constants from what `to_json` gave; those that are not in it are at their start values."""
+    """Constants from what `to_json` gave; those that are not in it are at their start values.
+
+    Raises ValueError, KeyError or TypeError for other content.
+    """
     read = dict(content) | {"constants": {**start().constants, **content["constants"]}}
     read["intervals"] = {name: tuple(pair) for name, pair in content["intervals"].items()}
     read["covariance"] = tuple(map(tuple, content["covariance"]))
-    points = content.get("collectives", {}).items()
-    read["collectives"] = {name: tuple(map(tuple, part)) for name, part in points}
-    return Parameters(**read | {"fitted": tuple(content["fitted"])})
+    groups = content.get("collectives", {}).items()
+    rows = [(*name.split(), *point) for name, points in groups for point in points]
+    columns = ("collective", "ranks", "nodes", "size_bytes", "seconds")
+    read["collectives"] = MeasuredCollectives(pd.DataFrame(rows, columns=columns)).curves if rows else {}
+    return Parameters(**read | {"fitted": tuple(content["fitted"]), "links": tuple(content.get("links", ()))})
 
 
 def to_json(parameters: Parameters) -> dict:

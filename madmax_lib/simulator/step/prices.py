@@ -20,6 +20,7 @@ from madmax_lib.simulator.rates.compute import Number, misfit, optimizer_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.rates.topology import Group, Groups
 from madmax_lib.simulator.step.inputs import Steps
+from madmax_lib.simulator.step.other_links import on_links
 
 __all__ = ["CAUSES", "Prices", "add"]
 
@@ -145,9 +146,22 @@ class Prices:
         for name, points in self.parameters.collectives.items():
             of, ranks, nodes = name.split()
             if of == kind and has(there := (group.ranks == int(ranks)) & (np.ceil(group.nodes) == int(nodes))):
-                each = calls * measured_s(points, size_bytes / calls)
+                each = (
+                    calls * measured_s(points, size_bytes / calls) * self._rescaled(priced, group, size_bytes / calls)
+                )
                 seconds = np.where(there, (size_bytes > 0) * each, seconds)
         return seconds
+
+    def _rescaled(self, kind: str, group: Group, size_bytes: Number) -> Number:
+        """Time of a call here over that on the links where collectives were measured, both by the formulas."""
+        if (there := self._measured_on) is self:
+            return 1.0
+        here_s, there_s = (size_bytes * a + b for a, b in (prices.rate(kind, group) for prices in (self, there)))
+        return here_s / np.maximum(there_s, 1e-300)
+
+    @cached_property
+    def _measured_on(self) -> Prices:
+        return on_links(self, self.parameters.links)
 
     def rate(self, kind: str, group: Group) -> tuple[Number, Number]:
         """Seconds per byte of a collective, and of a call; 0 in a group of one."""
