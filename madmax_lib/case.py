@@ -35,7 +35,8 @@ class Case:
     global_batch: samples per step over all devices (default None: as many as the pipeline wants).
     sequence: tokens per sample (default 0, or None: the model's own).
     dtype: of the matrix products, a name of `hardware.DTYPES`, or torch's (default bf16).
-    software: that trains, a `Software` or the name of one in the catalog (default None: `none`, which is false).
+    software: that trains, a `Software` or the name of one in the catalog (default None: `none`, which is false; on CPUs
+        this project's own trainer, `workbench`).
     imbalance: tokens of the busiest expert device over the mean, `measured` for that in `data/spreads.csv` (default 1:
         routing was even, mostly by force, in the runs that constants are fitted to).
     jitter: mean delay of a rank behind the fastest one over the time that it computes, `measured` as for imbalance;
@@ -68,7 +69,8 @@ class Case:
         sequence = 0 if self.sequence is None else whole("sequence", self.sequence)
         put("sequence", sequence or getattr(self.model, "sequence", 0))
         put("dtype", dtype_named(self.dtype))
-        put("software", catalog.software(self.software))
+        on_cpu = self.software is None and self.cluster is not None and self.cluster.device.family == "cpu"
+        put("software", catalog.software("workbench" if on_cpu else self.software))
 
     @classmethod
     def of_step(cls, model, cluster, plan: Plans, global_batch, *further) -> Case:

@@ -33,6 +33,7 @@ class Device:
     sms: int = 0  # streaming multiprocessors, of AMD compute units; 0: unknown
     l2_bytes: float = float("nan")  # second-level cache; NaN: unknown
     scale_up_bytes_per_s: float = 0.0  # of all its links to its peers (NVLink, Infinity Fabric), one way; 0: none
+    process_bytes: float = float("nan")  # of a process beside the tensors of a step, measured on CPUs; NaN: as on GPUs
 
     def __post_init__(self):
         check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s")

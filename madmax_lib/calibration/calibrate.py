@@ -20,7 +20,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.atomic import write_text
-from madmax_lib.calibration.compared import case_of, compared, predicted, rest_bytes, traced_parts
+from madmax_lib.calibration.compared import case_of, compared, predicted, process_bytes, traced_parts
 from madmax_lib.calibration.machine import Machine, fit_constants, link_rates, parts_of
 from madmax_lib.calibration.machine_page import write_page
 from madmax_lib.calibration.run_rows import run_row
@@ -266,8 +266,11 @@ def _fit(self: _Calibration, kernels: pd.DataFrame, links: pd.DataFrame | None, 
     fitted = parts_of(Steps.stack(cases), parameters).set_axis(measured.index)
     table = fitted.add_prefix("predicted_").join(measured.add_prefix("measured_"))
     table.to_csv(self.directory / "parts.csv", index_label="run", float_format="%.6g")
-    rest = {run: rest_bytes(runs[run], machine) for run in runs}
-    return replace(machine, parameters=parameters, rest_bytes=float(np.median(list(rest.values()))))
+    if self.device == "cpu":
+        beside = float(np.median([process_bytes(run, machine) for run in runs.values()]))
+        device = replace(machine.cluster.device, process_bytes=beside)
+        machine = replace(machine, cluster=replace(machine.cluster, device=device))
+    return replace(machine, parameters=parameters)
 
 
 def _machine_before(self: _Calibration, kernels: pd.DataFrame, links: pd.DataFrame | None, env: dict) -> Machine:
@@ -298,6 +301,7 @@ def _machine_before(self: _Calibration, kernels: pd.DataFrame, links: pd.DataFra
         constants=begin.constants | timed,
         intervals=begin.intervals | {name: (0.95 * value, 1.05 * value) for name, value in timed.items()},
         collectives={} if links is None else MeasuredCollectives(links).curves,
+        links=() if links is None else (near, far),
     )
     cluster = Cluster(self.directory.name, device, self.ranks // nodes, nodes, intra, inter)
     about = {"device": name, "hosts": self.hosts, "network": self.network}

@@ -18,7 +18,7 @@ from madmax_lib.simulator.simulate import simulate
 from madmax_lib.traces.read.kineto import read_trace
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["case_of", "compared", "predicted", "rest_bytes", "traced_parts"]
+__all__ = ["case_of", "compared", "predicted", "process_bytes", "traced_parts"]
 
 
 def traced_parts(run: Run) -> dict[str, float]:
@@ -45,7 +45,7 @@ def predicted(machine: Machine, spec: RunSpec) -> dict[str, object]:
     ends = {name: step_s * float(row[name] / row["step_s"]) for name in ("low_s", "high_s")}
     about = {"model": spec.model, "strategy": spec.strategy, "predicted_s": step_s, **ends}
     about |= _shares(breakdown(step), "predicted", step_s)
-    return about | {"predicted_bytes": machine.rest_bytes + _held_bytes(case)}
+    return about | {"predicted_bytes": _held_bytes(case, allocated=case.cluster.device.family != "cpu")}
 
 
 def compared(prediction: pd.Series, run: Run) -> dict[str, object]:
@@ -62,14 +62,14 @@ def _shares(table: pd.DataFrame, which: str, total_s: float) -> dict[str, float]
     return {f"{which}_{name}": value for name, value in {**shares, "overlap": float(table["overlap"].mean())}.items()}
 
 
-def rest_bytes(run: Run, machine: Machine) -> float:
-    """What a process holds beside the step: Python, torch and their allocators."""
-    return _measured_bytes(run) - _held_bytes(case_of(run.spec, machine))
+def process_bytes(run: Run, machine: Machine) -> float:
+    """What a process holds beside the tensors of a step: Python, torch and their allocators."""
+    return _measured_bytes(run) - _held_bytes(case_of(run.spec, machine), allocated=True)
 
 
-def _held_bytes(case: Case) -> float:
-    what = {"sequence": case.sequence, "dtype": case.dtype, "global_batch": case.global_batch}
-    return peak_bytes(memory(case.model, case.plan, software=case.software, **what), allocated=True)
+def _held_bytes(case: Case, *, allocated: bool) -> float:
+    what = {name: getattr(case, name) for name in ("sequence", "dtype", "global_batch", "software", "cluster")}
+    return peak_bytes(memory(case.model, case.plan, **what), allocated=allocated)
 
 
 def _measured_bytes(run: Run) -> float:

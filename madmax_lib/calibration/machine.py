@@ -50,20 +50,18 @@ class Machine:
     cluster: its devices and links, at the rates that were measured.
     parameters: constants fitted to its runs, with the collectives that were timed.
     dtype: of the matrix products of its runs (fp32).
-    rest_bytes: that a process holds beside the step: Python, torch and their allocators (0).
     provenance: where, when and from what; with the stages that could not run, a line each.
     """
 
     cluster: Cluster
     parameters: Parameters
     dtype: str = "fp32"
-    rest_bytes: float = 0.0
     provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def save(self, path: Path) -> None:
         """Write the file that `machine` reads."""
         parts = {"cluster": asdict(self.cluster), "parameters": to_json(self.parameters), "dtype": self.dtype}
-        parts |= {"rest_bytes": self.rest_bytes, "provenance": self.provenance}
+        parts |= {"provenance": self.provenance}
         write_text(path, json.dumps(with_nulls(parts), indent=1) + "\n")
 
 
@@ -78,9 +76,9 @@ def machine(directory: str | Path) -> Machine:
         raise FileNotFoundError(f"{path}: no calibration here; `python -m madmax_lib calibrate -o DIR` makes one")
     cluster, content = catalog.cluster(path), json.loads(path.read_text())
     try:
-        facts = {name: content[name] for name in ("dtype", "rest_bytes", "provenance")}
+        facts = {name: content[name] for name in ("dtype", "provenance")}
         return Machine(cluster, from_json(content["parameters"]), **facts)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the file of a machine ({error})") from None
 
 
@@ -147,6 +145,7 @@ def fit_constants(cases: Sequence[Case], measured: pd.DataFrame, begin: Paramete
         fitted=tuple(names),
         covariance=tuple(map(tuple, covariance.tolist())),
         collectives=begin.collectives,
+        links=begin.links,
         residuals={"quantile": 1.645, "constants": 1.0, "stranger": spread, "mixture": spread, "rare": spread},
         sensitivities=shipped().sensitivities,
         provenance={"rows": len(cases), "software": "workbench"},

@@ -37,13 +37,12 @@ KERNELS = pd.DataFrame({"kernel": ["linear forward", "copy"], "how": ["eager", "
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     """A directory with timed kernels and links, and runs that take as long as a known machine says."""
-    cluster = Cluster(
-        "true", Device("cpu", 8e9, 2e10, {"fp32": 6e10}, family="cpu"), 1, 2, Link("a", 5e9), Link("b", 4e7)
-    )
+    device = Device("cpu", 8e9, 2e10, {"fp32": 6e10}, family="cpu", process_bytes=1e8)
+    cluster = Cluster("true", device, 1, 2, Link("a", 5e9), Link("b", 4e7))
     curves = MeasuredCollectives(LINKS).curves
     known = {"collectives": curves, "provenance": {"software": "workbench"}}
     known["constants"] = start().constants | CPU_CONSTANTS
-    truth = Machine(cluster, replace(start(), **known), rest_bytes=1e8)
+    truth = Machine(cluster, replace(start(), **known))
     KERNELS.to_csv(tmp_path / "kernels.csv", index=False)
     LINKS.to_csv(tmp_path / "links.csv", index=False)
     made, broken = [], []
@@ -87,7 +86,7 @@ def test_what_is_predicted_comes_true(world):
     for of in ("compute", "exposed_comm"):
         assert (results[f"predicted_{of}"] - results[f"measured_{of}"]).abs().max() < 0.03
     assert (results["predicted_bytes"] / results["measured_bytes"] - 1).abs().max() < 0.01
-    assert found.provenance["network"] == "300mbit" and found.rest_bytes == pytest.approx(1e8)
+    assert found.provenance["network"] == "300mbit" and found.cluster.device.process_bytes == pytest.approx(1e8)
     assert found.provenance["judged"]["runs"] == len(results) and found.provenance["notes"] == [
         "vit pp: failed, no luck"
     ]

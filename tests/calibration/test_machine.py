@@ -18,11 +18,12 @@ from madmax_lib.calibration.published_rows import read_rows
 from madmax_lib.case import Case
 from madmax_lib.datasets import PROJECT
 from madmax_lib.runs import RunSpec
+from madmax_lib.simulator.memory.memory import peak_bytes
 from madmax_lib.simulator.rates.parameters import start
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.specs import Cluster, Device, Link
 
-CPU = Device("some cpu", 8e9, 2e10, {"fp32": 6e10}, family="cpu")
+CPU = Device("some cpu", 8e9, 2e10, {"fp32": 6e10}, family="cpu", process_bytes=1e8)
 TESTBED = Cluster("testbed", CPU, 1, 2, Link("loopback", 5e9), Link("ethernet", 37e6))
 CURVES = {f"{kind} 2 2": ((4e3, 1e-3), (1e6, 0.028)) for kind in ("all_reduce", "all_gather", "reduce_scatter")}
 GPT = {"layers": 3, "hidden": 192, "heads": 6, "kv_heads": 6, "ffn": 512}
@@ -88,7 +89,7 @@ def test_links_by_their_collectives():
 
 @pytest.fixture
 def saved(tmp_path):
-    made = Machine(TESTBED, known(), rest_bytes=1e8, provenance={"device": "some cpu", "notes": []})
+    made = Machine(TESTBED, known(), provenance={"device": "some cpu", "notes": []})
     made.save(tmp_path / "machine.json")
     return tmp_path, made
 
@@ -97,12 +98,67 @@ def test_a_machine_comes_back_as_it_was(saved):
     folder, made = saved
     for path in (folder, folder / "machine.json"):
         found = machine(path)
-        assert found.cluster == made.cluster and found.rest_bytes == 1e8 and found.parameters.collectives == CURVES
+        assert found.cluster == made.cluster and found.parameters.collectives == CURVES
     run = {"global_batch": 8, "dtype": "fp32", "parameters": found.parameters}
     by_file = mm.estimate("gpt2", str(folder / "machine.json"), "dp2.z3", **run)
     assert by_file["step_s"].iloc[0] == mm.estimate("gpt2", found.cluster, "dp2.z3", **run)["step_s"].iloc[0]
     one = mm.estimate("gpt2", mm.cluster(str(folder / "machine.json"), devices=1), "dp1", **run)
     assert one["step_s"].iloc[0] > 0
+
+
+def test_measured_collectives_are_scaled_to_other_links_and_say_so(saved):
+    _, made = saved
+    parameters = replace(made.parameters, links=(5e9, 37e6))
+    run = {"global_batch": 8, "sequence": 64, "dtype": "fp32", "parameters": parameters}
+    model = replace(mm.model("gpt2"), layers=4, vocab=512)
+    same = [mm.estimate(model, TESTBED, "dp2", **run | {"parameters": of}) for of in (parameters, made.parameters)]
+    assert same[0]["step_s"].iloc[0] == same[1]["step_s"].iloc[0]
+    half = replace(TESTBED, inter=Link("ethernet", 18.5e6))
+    with pytest.warns(UserWarning, match="collectives were measured on links of 5e\\+09 and 3.7e\\+07 bytes/s"):
+        slower = mm.estimate(model, half, "dp2", **run)
+    assert slower["dp_s"].iloc[0] == pytest.approx(2 * same[0]["dp_s"].iloc[0], rel=0.05)  # but for its latency
+    near = replace(TESTBED, intra=Link("loopback", 1e9))
+    with pytest.warns(UserWarning, match="here they are scaled"):
+        assert mm.estimate(model, near, "dp2", **run)["dp_s"].iloc[0] == same[0]["dp_s"].iloc[0]  # no rank is near
+    with pytest.warns(UserWarning, match="here they are scaled"):
+        steps = [mm.simulate(model, half, "dp2", **run), mm.simulate(model, TESTBED, "dp2", **run)]
+    exposed_s = [mm.breakdown(step)["exposed_comm_s"].max() for step in steps]
+    assert exposed_s[0] == pytest.approx(2 * exposed_s[1], rel=0.05)
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2.z3", "pp2", "tp2"])
+def test_a_process_on_a_cpu_has_one_answer_for_its_memory(saved, plan):
+    run = {"global_batch": 8, "sequence": 128, "dtype": "fp32"}
+    parts = mm.memory("gpt2", plan, cluster=TESTBED, **run)
+    peak = peak_bytes(parts)
+    assert peak == peak_bytes(parts, allocated=True) + CPU.process_bytes
+    row = mm.estimate("gpt2", TESTBED, plan, parameters=saved[1].parameters, **run).iloc[0]
+    assert (
+        row["memory_bytes"] == pytest.approx(peak) == mm.estimate("gpt2", TESTBED, plan, **run)["memory_bytes"].iloc[0]
+    )
+    assert mm.fits("gpt2", TESTBED, plan, **run).margins_bytes["device"] == pytest.approx(CPU.memory_bytes - peak)
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ([[4e3, 1e-3]], "needs at least two sizes"),
+        ([[4e3, 1e-3], [1e6, -1.0]], "seconds must be a positive number"),
+        ([[4e3, 1e-3], [1e6, None]], "seconds must be a positive number"),
+        ([[4e3, "fast"], [1e6, 1.0]], "seconds must be a positive number"),
+        ([[4e3], [1e6]], "seconds must be a positive number"),
+        ("points", "size_bytes must be a positive number"),
+        (7, "not iterable"),
+    ],
+)
+def test_corrupt_points_of_collectives_are_refused_in_a_line(saved, points, message):
+    path = saved[0] / "machine.json"
+    content = json.loads(path.read_text())
+    content["parameters"]["collectives"]["all_gather 2 2"] = points
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"machine.json: not the file of a machine \(.*{message}") as error:
+        machine(path)
+    assert "\n" not in str(error.value)
 
 
 def test_files_that_are_no_machine(tmp_path):

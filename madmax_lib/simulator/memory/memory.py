@@ -35,7 +35,7 @@ from madmax_lib.simulator.memory.states import (
     width_of,
 )
 from madmax_lib.software import Software
-from madmax_lib.specs import DLRM, Device, Model, Transformer
+from madmax_lib.specs import DLRM, Cluster, Device, Model, Transformer
 
 __all__ = ["FRAGMENTATION", "PHASES", "by_phase", "fullest_stage", "held_layers", "memory", "moment_peak", "peak_bytes"]
 __all__ += ["plans_peak_bytes", "stage_bytes", "table_peak_bytes", "usable_bytes"]
@@ -66,16 +66,18 @@ def memory(
     imbalance: float | str = 1.0,
     fused_loss: bool = False,
     trainable: float = 1.0,
+    cluster: Cluster | str | None = None,
 ) -> pd.DataFrame:
     """Bytes on one device of each pipeline stage: columns stage, component, phase, size_bytes.
 
     model, plan: or their name and text. sequence: tokens per sample, the model's own if None. global_batch: samples per
     step, which limits the micro-batches a stage can hold; as many as the pipeline wants if None. software: that trains,
     a name of `data/software.csv` or one of your own; `default_software` if None. imbalance: of experts, as in `Case`.
-    fused_loss: cross entropy without fp32 logits. trainable: share of the parameters with gradients. phase: when the
-    bytes are there, see `peak_bytes`. Offload is not counted, all lies on the device: see `fits` for it.
-    Raises ValueError for unknown optimizer, software or dtype, a plan that cannot be laid over model and batch or that
-    the software does not run, an offload that `fits` refuses, gpipe without global_batch.
+    fused_loss: cross entropy without fp32 logits. trainable: share of the parameters with gradients. cluster: that the
+    plan fills, for what its processes hold beside the step; any GPUs if None. phase: when the bytes are there, see
+    `peak_bytes`. Offload is not counted, all lies on the device: see `fits` for it.
+    Raises ValueError for unknown names, a plan that model, batch or software cannot have, an offload that `fits`
+    refuses, gpipe without global_batch.
 
     >>> parts = memory("gpt2-large", "dp4.z3").set_index("component")["size_bytes"]  # FSDP: 4 + 4 + 8 bytes
     >>> gpt = catalog.model("gpt2-large")
@@ -85,7 +87,7 @@ def memory(
     if not (is_number(trainable) and trainable <= 1):
         raise ValueError(f"trainable={shown(trainable)} must be a share of the parameters, 0..1")
     argument("fused_loss", fused_loss, bool)
-    case = Case(model, None, Plan.parse(plan), global_batch, sequence, dtype, software, imbalance)
+    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence, dtype, software, imbalance)
     model, plan = case.model, case.plan
     enforce(rules_of(case), plan, case)
     if plan.offload is not None:
@@ -181,8 +183,8 @@ def table_peak_bytes(case: Case) -> np.ndarray:
 
 def _fullest(case: Case, stages: np.ndarray) -> np.ndarray:
     """Peak bytes of the fullest of some stages, their first axis; what `_overhead` adds is alike in all."""
-    tensors_bytes = np.max(moment_peak(by_phase(_tensor_bytes(case, *stages).items())), axis=0)
-    return (1 + FRAGMENTATION) * tensors_bytes + _overhead(case.plan, {})["context"]
+    sums, (context_bytes, share) = by_phase(_tensor_bytes(case, *stages).items()), _process(case)
+    return (1 + share) * np.max(moment_peak(sums), axis=0) + context_bytes
 
 
 def _with_columns(plans: Plans, columns: np.ndarray) -> Plans:
@@ -227,7 +229,7 @@ def stage_bytes(case: Case, stage, layers, mixtures=0, **options) -> dict[str, n
     Raises ValueError for unknown software, optimizer or dtype.
     """
     parts = _tensor_bytes(case, stage, layers, mixtures, **options)
-    return parts | _overhead(case.plan, parts)
+    return parts | _overhead(case, parts)
 
 
 def _tensor_bytes(
@@ -286,14 +288,22 @@ def _dlrm_bytes(case: Case, *, optimizer: str = "adam", trainable: float = 1.0) 
     products = 4 * model.mlp_dim * (model.bottom_layers + model.top_layers * max(model.active_experts, 1))
     width = 4 * model.transformer_layers * (6 * model.attention_dim + model.transformer_ffn)
     parts |= {"activations": p.micro_batch * (pooled + products + model.transformer_sequence * width)}
-    return parts | _overhead(p, parts)
+    return parts | _overhead(case, parts)
 
 
-def _overhead(p: Plans, parts: dict) -> dict:
+def _overhead(case: Case, parts: dict) -> dict:
     """CUDA context and communicators, and what the caching allocator cannot hand out."""
+    context_bytes, share = _process(case)
+    return {"context": context_bytes, "fragmentation": share * moment_peak(by_phase(parts.items()))}
+
+
+def _process(case: Case) -> tuple[np.ndarray | float, float]:
+    """Bytes that a process holds beside tensors, and further ones as a share of these."""
+    device, p = getattr(case.cluster, "device", None), case.plan
+    if device and not np.isnan(device.process_bytes):
+        return device.process_bytes, 0.0
     groups = sum((np.asarray(degree) > 1).astype(int) for degree in (p.tp, p.dp * p.cp, p.pp, p.ep))
-    fragments = FRAGMENTATION * moment_peak(by_phase(parts.items()))
-    return {"context": _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, "fragmentation": fragments}
+    return _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, FRAGMENTATION
 
 
 def by_phase(sizes: Iterable[tuple[str, np.ndarray]], phases: dict[str, str] = PHASES) -> dict[str, np.ndarray]:

@@ -113,7 +113,7 @@ def fits(
     room = room_bytes(cluster, plan)
     if plan.offload is None:
         run = {name: getattr(case, name) for name in ("sequence", "dtype", "global_batch", "imbalance")}
-        parts = memory(model, plan, **run, software=case.software)
+        parts = memory(model, plan, **run, software=case.software, cluster=cluster)
         parts = parts.groupby("component", sort=False)["size_bytes"]
         sizes = {(name, "device"): size.to_numpy() for name, size in parts}
     else:

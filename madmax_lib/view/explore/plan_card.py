@@ -52,7 +52,7 @@ def plan_card(model: Model, cluster: Cluster, plan: Plan, **run) -> PlanCard:
     """The cost of a plan. run: further arguments of `estimate` and `memory`, whose ValueErrors are raised."""
     row = estimate(model, cluster, plan, **run).iloc[0]
     time_s = pd.Series({name: row[columns].sum() for name, columns in _TIME.items()})
-    fullest = fullest_stage(memory(model, plan, **run))
+    fullest = fullest_stage(memory(model, plan, cluster=cluster, **run))
     always = fullest[fullest["phase"] == "always"].set_index("component")["size_bytes"]
     states = always.reindex(_STATES, fill_value=0.0)
     parts = [*states, always.sum() - states.sum(), peak_bytes(fullest) - always.sum()]
