@@ -20,6 +20,7 @@ from madmax_lib.planner.hetero.sweep import OPEN, Chain, Sweeper
 __all__ = ["Search"]
 
 _NEAR = 1.02  # of the least bottleneck: a corner at which the second trial plan of a space is looked for
+_CUT = 0.9  # of the way to the actual maximum, where a box is cut: what lies above is soon dearer than the best
 _KEPT_BYTES = 256e6  # of tables; the others are built again when needed
 
 
@@ -128,9 +129,8 @@ class Search:
                 yield self._box(box.space, box.low, high, chain)
             return
         axis = int((weights * (box.chain.largest - box.low)).argmax())
-        middle = (box.low[axis] + box.chain.largest[axis]) / 2
         upper_low, lower_high = box.low.copy(), high.copy()
-        upper_low[axis] = lower_high[axis] = middle
+        upper_low[axis] = lower_high[axis] = (1 - _CUT) * box.low[axis] + _CUT * box.chain.largest[axis]
         yield self._box(box.space, upper_low, high, box.chain)
         if (chain := self._chain(box.space, lower_high)) is not None:
             yield self._box(box.space, box.low, lower_high, chain)
