@@ -20,7 +20,7 @@ from madmax_lib.case import Case
 from madmax_lib.fields import argument, number
 from madmax_lib.plan import Plan
 from madmax_lib.plan_rules import enforce, rules_of
-from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.simulator.rates.parameters import Parameters, shipped, software_of
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Model
 from madmax_lib.timeline import Timeline
@@ -117,14 +117,14 @@ def expect(
     >>> run.verdict, run.tries["gain"].iloc[0] > 1
     ('slow', True)
     """
-    software = getattr(parameters, "software", None) if software is None else software
     argument("timeline", timeline, Timeline | None)
-    case = Case.of_step(model, cluster, Plan.parse(plan), global_batch, sequence, dtype, software)
+    case = Case.of_step(
+        model, cluster, Plan.parse(plan), global_batch, sequence, dtype, software_of(software, parameters)
+    )
     if isinstance(case.model, DLRM):
         raise ValueError(f"{case.model.name}: recommendation models have no closed form; use simulate")
     enforce(rules_of(case), case.plan, case)
     given = {"step_s": step_s, "tokens_per_s": tokens_per_s, "tokens_per_s_per_device": tokens_per_s_per_device}
-    measured_s = _measured_s(case, given | {"tflops": tflops}, timeline)
     named, measured_s = _measured_s(case, given | {"tflops": tflops}, timeline)
     outlook = Outlook.of(case, argument("parameters", parameters, Parameters, shipped))
     predicted_s, high_s = outlook.predicted_s, outlook.predicted_s * outlook.factor
