@@ -12,12 +12,13 @@ import pandas as pd
 from madmax_lib.fields import argument
 from madmax_lib.intervals import EMPTY, covered_before, intersection, pack, subtraction, total, union
 from madmax_lib.kinds import collectives_of
-from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.timeline import BUSY_KINDS, Timeline, kept, with_origin
 from madmax_lib.units import NS_PER_S
 
 __all__ = ["breakdown", "breakdown_between", "exposed_by_collective", "exposed_ns", "exposed_s", "top_kernels"]
 
 
+@kept
 def breakdown(timeline: Timeline) -> pd.DataFrame:
     """Time of each rank in seconds, one row per rank.
 

@@ -48,7 +48,7 @@ def files(folder: Path, *names: str) -> list[Path]:
 def place(request, monkeypatch):
     """A client or None; small files are spread over processes too."""
     if request.param == "processes":
-        monkeypatch.setattr(parallel, "_WORTH_A_PROCESS_BYTES", 0)
+        monkeypatch.setattr(parallel, "_WORTH_A_PROCESS_BYTES", 1)
         monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: {0, 1})
     return request.getfixturevalue("dask_client") if request.param == "dask" else None
 
