@@ -221,7 +221,7 @@ class _Provenance(dict):
 
 
 def kept(analysis: Callable[[Timeline], pd.DataFrame]) -> Callable[[Timeline], pd.DataFrame]:
-    """An analysis that other ones build on: its table is kept as long as its timeline lives, and handed out as copies."""
+    """An analysis that others build on: its table is kept as long as its timeline lives, and copies are given out."""
     tables: WeakKeyDictionary = WeakKeyDictionary()
 
     @wraps(analysis)

@@ -36,6 +36,7 @@ def add(commands) -> None:
     flight.add_argument("dumps", help="directory with one dump per rank, such as nccl_trace_rank_0")
     report = add_command(commands, "report", _report, help="one HTML page about a directory of traces")
     report.add_argument("traces", **_TRACES)
+    report.add_argument("--beside", metavar="TRACES", help="another run to compare with")
     report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
 
 
@@ -148,16 +149,14 @@ def _flight(options: Namespace) -> Answer:
 
 
 def _report(options: Namespace) -> Answer:
-    import matplotlib
-
-    matplotlib.use("agg")
     from madmax_lib.accounting import breakdown
-    from madmax_lib.view.notebooks.report import write_report
+    from madmax_lib.view.report.report import write_report
 
     if options.output.is_dir():
         raise IsADirectoryError(f"{options.output}: is a directory, give the name of a file for the report")
     timeline, (first, *more) = read(options.traces), options.traces
     name = Path(first).resolve().name
-    path = write_report(timeline, options.output, title=f"{name} and {len(more)} more" if more else name)
+    compared = {"beside": read([options.beside]), "other": Path(options.beside).resolve().name} if options.beside else {}
+    path = write_report(timeline, options.output, f"{name} and {len(more)} more" if more else name, **compared)
     about = {"page": str(path), "ranks": len(timeline.ranks), "spans": len(timeline)}
     return Answer(breakdown(timeline), about)
