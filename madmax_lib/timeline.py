@@ -156,7 +156,7 @@ class Timeline:
 
         path = Path(path)
         table = pa.Table.from_pandas(self.spans, preserve_index=False)
-        tables = {"edges": self.edges} | {name: t for name, t in self.side_tables.items() if len(t)}
+        tables = {"edges": self.edges} | {name: t for name, t in self.side_tables.present().items() if len(t)}
         extra = {f"madmax.{name}".encode(): _pack(frame) for name, frame in tables.items()}
         extra[b"madmax.meta"] = json.dumps(asdict(self.meta)).encode()
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), **extra})

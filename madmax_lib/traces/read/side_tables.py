@@ -6,7 +6,7 @@ A second pass over the file with every field, made when an analysis first asks (
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from madmax_lib.traces.read.event_columns import Codes, complete, with_exact_tim
 from madmax_lib.traces.read.events import Args, Event, RawTrace
 from madmax_lib.traces.read.values import integers, nanoseconds
 
-__all__ = ["side_tables_of"]
+__all__ = ["read_side_tables", "side_tables_of"]
 
 # in this order: a reduce-scatter is neither a reduce nor a scatter
 _COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
@@ -77,13 +77,18 @@ def _load(path: Path, sha256: str, rank: int) -> dict[str, pd.DataFrame]:
     def read() -> Timeline:
         if content_sha256(path) != sha256:
             raise ValueError(f"{path}: has changed since it was read; read it again")
-        nothing = pd.DataFrame({column: pd.Series([], dtype=d) for column, d in SPANS.items()})
-        return Timeline(nothing, side_tables=SideTables(partial(dict, _read(path, rank))))
+        return Timeline(_nothing(), side_tables=SideTables(partial(dict, read_side_tables(path, rank))))
 
-    return dict(cached(sha256, f"side tables {rank}", read).side_tables)
+    return cached(sha256, f"side tables {rank}", read).side_tables.present()
 
 
-def _read(path: Path, rank: int) -> dict[str, pd.DataFrame]:
+@cache
+def _nothing() -> pd.DataFrame:
+    return pd.DataFrame({column: pd.Series([], dtype=d) for column, d in SPANS.items()})
+
+
+def read_side_tables(path: Path, rank: int) -> dict[str, pd.DataFrame]:
+    """The tables of a file that are not empty, whether it changed or not."""
     _, parts = with_exact_times(path, partial(_gather, rank=rank))
     return {name: conform(name, _whole(parts[name])) for name in SIDE_TABLES if parts[name]}
 

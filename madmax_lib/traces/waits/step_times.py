@@ -13,7 +13,7 @@ import pandas as pd
 
 from madmax_lib.accounting import breakdown
 from madmax_lib.fields import argument
-from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.timeline import BUSY_KINDS, Timeline, kept, with_origin
 from madmax_lib.traces.read.nesting import Nest
 from madmax_lib.traces.read.steps import step_spans
 from madmax_lib.traces.waits.launch import device_work
@@ -27,6 +27,7 @@ _DEVIATIONS, _SLOWER = 5.0, 0.1
 _NEXT_BATCH = r"DataLoader.*__next__|dataloader\.py\(\d+\): __next__"
 
 
+@kept
 def steps(timeline: Timeline) -> pd.DataFrame:
     """Every step of every rank: rank, step, wall_s, period_s, the columns of `breakdown`, annotated, cut, warmup.
 
