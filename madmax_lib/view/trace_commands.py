@@ -156,7 +156,8 @@ def _report(options: Namespace) -> Answer:
         raise IsADirectoryError(f"{options.output}: is a directory, give the name of a file for the report")
     timeline, (first, *more) = read(options.traces), options.traces
     name = Path(first).resolve().name
-    compared = {"beside": read([options.beside]), "other": Path(options.beside).resolve().name} if options.beside else {}
+    other = options.beside
+    compared = {"beside": read([other]), "other": Path(other).resolve().name} if other else {}
     path = write_report(timeline, options.output, f"{name} and {len(more)} more" if more else name, **compared)
     about = {"page": str(path), "ranks": len(timeline.ranks), "spans": len(timeline)}
     return Answer(breakdown(timeline), about)
