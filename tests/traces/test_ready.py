@@ -10,7 +10,7 @@ from madmax_lib import runs
 from madmax_lib.datasets import dataset
 from madmax_lib.traces.ready import after_trace, hf_callback, lightning_callback, on_trace_ready
 
-LINE = r"madmax: rank 0, 2 steps of [\d.]+ ms: no communication, \d+% idle, MFU unknown \(.*\)\n"
+LINE = r"madmax: rank 0, 2 steps of [\d.]+ \S+: no communication, \d+% idle, MFU unknown \(.*\)\n"
 
 
 def trained(steps, *, begin, step, end):
