@@ -8,6 +8,7 @@ rate always; inside it is fine, unless the interval reaches farther than a facto
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -46,7 +47,7 @@ class Expectation:
     explanations: table of part, cause, step_s if so, and explains (of the gap in log time, 1 is all), with a trace also
         the part's predicted_s and measured_s; those come first whose part is off.
     tries: neighbour plans that fit and are faster: change, plan, step_s and gain (predicted over step_s, best first).
-    nearest: the three published runs most like this one, with their step, MFU, and measured over predicted.
+    case: the run.
     """
 
     verdict: str
@@ -60,7 +61,12 @@ class Expectation:
     parts: pd.DataFrame
     explanations: pd.DataFrame
     tries: pd.DataFrame
-    nearest: pd.DataFrame
+    case: Case
+
+    @cached_property
+    def nearest(self) -> pd.DataFrame:
+        """The three published runs most like this one, with their step, MFU, and measured over predicted."""
+        return nearest(self.case)
 
     def __repr__(self) -> str:
         lines = [f"{self.verdict}: {self.reason}"]
@@ -142,7 +148,7 @@ def expect(
         parts=parts_of(outlook, measured_s, timeline),
         explanations=causes(outlook, measured_s, named, timeline),
         tries=neighbours(outlook),
-        nearest=nearest(case),
+        case=case,
     )
 
 

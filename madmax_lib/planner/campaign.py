@@ -176,7 +176,7 @@ def _first_in_time(job: _Job, days: float, costs: dict) -> list[dict]:
         if best
         else reason
     )
-    raise ValueError(f"no number of devices up to {counts[-1]:,} is in time: {said}")
+    raise ValueError(f"no number of devices up to {counts[-1]:,} is in time: {said}; a larger batch may be")
 
 
 def _price(cluster: Cluster, usd_per_hour: float | None) -> str:
