@@ -85,7 +85,8 @@ def gate(a: Timeline | Sequence[Timeline], b: Timeline | Sequence[Timeline], thr
     order = {"slower": 0, "cannot tell": 1, "minor": 2, "fine": 3}
     table = table.sort_values(["verdict", "ratio"], key=lambda c: c.map(order) if c.name == "verdict" else -c)
     table = table.reset_index(drop=True)
-    files = {label: side[0].timeline.meta.provenance.get("files", {}) for label, side in zip("ab", sides, strict=True)}
+    named = [(f"{label}{n}", one) for label, side in zip("ab", sides, strict=True) for n, one in enumerate(side, 1)]
+    files = {label: one.timeline.meta.provenance.get("files", {}) for label, one in named}
     return GateResult(
         passed=not (table["verdict"] == "slower").any(),
         table=with_origin(table, {"files": files}),
