@@ -109,9 +109,12 @@ def plot_gate(result: GateResult, ax: Axes | None = None) -> Axes:
     """How much each quantity of `gate` grew, with its 90 % interval, beside the threshold; colour by verdict."""
     table, limit = result.table, result.threshold
     growth, low, high = (100 * (table[name] - 1) for name in ("ratio", "low", "high"))
-    worst = table[table["verdict"] == "slower"].head(1)
-    said = [f"{draw.short_name(row.quantity)} grew by {draw.percent(row.ratio - 1)}" for row in worst.itertuples()]
-    title = said[0] if said else f"Nothing is surely slower by {draw.percent(limit)}"
+    slower = table[table["verdict"] == "slower"].set_index("quantity")["ratio"] - 1
+    title = f"Nothing is surely slower by {draw.percent(limit)}"
+    if len(slower):
+        title = f"{draw.short_name(slower.index[0])} grew by {draw.percent(slower.iloc[0])}"
+    if "step_s" in slower:
+        title = f"A step takes {draw.percent(slower['step_s'])} longer"
     reach = max(np.nanmax(np.abs([low, high])), 150 * limit)
     ending = {"rows": [draw.short_name(name) for name in table["quantity"]], "xlim": (-1.05 * reach, 1.05 * reach)}
     ending |= {"key": {verdict: _VERDICTS[verdict] for verdict in _VERDICTS if (table["verdict"] == verdict).any()}}
