@@ -83,7 +83,7 @@ def line(x: np.ndarray, y: np.ndarray, *, unit: str = "bytes", title: str = "") 
 
 
 def heat(values: pd.DataFrame, *, what: str) -> str:
-    """Seconds as shades: a row for each index, a column for each column; the darkest is the largest."""
+    """Seconds as shades: a row for each index, a column for each column; the strongest is the largest."""
     top = float(np.nanmax(values.to_numpy(), initial=0.0))
     if not top > 0:
         return ""
@@ -95,7 +95,7 @@ def heat(values: pd.DataFrame, *, what: str) -> str:
             for value in row
         )
         lines.append(f"<tr><th>{escape(str(label))}</th>{cells}</tr>")
-    caption = f'<p class="caption">{escape(what)}; darkest: {format_s(top)}</p>'
+    caption = f'<p class="caption">{escape(what)}; strongest: {format_s(top)}</p>'
     return f'{caption}<div class="scroll"><table class="heat"><tr><th></th>{head}</tr>{"".join(lines)}</table></div>'
 
 

@@ -242,6 +242,10 @@ def module_view(detail: Timeline, whole: Timeline) -> str:
     return section("Modules", text(_of(detail, whole)), table(found, search=True)) if len(found) else ""
 
 
+def _times(ratio: float) -> str:
+    return f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.3g} times as long"
+
+
 def comparison(timeline: Timeline, beside: Timeline, labels: tuple[str, str]) -> str:
     """This run beside another: the parts of a step, and the operations that differ most."""
     parts = compare(beside, timeline)
@@ -251,7 +255,7 @@ def comparison(timeline: Timeline, beside: Timeline, labels: tuple[str, str]) ->
     shown = parts[parts["quantity"] != "overlap"].rename(columns=names)[["quantity", *names.values(), "ratio"]]
     shown["quantity"] = [name.removesuffix("_s").replace("_", " ") for name in shown["quantity"]]
     total = parts.set_index("quantity").loc["total_s"]
-    said = f"A step takes {format_s(total['b'])}, in {labels[1]} {format_s(total['a'])}: {total['ratio'] - 1:+.1%}."
+    said = f"A step takes {format_s(total['b'])}, in {labels[1]} {format_s(total['a'])}: {_times(total['ratio'])}."
     if overlap["a"].notna().any():
         said += f" Of the communication {percent(overlap['b'].iloc[0])} is under compute, there "
         said += f"{percent(overlap['a'].iloc[0])}."
