@@ -72,8 +72,8 @@ def beliefs(plans: Candidates, tried: np.ndarray, log_s: np.ndarray, asked: np.n
     else:
         improvement_s = np.full(len(mean), np.nan)
     open_ = np.flatnonzero(legal & ~np.isin(np.arange(len(mean)), tried))
-    promise = mean[open_] - sigma[open_] - np.log(np.maximum(runs[open_], _SMALL))
-    live = np.sort(open_[np.argsort(promise, kind="stable")[:_MOST]])
+    hope = np.log(np.maximum(runs[open_], _SMALL)) - mean[open_] / _NEAR
+    live = np.sort(open_[np.argsort(-hope, kind="stable")[:_MOST]])
     wins = np.zeros(len(mean))
     if len(live):
         covariance = _kernel(plans, live, live) - cross[:, live].T @ cross[:, live]
