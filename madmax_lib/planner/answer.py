@@ -162,8 +162,8 @@ def different(problem: SearchProblem, columns: dict) -> pd.DataFrame:
     seconds["work_s"] = seconds[[*_PASSES, "head_s"]].sum(axis=1) - seconds["repeated_s"]
     seconds = seconds[list(_WORDS)]
     chances = _chances(steps, times, problem.parameters, bool(problem.case.model.experts))
-    why, limit = _reasons(seconds), _limits(seconds)
-    return table.drop(columns="ties").assign(probability=chances, why=why, limit=limit).head(_SHOWN)
+    table = table.drop(columns="ties").assign(probability=chances).head(_SHOWN)
+    return table.assign(why=_reasons(seconds), limit=_limits(seconds.head(_SHOWN)))
 
 
 def _chances(steps: Steps, times: dict, parameters: Parameters, experts: bool) -> np.ndarray:
@@ -190,9 +190,9 @@ def _limits(seconds: pd.DataFrame) -> list[str]:
 
 
 def _reasons(seconds: pd.DataFrame) -> list[str]:
-    """The part in which each step saves most beside the median of all, in shares of the median step."""
+    """The part in which each of the first steps saves most beside the median of all, in shares of the median step."""
     if len(seconds) == 1:
         return ["no other way fits"]
     saved = (seconds.median() - seconds) / seconds.sum(axis=1).median()
     return [f"{row.max():.0%} less {_WORDS[row.idxmax()]} than most" if row.max() > 0.005 else "no part stands out"
-            for _, row in saved.iterrows()]  # fmt: skip
+            for _, row in saved.head(_SHOWN).iterrows()]  # fmt: skip
