@@ -1,5 +1,6 @@
 """The tuner: closed forms of its beliefs, what failures teach, state files, replays of a measured sweep, bad input."""
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -284,6 +285,28 @@ def test_workers_try_plans_side_by_side(dask_client):
     assert trials["step_s"].isna().tolist() == failed
     with pytest.raises(TypeError):
         mm.tune(**run, launch=lambda: 1.0, trials=2)
+
+
+def test_runs_are_launched_with_the_micro_batch_of_the_plan(tmp_path, monkeypatch):
+    """The median of the steps counts; a run that ran out of memory is a failure. The plans are those that can run."""
+    module, specs = importlib.import_module("madmax_lib.planner.tune"), []
+
+    def start(spec, directory, check):
+        specs.append(spec)
+        status = "completed" if len(specs) < 3 else "out-of-memory"
+        directory.mkdir(parents=True)
+        summary = {"status": status, "step_s": {"median": 0.5 / len(specs)}}
+        (directory / "summary.json").write_text(json.dumps(summary))
+        return directory
+
+    monkeypatch.setattr(module, "start", start)
+    spec = mm.RunSpec("gpt-tiny", strategy="dp2", ranks=2, global_batch=8, device="cpu")
+    machine = mm.cluster("dgx-a100", devices=2)
+    run = {"global_batch": 8, "launch": spec, "directory": tmp_path, "trials": 4, "progress": False}
+    trials = mm.tune(spec.shapes, machine, **run).trials
+    assert [mm.Plan.parse(text) for text in trials["plan"]] == [spec.plan for spec in specs]
+    assert {spec.plan.world_size for spec in specs} == {2} and all("mb" in spec.strategy for spec in specs)
+    assert trials["step_s"].fillna(0).tolist() == [0.5, 0.25, 0, 0]
 
 
 def test_mistakes_of_a_launch_are_not_failures_of_a_plan():
