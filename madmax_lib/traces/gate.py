@@ -114,7 +114,8 @@ class _Recording:
             rule = f"a gate needs {_LEAST_STEPS}; mark steps with profiler.step()"
             raise ValueError(f"{name}: {len(values)} steps that are neither warm-up nor cut, {rule}")
         self.timeline, self.operations = timeline, _operations(timeline, list(values.index))
-        self.values = values.join(self.operations.groupby("step").mean().droplevel("kind", axis=1))
+        by_name = self.operations.groupby("step").mean().T.groupby("operation").sum().T  # of one name in two kinds too
+        self.values = values.join(by_name)
         self.peak_bytes = peak(timeline)["peak_bytes"].max() if len(timeline.side_tables["memory"]) else np.nan
 
     def location(self, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
@@ -176,8 +177,9 @@ def _tested(sides: list[list[_Recording]], threshold: float) -> pd.DataFrame:
         ratio = memory[1] / memory[0]
         known = {"ratio": ratio, "low": ratio, "high": ratio, "p": float(ratio <= 1), "detectable": 0.0}
         table.loc[len(table)] = {"quantity": "peak_bytes", "kind": "memory", "a": memory[0], "b": memory[1], **known}
-    small, sure = table["high"] < 1 + _BOUND * threshold, table["p"] < _LEVEL
-    minor = (table["b"] - table["a"] < _MINOR * threshold * table["a"].iloc[0]) & (table["kind"] != "memory")
+    exact = table["kind"] == "memory"
+    small, sure = table["high"] < 1 + threshold * np.where(exact, 1.0, _BOUND), table["p"] < _LEVEL
+    minor = (table["b"] - table["a"] < _MINOR * threshold * table["a"].iloc[0]) & ~exact
     table["verdict"] = np.select([small, sure & minor, sure], ["fine", "minor", "slower"], "cannot tell")
     return table
 
