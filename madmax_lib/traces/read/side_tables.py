@@ -121,17 +121,21 @@ def _batches(pieces: Iterator[list]) -> Iterator[list]:
     yield events
 
 
+class _Forms(dict):
+    """Categories in lower case."""
+
+    def __missing__(self, category: str) -> str:
+        form = self[category] = category.strip().lower()
+        return form
+
+
 def _chosen(rows: list[_FullEvent]) -> dict[str, list[int]]:
     """Which of the rows belong to each table."""
     chosen: dict[str, list[int]] = {name: [] for name in _COLUMNS}
-    forms = {cat: cat.strip().lower() for cat in {e.cat for e in rows if isinstance(e.cat, str)}}
+    forms = _Forms()
     for i, e in enumerate(rows):
-        category, args = forms.get(e.cat) if isinstance(e.cat, str) else None, e.args
-        if (
-            category == "cpu_op"
-            or category == "operator"
-            or (args is not None and args.shapes and bytes(args.shapes) not in _NULL)
-        ):
+        category, args = forms[e.cat] if isinstance(e.cat, str) else None, e.args
+        if category in _OPERATORS or (args is not None and args.shapes and bytes(args.shapes) not in _NULL):
             chosen["operators"].append(i)
         elif category == "cuda_sync":
             chosen["syncs"].append(i)
