@@ -93,6 +93,8 @@ def test_a_report_is_about_the_steps():
     assert "belong to no step" not in report(timeline.select(steps=[3])).html
     with pytest.raises(ValueError, match="nothing to report"):
         report(Timeline(timeline.spans[:0]))
+    with pytest.raises(ValueError, match="timeline"):
+        report("DIR")
 
 
 def test_bars_of_the_overview_add_up_to_the_total_of_each_rank(run):

@@ -12,6 +12,7 @@ import numpy as np
 
 from madmax_lib import __version__
 from madmax_lib.atomic import write_text
+from madmax_lib.fields import argument
 from madmax_lib.timeline import Timeline
 from madmax_lib.view.canvas import busy_spans, columns
 from madmax_lib.view.notebooks.page import page
@@ -49,7 +50,7 @@ def report(timeline: Timeline, title: str = "trace", beside: Timeline | None = N
 
     beside: another run to compare with, called `other`. Raises ValueError for a timeline without a span.
     """
-    if not len(timeline):
+    if not len(argument("timeline", timeline, Timeline)):
         raise ValueError("nothing to report: the timeline has no spans")
     whole, timeline = timeline, timeline.select(steps=timeline.steps) if timeline.steps else timeline
     detail = timeline.select(ranks=views.detail_ranks(timeline))
