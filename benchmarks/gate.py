@@ -22,6 +22,7 @@ import pandas as pd
 import madmax_lib as mm
 from madmax_lib.datasets import PROJECT, local_data
 from madmax_lib.intervals import pack, subtraction, union
+from madmax_lib.timeline import BUSY_KINDS
 from madmax_lib.traces import gate
 
 SETS, ACTIVE, STEPS = {"gpt-ddp": 2, "vit-fsdp": 2, "gpt-memory": 1}, 44, 20  # ranks by set
@@ -159,6 +160,17 @@ def cases(recordings: dict[str, list[mm.Timeline]], count: int, threshold: float
     return pd.DataFrame(rows, columns=columns)
 
 
+def write_example(run: Path) -> None:
+    """traces/gpt-before, 20 steps of a recording, and gpt-after, its next 20 steps with a slower linear layer."""
+    timeline = mm.read_trace(run)
+    spans = timeline.spans
+    marks = (spans["kind"] == "annotation") & spans["name"].astype(str).str.startswith("ProfilerStep")
+    lean = timeline.where((spans["kind"].isin(BUSY_KINDS) | marks).to_numpy())
+    before, after = (lean.select(steps=lean.steps[at : at + STEPS]) for at in (1, 2 + STEPS))
+    mm.export_trace(before, PROJECT / "traces" / "gpt-before")
+    mm.export_trace(slowed(after, "operation", 0.3, "aten::linear", 0), PROJECT / "traces" / "gpt-after")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of the recordings")
@@ -167,10 +179,13 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--gate", type=float, default=0.03, help="threshold (0.03)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--example", action="store_true", help="write traces/gpt-before and gpt-after of FOLDER, a run")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         return record_rank(options.folder, options.rank)
+    if options.example:
+        return write_example(options.folder)
     if options.record:
         record(options.folder, options.minutes)
     runs = {name: sorted(options.folder.glob(f"*/{name}")) for name in SETS}

@@ -34,7 +34,7 @@ def cases():
         plans = [mm.Plan(**row) for row in part[list(PLAN)].rename(columns=PLAN).to_dict("records")]
         case = part["case"].iloc[0]
         seconds = dict(zip(plans, part["iteration_time_s"], strict=True))
-        yield name, gpus, case.model, mm.cluster(case.cluster, nodes=gpus // 8), case.global_batch, seconds
+        yield name, gpus, case.model, case.cluster, case.global_batch, seconds
 
 
 def parameters():

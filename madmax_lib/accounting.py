@@ -12,12 +12,13 @@ import pandas as pd
 from madmax_lib.fields import argument
 from madmax_lib.intervals import EMPTY, covered_before, intersection, pack, subtraction, total, union
 from madmax_lib.kinds import collectives_of
-from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.timeline import BUSY_KINDS, Timeline, kept, with_origin
 from madmax_lib.units import NS_PER_S
 
 __all__ = ["breakdown", "breakdown_between", "exposed_by_collective", "exposed_ns", "exposed_s", "top_kernels"]
 
 
+@kept
 def breakdown(timeline: Timeline) -> pd.DataFrame:
     """Time of each rank in seconds, one row per rank.
 
@@ -84,17 +85,17 @@ def exposed_by_collective(timeline: Timeline, collective: np.ndarray | None = No
 
 def exposed_s(spans: pd.DataFrame, others: pd.DataFrame) -> float:
     """Seconds of some spans, each instant once per rank, beside which none of the others runs on the same rank."""
-    by_rank = ((part, others[others["rank"] == rank]) for rank, part in spans.groupby("rank"))
-    return sum(total(subtraction(*map(_intervals, pair))) for pair in by_rank) / NS_PER_S
+    of_rank, besides = _by_rank(spans), _by_rank(others)
+    return sum(total(subtraction(times, besides.get(rank, EMPTY))) for rank, times in of_rank.items()) / NS_PER_S
 
 
 def exposed_ns(timeline: Timeline, rank: pd.Series, start_ns: pd.Series, dur_ns: pd.Series) -> np.ndarray:
     """How much (n,) of each interval lies under no compute of its rank; intervals side by side each count in full."""
     compute = timeline.spans[timeline.spans["kind"] == "compute"]
-    rows_of = compute.groupby("rank").indices
+    computes = _by_rank(compute)
     exposed, start, end = dur_ns.to_numpy().copy(), start_ns.to_numpy(), (start_ns + dur_ns).to_numpy()
     for number, rows in rank.groupby(rank).indices.items():
-        busy = union(_intervals(compute.iloc[rows_of.get(number, [])]))
+        busy = union(computes.get(number, EMPTY))
         exposed[rows] -= covered_before(busy, end[rows]) - covered_before(busy, start[rows])
     return exposed
 
@@ -107,6 +108,12 @@ def top_kernels(timeline: Timeline, count: int = 10) -> pd.DataFrame:
     table["share"] = table["sum"] / max(table["sum"].sum(), 1)
     table = table.assign(total_s=table["sum"] / NS_PER_S, mean_s=table["mean"] / NS_PER_S)
     return with_origin(table[["name", "kind", "count", "total_s", "mean_s", "share"]].head(count), timeline)
+
+
+def _by_rank(spans: pd.DataFrame) -> dict[int, np.ndarray]:
+    """Intervals of the spans of each rank."""
+    times = _intervals(spans)
+    return {rank: times[rows] for rank, rows in spans.groupby("rank").indices.items()}
 
 
 def _intervals(spans: pd.DataFrame) -> np.ndarray:

@@ -6,6 +6,7 @@ start of the name. An empty pattern matches everything. A user's table is put in
 """
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -71,11 +72,15 @@ def _first_match(names: list[str], rules: str, table: pd.DataFrame | None) -> pd
     if rules not in _RULES:
         raise ValueError(f"rules={rules!r} is not one of {', '.join(_RULES)}")
     table = table[table["rules"].isin(_RULES[rules])]
-    if rules == "hta":
-        compiled = [re.compile(p).match for p in table["pattern"]]
-    else:
-        compiled = [re.compile(p, re.IGNORECASE).search for p in table["pattern"]]
-    return table.iloc[[next(i for i, match in enumerate(compiled) if match(name[:_LONGEST])) for name in names]]
+    place_of = _matcher(tuple(table["pattern"]), rules == "hta")
+    return table.iloc[list(map(place_of, names))]
+
+
+@lru_cache(maxsize=8)
+def _matcher(patterns: tuple[str, ...], hta: bool) -> Callable[[str], int]:
+    """The place of the first pattern that matches a name; kept, as all ranks run the same kernels."""
+    compiled = [re.compile(p).match if hta else re.compile(p, re.IGNORECASE).search for p in patterns]
+    return lru_cache(1 << 15)(lambda name: next(i for i, match in enumerate(compiled) if match(name[:_LONGEST])))
 
 
 def _read_csv(path: Path | Traversable) -> pd.DataFrame:

@@ -67,11 +67,14 @@ class SideTables(Mapping):
     def __getitem__(self, name: str) -> pd.DataFrame:
         if name not in SIDE_TABLES:
             raise KeyError(f"{name!r} is not one of {', '.join(SIDE_TABLES)}")
+        table = self.present().get(name)
+        return conform(name, {column: [] for column in SIDE_TABLES[name]}) if table is None else table
+
+    def present(self) -> dict[str, pd.DataFrame]:
+        """The tables that the timeline has."""
         if self._tables is None:
             self._tables = self._make()
-        if name not in self._tables:
-            return pd.DataFrame({column: pd.Series([], dtype=d) for column, d in SIDE_TABLES[name].items()})
-        return self._tables[name]
+        return self._tables
 
     def __iter__(self) -> Iterator[str]:
         return iter(SIDE_TABLES)
@@ -99,7 +102,7 @@ def conform(name: str, columns: dict) -> pd.DataFrame:
 
 def _select(side_tables: SideTables, new_row: np.ndarray, windows_ns: dict[int, tuple[float, float]]) -> dict:
     tables = {}
-    for name, table in side_tables.items():
+    for name, table in side_tables.present().items():
         if "row" in table:
             table = table.assign(row=new_row[table["row"]])
             table = table[table["row"] >= 0]
@@ -113,9 +116,10 @@ def _select(side_tables: SideTables, new_row: np.ndarray, windows_ns: dict[int, 
 def _join(parts: list[tuple[SideTables, int]]) -> dict[str, pd.DataFrame]:
     tables = {}
     for name, schema in SIDE_TABLES.items():
-        own = [tables_of[name] for tables_of, _ in parts]
-        if "row" in schema:
-            own = [table.assign(row=table["row"] + before) for table, (_, before) in zip(own, parts, strict=True)]
+        own = [(tables_of.present()[name], before) for tables_of, before in parts if name in tables_of.present()]
+        if not own:
+            continue
+        own = [table.assign(row=table["row"] + before) if "row" in schema else table for table, before in own]
         tables[name] = pd.DataFrame({column: joined([table[column] for table in own]) for column in schema})
     return tables
 

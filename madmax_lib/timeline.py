@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pandas as pd
@@ -18,7 +19,7 @@ import pandas as pd
 from madmax_lib.atomic import replacing
 from madmax_lib.side_tables import SIDE_TABLES, SideTables, joined
 
-__all__ = ["BUSY_KINDS", "KINDS", "SPANS", "Meta", "Timeline", "concat", "with_origin"]
+__all__ = ["BUSY_KINDS", "KINDS", "SPANS", "Meta", "Timeline", "concat", "kept", "with_origin"]
 
 KINDS = ("compute", "comm", "memcpy", "other", "memory", "idle", "cpu", "annotation")
 BUSY_KINDS = ("compute", "comm", "memcpy", "other")  # a device (or, on CPU-only traces, a worker thread) is at work
@@ -155,7 +156,7 @@ class Timeline:
 
         path = Path(path)
         table = pa.Table.from_pandas(self.spans, preserve_index=False)
-        tables = {"edges": self.edges} | {name: t for name, t in self.side_tables.items() if len(t)}
+        tables = {"edges": self.edges} | {name: t for name, t in self.side_tables.present().items() if len(t)}
         extra = {f"madmax.{name}".encode(): _pack(frame) for name, frame in tables.items()}
         extra[b"madmax.meta"] = json.dumps(asdict(self.meta)).encode()
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), **extra})
@@ -205,11 +206,33 @@ def with_origin(table: pd.DataFrame, origin: Timeline | pd.DataFrame | dict, **m
     operations. Keys: source (measured or simulated) and provenance, as in `Meta`, and what the analysis adds as `more`.
     """
     if isinstance(origin, Timeline):
-        table.attrs.update(provenance=origin.meta.provenance, source=origin.meta.source)
+        table.attrs.update(provenance=_Provenance(origin.meta.provenance), source=origin.meta.source)
     else:
         table.attrs.update(origin.attrs if isinstance(origin, pd.DataFrame) else {"provenance": origin})
     table.attrs.update(more)
     return table
+
+
+class _Provenance(dict):
+    """Never copied: pandas copies `.attrs` in every operation, and this one has an entry per file."""
+
+    def __deepcopy__(self, _memo):
+        return self
+
+
+def kept(analysis: Callable[[Timeline], pd.DataFrame]) -> Callable[[Timeline], pd.DataFrame]:
+    """An analysis that others build on: its table is kept as long as its timeline lives, and copies are given out."""
+    tables: WeakKeyDictionary = WeakKeyDictionary()
+
+    @wraps(analysis)
+    def remembered(timeline: Timeline) -> pd.DataFrame:
+        if not isinstance(timeline, Timeline):
+            return analysis(timeline)
+        if timeline not in tables:
+            tables[timeline] = analysis(timeline)
+        return tables[timeline].copy()
+
+    return remembered
 
 
 def concat(timelines: Sequence[Timeline]) -> Timeline:

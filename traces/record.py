@@ -3,10 +3,8 @@
 `python traces/record.py` records every set this machine can run, `python traces/record.py vit-ddp` only the named ones.
 A set is a model and a strategy: vit or gpt, times ddp (DistributedDataParallel with small buckets), fsdp (FSDP2
 `fully_shard` of each block, then of the root), ddp-nccl or fsdp-nccl (the same on GPUs), memory (one process on the
-CPU, with the allocator's events) or gpu (one process, CUDA, with them too). gpt-before and gpt-after are 22 steps of a
-GPT of one layer under DDP, before and after a change that makes its optimizer slower. Each set starts its own ranks
-with torchrun and ends as `traces/<set>/rank<r>.json.gz`: what the profiler wrote, less the names of the machine and of
-its files.
+CPU, with the allocator's events) or gpu (one process, CUDA, with them too). Each set starts its own ranks with torchrun
+and ends as `traces/<set>/rank<r>.json.gz`: what the profiler wrote, less the names of the machine and of its files.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 HERE = Path(__file__).parent
 RANKS = {"vit-ddp": 2, "vit-fsdp": 2, "gpt-ddp": 2, "gpt-fsdp": 2, "gpt-memory": 1, "vit-gpu": 1, "gpt-gpu": 1}
 RANKS |= {f"{name}-nccl": RANKS[name] for name in ("vit-ddp", "vit-fsdp", "gpt-ddp", "gpt-fsdp")}
-RANKS |= {"gpt-before": 2, "gpt-after": 2}
-ON_GPU, CHANGE, CHANGE_STEPS = ("-gpu", "-nccl"), ("before", "after"), 22
+ON_GPU = ("-gpu", "-nccl")
 WAIT, WARMUP, ACTIVE = 8, 2, 2  # not recorded: DDP rebuilds its buckets, AdamW makes its state, the allocator settles
 DIM, LAYERS, HEADS = 128, 4, 4
 IMAGE, PATCH, CLASSES = 32, 4, 10
@@ -101,9 +98,7 @@ def build(model_name: str, strategy: str, device: str) -> nn.Module:
     model = (ViT() if model_name == "vit" else GPT()).to(device)
     if strategy in ("memory", "gpu"):
         return model
-    if strategy in CHANGE:
-        model.blocks = model.blocks[:1]
-    if strategy in ("ddp", *CHANGE):
+    if strategy == "ddp":
         return DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for block in model.blocks:
@@ -134,9 +129,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tenso
 def record_rank(set_name: str) -> None:
     """Train as one rank of a set and write its trace."""
     model_name, strategy, *_ = set_name.split("-")
-    rank, on_gpu, change = int(os.environ["RANK"]), set_name.endswith(ON_GPU), strategy in CHANGE
-    spread = change or strategy in ("ddp", "fsdp")
-    count = CHANGE_STEPS if change else ACTIVE
+    rank, on_gpu, spread = int(os.environ["RANK"]), set_name.endswith(ON_GPU), strategy in ("ddp", "fsdp")
     device = "cuda" if on_gpu else "cpu"
     torch.set_num_threads(1)
     if on_gpu:
@@ -144,17 +137,16 @@ def record_rank(set_name: str) -> None:
     if spread:
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=torch.device(device, rank) if on_gpu else None)
     model = build(model_name, strategy, device)
-    fused = {"fused": True} if strategy != "after" else {"foreach": False}  # one operator a step: the trace stays small
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # one operator a step: the trace stays small
     inputs, targets = synthetic_batch(model_name, rank, device)
     with profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-        schedule=schedule(wait=WAIT, warmup=WARMUP, active=count, repeat=1),
+        schedule=schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1),
         on_trace_ready=lambda profiler: write_trace(profiler, HERE / set_name / f"rank{rank}.json.gz"),
-        record_shapes=not change,
+        record_shapes=True,
         profile_memory=strategy in ("memory", "gpu"),  # the allocator's events would double the other traces
     ) as profiler:
-        for _ in range(WAIT + WARMUP + count):
+        for _ in range(WAIT + WARMUP + ACTIVE):
             train_step(model, optimizer, inputs, targets)
             profiler.step()
     if spread:

@@ -8,6 +8,7 @@ rate always; inside it is fine, unless the interval reaches farther than a facto
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,7 @@ from madmax_lib.case import Case
 from madmax_lib.fields import argument, number
 from madmax_lib.plan import Plan
 from madmax_lib.plan_rules import enforce, rules_of
-from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.simulator.rates.parameters import Parameters, shipped, software_of
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Model
 from madmax_lib.timeline import Timeline
@@ -46,7 +47,7 @@ class Expectation:
     explanations: table of part, cause, step_s if so, and explains (of the gap in log time, 1 is all), with a trace also
         the part's predicted_s and measured_s; those come first whose part is off.
     tries: neighbour plans that fit and are faster: change, plan, step_s and gain (predicted over step_s, best first).
-    nearest: the three published runs most like this one, with their step, MFU, and measured over predicted.
+    case: the run.
     """
 
     verdict: str
@@ -60,7 +61,12 @@ class Expectation:
     parts: pd.DataFrame
     explanations: pd.DataFrame
     tries: pd.DataFrame
-    nearest: pd.DataFrame
+    case: Case
+
+    @cached_property
+    def nearest(self) -> pd.DataFrame:
+        """The three published runs most like this one, with their step, MFU, and measured over predicted."""
+        return nearest(self.case)
 
     def __repr__(self) -> str:
         lines = [f"{self.verdict}: {self.reason}"]
@@ -117,14 +123,14 @@ def expect(
     >>> run.verdict, run.tries["gain"].iloc[0] > 1
     ('slow', True)
     """
-    software = getattr(parameters, "software", None) if software is None else software
     argument("timeline", timeline, Timeline | None)
-    case = Case.of_step(model, cluster, Plan.parse(plan), global_batch, sequence, dtype, software)
+    case = Case.of_step(
+        model, cluster, Plan.parse(plan), global_batch, sequence, dtype, software_of(software, parameters)
+    )
     if isinstance(case.model, DLRM):
         raise ValueError(f"{case.model.name}: recommendation models have no closed form; use simulate")
     enforce(rules_of(case), case.plan, case)
     given = {"step_s": step_s, "tokens_per_s": tokens_per_s, "tokens_per_s_per_device": tokens_per_s_per_device}
-    measured_s = _measured_s(case, given | {"tflops": tflops}, timeline)
     named, measured_s = _measured_s(case, given | {"tflops": tflops}, timeline)
     outlook = Outlook.of(case, argument("parameters", parameters, Parameters, shipped))
     predicted_s, high_s = outlook.predicted_s, outlook.predicted_s * outlook.factor
@@ -142,7 +148,7 @@ def expect(
         parts=parts_of(outlook, measured_s, timeline),
         explanations=causes(outlook, measured_s, named, timeline),
         tries=neighbours(outlook),
-        nearest=nearest(case),
+        case=case,
     )
 
 

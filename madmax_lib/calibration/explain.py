@@ -62,9 +62,14 @@ def _estimated(case: Case, plan: Plan | pd.DataFrame, parameters: Parameters) ->
 
 
 def timed_s(timeline: Timeline) -> float:
-    """Seconds of a step: the median from start to start, of a single step the device's. ValueError without compute."""
+    """Seconds of a step: the median from start to start, of a single step the device's.
+
+    Raises ValueError for a trace whose steps are not marked, or without compute.
+    """
+    if not timeline.steps:
+        raise ValueError("timeline: no step is marked (profiler.step()), so the step must be given as a number")
     table = steps_of(timeline)
-    table = table[~(table["cut"] | table["warmup"])] if len(table) else table
+    table = table[~(table["cut"] | table["warmup"])]
     periods = table["period_s"].dropna()
     return float(periods.median()) if len(periods) else kernel_seconds(timeline)["step_s"]
 
@@ -89,8 +94,10 @@ def parts_of(outlook: Outlook, measured_s: float, timeline: Timeline | None) -> 
 
 def _traced(timeline: Timeline, case: Case) -> dict[str, float]:
     """Seconds of each part in a step of a trace; what is neither compute nor exposed communication is waiting."""
+    if not timeline.steps:
+        return dict.fromkeys(_PARTS, np.nan)
     seconds, table = slowest_stage(timeline, case), steps_of(timeline)
-    table = table[~table["cut"]] if len(table) else table
+    table = table[~table["cut"]]
     compute_s, exposed_s = (float(table[name].median()) for name in ("compute_s", "exposed_comm_s"))
     waiting_s = max(timed_s(timeline) - compute_s - exposed_s, 0.0)
     traced = {part: seconds[name] for part, name in _TRACED.items()}

@@ -15,9 +15,9 @@ from madmax_lib.plan_flags.keys import FRAMEWORKS, framework_named, rows_of
 from madmax_lib.plan_flags.read import read
 from madmax_lib.software import OVERLAPS
 
-__all__ = ["SOFTWARE_OF", "STACKS", "write"]
+__all__ = ["STACKS", "write"]
 
-SOFTWARE_OF = {"megatron-lm": "megatron-core"} | {name: name for name in FRAMEWORKS if name != "megatron-lm"}
+_SOFTWARE_OF = {"megatron-lm": "megatron-core"} | {name: name for name in FRAMEWORKS if name != "megatron-lm"}
 STACKS = ("megatron-core", "megatron-bridge", "torchtitan", "deepspeed", "accelerate")  # by preference
 _MOOT: dict[str, Callable[[Plan], bool]] = {  # where a field changes nothing
     "reduce_fp32": lambda p: p.dp * p.cp == 1,
@@ -99,7 +99,7 @@ def write(
 
 def _check(plan: Plan, run: _Run, name: str, text: str) -> None:
     """Raises ValueError for the first field that the text does not state as it is."""
-    usual = software(SOFTWARE_OF[name])
+    usual = software(_SOFTWARE_OF[name])
     try:
         stated = read(text, name, world_size=plan.world_size, layers=run.layers)
     except ValueError as error:

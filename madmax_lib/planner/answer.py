@@ -17,6 +17,7 @@ import pandas as pd
 from madmax_lib import plan_flags
 from madmax_lib.fields import whole
 from madmax_lib.plan import Plan
+from madmax_lib.plan_flags.keys import framework_named
 from madmax_lib.planner.evaluate import SearchProblem, energy_j, launched_by
 from madmax_lib.planner.hint import hint
 from madmax_lib.planner.space import SEARCHED, plan_of
@@ -110,7 +111,7 @@ class SearchResult:
         first, others = ten.iloc[0], [f"{row.plan} {row.probability:.0%}" for row in ten[1:4].itertuples()]
         lines.append(f"why: {first.why}; limited by {first.limit}")
         lines.append(f"its way of splitting is the fastest with {first.probability:.0%}; {', '.join(others)}")
-        return [*lines, f"hint: {self.hint}" if self.hint else "found.configuration() writes it for its launcher"]
+        return [*lines, f"hint: {self.hint}" if self.hint else _launching(best.stacks)]
 
     def __repr__(self) -> str:
         return "\n".join(self._lines())
@@ -123,6 +124,14 @@ class SearchResult:
         share, number = "{:.0%}".format, "{:.3g}".format
         shown = {"mfu": share, "probability": share} | dict.fromkeys(("step_s", "low_s", "high_s", "memory_gb"), number)
         return f"<p>{lines}</p>{ten.to_html(index=False, formatters=shown, border=0)}"
+
+
+def _launching(stacks: str) -> str:
+    try:
+        framework = framework_named(stacks.split()[0])
+    except ValueError:
+        return f"no configuration of {stacks} is written here"
+    return f"found.configuration() writes it for {framework}"
 
 
 def described(problem: SearchProblem, columns: dict) -> tuple[pd.DataFrame, Steps, dict]:
@@ -153,8 +162,8 @@ def different(problem: SearchProblem, columns: dict) -> pd.DataFrame:
     seconds["work_s"] = seconds[[*_PASSES, "head_s"]].sum(axis=1) - seconds["repeated_s"]
     seconds = seconds[list(_WORDS)]
     chances = _chances(steps, times, problem.parameters, bool(problem.case.model.experts))
-    why, limit = _reasons(seconds), _limits(seconds)
-    return table.drop(columns="ties").assign(probability=chances, why=why, limit=limit).head(_SHOWN)
+    table = table.drop(columns="ties").assign(probability=chances).head(_SHOWN)
+    return table.assign(why=_reasons(seconds), limit=_limits(seconds.head(_SHOWN)))
 
 
 def _chances(steps: Steps, times: dict, parameters: Parameters, experts: bool) -> np.ndarray:
@@ -181,9 +190,9 @@ def _limits(seconds: pd.DataFrame) -> list[str]:
 
 
 def _reasons(seconds: pd.DataFrame) -> list[str]:
-    """The part in which each step saves most beside the median of all, in shares of the median step."""
+    """The part in which each of the first steps saves most beside the median of all, in shares of the median step."""
     if len(seconds) == 1:
         return ["no other way fits"]
     saved = (seconds.median() - seconds) / seconds.sum(axis=1).median()
     return [f"{row.max():.0%} less {_WORDS[row.idxmax()]} than most" if row.max() > 0.005 else "no part stands out"
-            for _, row in saved.iterrows()]  # fmt: skip
+            for _, row in saved.head(_SHOWN).iterrows()]  # fmt: skip

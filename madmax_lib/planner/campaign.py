@@ -45,11 +45,17 @@ class Campaign:
 
     def __repr__(self) -> str:
         row = self.best
-        ends = {name: f"{row[name]:,.4g} ({row[f'{name}_low']:,.4g} to {row[f'{name}_high']:,.4g})" for name in AMOUNTS}
+
+        ends = {name: [_words(row[f"{name}{end}"]) for end in ("", "_low", "_high")] for name in AMOUNTS}
+        ends = {name: f"{middle} ({low} to {high})" for name, (middle, low, high) in ends.items()}
         return (
             f"{row['devices']:,} devices: {ends['days']} days, {ends['device_hours']} device-hours, {ends['usd']} USD, "
             f"{ends['mwh']} MWh; goodput {row['goodput']:.1%}, {row['plan']}"
         )
+
+
+def _words(value: float) -> str:
+    return "unknown" if np.isnan(value) else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def campaign(
@@ -176,7 +182,7 @@ def _first_in_time(job: _Job, days: float, costs: dict) -> list[dict]:
         if best
         else reason
     )
-    raise ValueError(f"no number of devices up to {counts[-1]:,} is in time: {said}")
+    raise ValueError(f"no number of devices up to {counts[-1]:,} is in time: {said}; a larger batch may be")
 
 
 def _price(cluster: Cluster, usd_per_hour: float | None) -> str:

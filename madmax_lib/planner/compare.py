@@ -14,6 +14,7 @@ from madmax_lib import catalog
 from madmax_lib.case import Case
 from madmax_lib.fields import argument
 from madmax_lib.plan import Plan
+from madmax_lib.planner.evaluate import WAY
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.offload.fits import FitsResult, fits
 from madmax_lib.simulator.offload.placement import PLACES, Policy
@@ -25,7 +26,6 @@ from madmax_lib.specs import Cluster, Model, Transformer
 __all__ = ["EXPOSED", "lever_table", "shortlist", "variants"]
 
 EXPOSED = list(COMMUNICATION)  # as an index of columns
-_WAY = ["tp", "cp", "pp", "ep", "zero", "recompute"]
 
 
 def variants(
@@ -61,14 +61,14 @@ def shortlist(table: pd.DataFrame, model: Transformer | str, parameters: Paramet
     ValueError for parameters that know no intervals.
     """
     model = catalog.model(model)
-    if missing := [name for name in (*_WAY, "step_s") if name not in argument("table", table, pd.DataFrame)]:
+    if missing := [name for name in (*WAY, "step_s") if name not in argument("table", table, pd.DataFrame)]:
         raise ValueError(f"table of a search: column {missing[0]!r} is missing")
     width = argument("parameters", parameters, Parameters, shipped).residuals.get(
         f"layouts {'mixture' if model.experts else 'dense'}"
     )
     if width is None:
         raise ValueError("parameters without residuals: fit them with calibration.fit.ship, or use the shipped ones")
-    table = table.drop_duplicates(_WAY).reset_index(drop=True)
+    table = table.drop_duplicates(list(WAY)).reset_index(drop=True)
     ratio = table["step_s"] / table["step_s"].iloc[0]
     low, high = ratio * np.exp(-width), ratio * np.exp(width)
     return table.assign(ratio=ratio, ratio_low=low, ratio_high=high, worth_measuring=low <= 1.0)

@@ -45,7 +45,8 @@ def hint(problem: SearchProblem, different: pd.DataFrame) -> str:
         devices = best * case.cluster.devices_per_node
         return f"{devices:,} devices would be {fewer[best]:.2f}x faster: more degrees divide them"
     if twice > _WORTH_TWICE:
-        return f"batch {2 * batch:,} would be {twice:.2f}x faster per sample: more micro-batches for each pipeline"
+        why = "more micro-batches for each pipeline" if different["pp"].iloc[0] > 1 else "fixed costs for more samples"
+        return f"batch {2 * batch:,} would be {twice:.2f}x faster per sample: {why}"
     return ""
 
 

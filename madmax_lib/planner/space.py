@@ -48,7 +48,7 @@ class Space:
     recompute: what the backward pass computes again (default all).
     sequence_parallel: beside tp (default both; always with ep, never where the software has none).
     context: how cp exchanges keys and values (default ring and ulysses).
-    attention: kernels (default flash and unfused).
+    attention: kernels (default flash and unfused; the latter alone where the software had no other).
     zero: stages of ZeRO (default all).
     zero_under_pipeline: those of them beside pp (default all).
     hybrid: sizes of HSDP's shards in devices (default None; () for no HSDP).
@@ -56,7 +56,7 @@ class Space:
     reduce_fp32: gradients reduced in fp32 (default both).
     quantised: the choices of ZeRO++ too, whose 8-bit weights and 4-bit gradients change the numbers (default False).
     prefetch: layers that ZeRO-3 gathers ahead (default 1 and 0).
-    tp_beyond_node: tensor parallelism may leave the node (default True).
+    tp_beyond_node: tensor parallelism may leave the node (default False).
 
     A single value stands for a choice of one. Raises ValueError for a value that no Plan takes.
 
@@ -85,7 +85,7 @@ class Space:
     reduce_fp32: tuple[bool, ...] = (False, True)
     quantised: bool = False
     prefetch: tuple[int, ...] = (1, 0)
-    tp_beyond_node: bool = True
+    tp_beyond_node: bool = False
 
     def __post_init__(self):
         for name, values in vars(self).items():
@@ -102,7 +102,7 @@ class Space:
         """
         one = {"schedule": ("1f1b",), "context": ("ring",), "attention": ("flash",), "sequence_parallel": (True,)}
         one |= {"overlap_gather": (True,), "zero_under_pipeline": (0, 1, 3), "prefetch": (1,)}
-        return cls(**one, usual_interleave=True, tp_beyond_node=False)
+        return cls(**one, usual_interleave=True)
 
 
 def _checked(name: str, values) -> tuple:
@@ -166,7 +166,8 @@ def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.nda
     parallel = (False,) if lacks else (True,) if degrees.ep > 1 else space.sequence_parallel
     micros, layers = _among(space.micro_batch, _divisors(local)), case.model.layers
     orders = [(micro, *order) for micro in micros for order in _schedules(space, layers, degrees.pp, local // micro)]
-    others = [*product(space.recompute, parallel, contexts, space.attention)]
+    attention = [kind for kind in space.attention if f"attention={kind}" not in case.software.unsaid]
+    others = [*product(space.recompute, parallel, contexts, attention or ["unfused"])]
     if not orders or not others:
         return {}
     columns = [np.repeat(column, len(others)) for column in zip(*orders, strict=True)]
@@ -215,7 +216,7 @@ def _ends(layers: int, pp: int, chunks: int) -> list[tuple[int, bool, bool]]:
     if chunks > 1 or pp > layers:
         return ends
     last = layers - (pp - 1) * -(-layers // pp)
-    return [(0, False, False), *ends, *([(last, False, False)] if last > 0 else [])]
+    return [*ends, (0, False, False), *([(last, False, False)] if last > 0 else [])]
 
 
 def sharding_choices(space: Space, degrees: Degrees, case: Case) -> dict[str, np.ndarray]:

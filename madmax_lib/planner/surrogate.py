@@ -6,8 +6,8 @@ Seconds are those of the simulator times what it gets wrong, a Gaussian process 
     k(x, x') = ALL^2 + PARTS^2 share(x)' share(x') + NEAR^2 exp(-|x - x'|^2 / (2 LENGTH^2))
 
 of an error that all plans share, errors of the parts of a step (the share of each part in the step) and errors of
-neighbours (x: logarithms of degrees and batches to base 2, and choices). A slow trial may be an unlucky one, so its
-noise grows with its excess over the simulator: fast trials count in full.
+neighbours (x: logarithms of degrees and batches to base 2, and choices). A slow trial may be an unlucky one: its noise
+grows with its error over the least one, so that the fastest trials, measured by the simulator, say most.
 
 A plan runs with the probability (1 - crash) Phi(margin / UNSURE). The margin is the logarithm of the room over the
 memory that the simulator finds, corrected by a Gaussian process whose mode Newton's method finds [ch. 3]; crash is the
@@ -23,13 +23,14 @@ from scipy.special import ndtr
 
 __all__ = ["Beliefs", "Candidates", "beliefs"]
 
-_ALL, _PARTS, _NEAR, _LENGTH = 0.3, 0.2, 0.3, 4.0  # of log seconds; lengths in doublings
+_ALL, _PARTS, _NEAR, _LENGTH = 1.0, 0.2, 0.3, 4.0  # of log seconds; lengths in doublings
 _NOISE, _EXCESS, _OWN = 0.1, 1.0, 0.08  # of a trial, per log excess, and of a plan beside its neighbours
 _MEMORY_ALL, _MEMORY_NEAR, _MEMORY_LENGTH, _UNSURE = 0.08, 0.15, 2.0, 0.06  # of log memory
 _CRASH, _WEIGHT, _CRASH_LENGTH = 0.08, 1.0, 1.5  # rate before any trial, the trials it counts for, and of neighbours
 _CLOSE = np.log(1.05)  # as good as the best: repeated runs differ by more
 _DRAWS, _MOST = 1024, 256  # random draws of the plans that may win, and how many of these
 _ROUNDS, _SMALL = 60, 1e-6
+_SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Candidates:
     log_room: np.ndarray  # (n,) logarithm of the usable memory over what the plan needs
     features: np.ndarray  # (n, d) what neighbours are alike in
     shares: np.ndarray  # (n, p) of the parts of a step
+    width: np.ndarray  # (n,) half of the simulator's 90 % interval of log_s, NaN where it knows none
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Beliefs:
     """What is believed of each plan after some trials, (n,) each."""
 
     log_s: np.ndarray  # mean of the logarithm of its seconds
-    sigma: np.ndarray  # standard deviation of a trial around it
+    width: np.ndarray  # half of the 90 % interval of a trial around it, the simulator's own before one ran
     runs: np.ndarray  # probability to run
     wins: np.ndarray  # probability to be within 5 % of the best plan, and faster than all trials so far
     improvement_s: np.ndarray  # seconds by which it is expected to be faster than the best trial, NaN before one ran
@@ -70,13 +72,14 @@ def beliefs(plans: Candidates, tried: np.ndarray, log_s: np.ndarray, asked: np.n
     else:
         improvement_s = np.full(len(mean), np.nan)
     open_ = np.flatnonzero(legal & ~np.isin(np.arange(len(mean)), tried))
-    promise = mean[open_] - sigma[open_] - np.log(np.maximum(runs[open_], _SMALL))
-    live = np.sort(open_[np.argsort(promise, kind="stable")[:_MOST]])
+    hope = np.log(np.maximum(runs[open_], _SMALL)) - mean[open_] / _NEAR
+    live = np.sort(open_[np.argsort(-hope, kind="stable")[:_MOST]])
     wins = np.zeros(len(mean))
     if len(live):
         covariance = _kernel(plans, live, live) - cross[:, live].T @ cross[:, live]
         wins[live] = _wins(mean[live], covariance, runs[live], best, np.isin(live, asked), seed)
-    return Beliefs(mean, sigma, runs, wins, improvement_s)
+    width = _SIGMAS * sigma if ran.any() else plans.width
+    return Beliefs(mean, width, runs, wins, improvement_s)
 
 
 def _wins(mean, covariance, runs, best, asked, seed) -> np.ndarray:
@@ -92,7 +95,7 @@ def _wins(mean, covariance, runs, best, asked, seed) -> np.ndarray:
 def _posterior(plans: Candidates, tried: np.ndarray, log_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean (n,) of log seconds, and (k, n) whose columns' products are what the trials take off the covariance."""
     excess, every = log_s - plans.log_s[tried], np.arange(len(plans.log_s))
-    noise = _NOISE**2 + _OWN**2 + (_EXCESS * np.maximum(excess, 0.0)) ** 2
+    noise = _NOISE**2 + _OWN**2 + (_EXCESS * (excess - excess.min(initial=np.inf))) ** 2
     root = np.linalg.cholesky(_kernel(plans, tried, tried) + np.diag(noise))
     cross = np.linalg.solve(root, _kernel(plans, tried, every))
     return plans.log_s + cross.T @ np.linalg.solve(root, excess), cross

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def tune(
     trials: int = 10,
     sequence: int | None = None,
     dtype: str = "bf16",
-    plans: Sequence[Plan | str] | pd.DataFrame | None = None,
+    plans: Iterable[Plan | str] | pd.DataFrame | None = None,
     software: str | Software | None = None,
     parameters: Parameters | None = None,
     seed: int = 0,
@@ -130,7 +130,8 @@ def _on_workers(tuner: Tuner, launch, todo: int, client):
         return future
 
     futures: dict = {}
-    running = as_completed([submit() for _ in range(min(todo, len(client.scheduler_info()["workers"])))])
+    workers = max(len(client.scheduler_info()["workers"]), 1)  # of which the first may come later
+    running = as_completed([submit() for _ in range(min(todo, workers))])
     todo -= len(futures)
     try:
         for future in running:

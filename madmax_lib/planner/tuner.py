@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -35,7 +35,6 @@ from madmax_lib.specs import Cluster, Transformer
 __all__ = ["Tuner"]
 
 _TOP = 500  # plans of a search to choose from
-_SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 _ROOMY = 0.5  # log of room over need, of a plan whose states leave the device until it fits
 _RECOMPUTES = ("none", "selective", "full")
 _CHOICE = 3.0  # doublings of a degree that change as much as another choice
@@ -67,7 +66,7 @@ class Tuner:
         global_batch: int,
         sequence: int | None = None,
         dtype: str = "bf16",
-        plans: Sequence[Plan | str] | pd.DataFrame | None = None,
+        plans: Iterable[Plan | str] | pd.DataFrame | None = None,
         software: str | Software | None = None,
         parameters: Parameters | None = None,
         seed: int = 0,
@@ -141,22 +140,21 @@ class Tuner:
     def table(self) -> pd.DataFrame:
         """All plans, those with the best chance to win first, then by their seconds.
 
-        plan (text), simulated_s (before any trial), step_s, low_s, high_s (after the trials, with 90 % interval),
+        plan (text), simulated_s (before any trial), step_s, low_s, high_s (after them, with 90 % interval),
         measured_s (mean of its trials, NaN for none), failures (trials that failed), memory_share (simulated, of what a
         device has), fits (probability to run), wins (probability to be within 5 % of the best and faster than all
         trials), improvement_s (seconds by which it is expected to be faster than the best trial, NaN before one ran),
         reason (the rule that it breaks, else empty).
         """
         believed, trials = self._beliefs(), self.trials.groupby("plan")["step_s"]
-        half = np.exp(_SIGMAS * believed.sigma)
-        seconds = np.exp(believed.log_s)
+        seconds, factor = np.exp(believed.log_s), np.exp(believed.width)
         table = pd.DataFrame(
             {
                 "plan": list(self._plans),
                 "simulated_s": np.exp(self._candidates.log_s),
                 "step_s": seconds,
-                "low_s": seconds / half,
-                "high_s": seconds * half,
+                "low_s": seconds / factor,
+                "high_s": seconds * factor,
                 "memory_share": np.exp(-self._candidates.log_room),
                 "fits": believed.runs,
                 "wins": believed.wins,
@@ -188,7 +186,7 @@ class Tuner:
         self._told.append((text, seconds))
         self._asked = [other for other in self._asked if other != text]
 
-    def _add(self, plans: Sequence[Plan]) -> None:
+    def _add(self, plans: Iterable[Plan]) -> None:
         """More plans to choose from, with what the simulator says of them."""
         self._plans |= {str(plan): plan for plan in plans}
         self._places = {text: place for place, text in enumerate(self._plans)}
@@ -209,8 +207,10 @@ class Tuner:
         return _listed(search(case.model, case.cluster, case.global_batch, **step).table)
 
 
-def _listed(plans: Sequence[Plan | str] | pd.DataFrame) -> list[Plan]:
+def _listed(plans: Iterable[Plan | str] | pd.DataFrame) -> list[Plan]:
     """Plans of a list or a table, each once."""
+    if not isinstance(plans, str | Plan | pd.DataFrame):
+        plans = list(argument("plans", plans, Iterable))
     columns, index = plans_of(plans)
     if index is None:
         return [columns]
@@ -231,9 +231,10 @@ def _candidates(case: Case, columns: pd.DataFrame, parameters: Parameters) -> tu
     shares = table[list(PARTS)].to_numpy() / table[["step_s"]].to_numpy()
     log_room = np.log(usable_bytes(case.cluster.device) / table["memory_bytes"].to_numpy())
     log_room = np.where(np.isnan(log_room), np.where(table["fits"], _ROOMY, -_ROOMY), log_room)
-    log_s, refused = np.log(table["step_s"].to_numpy()), table.get("reason", pd.Series("", table.index))
+    log_s, width = np.log(table["step_s"].to_numpy()), np.log(table["high_s"] / table["low_s"]).to_numpy() / 2
+    refused = table.get("reason", pd.Series("", table.index))
     reasons = [words or reason for words, reason in zip(legal(case).words(), refused, strict=True)]
-    return Candidates(log_s, log_room, _features(case, columns), np.nan_to_num(shares)), reasons
+    return Candidates(log_s, log_room, _features(case, columns), np.nan_to_num(shares), width), reasons
 
 
 def _features(case: Case, columns: pd.DataFrame) -> np.ndarray:

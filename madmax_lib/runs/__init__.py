@@ -23,5 +23,11 @@ if TYPE_CHECKING:
     from madmax_lib.runs.read import read_run as read_run, read_runs as read_runs, runs_table as runs_table
     from madmax_lib.runs.spec import RunSpec as RunSpec
     from madmax_lib.runs.summary import PROFILED as PROFILED, counted_steps as counted_steps
+    from madmax_lib.traces.ready import (
+        after_trace as after_trace,
+        hf_callback as hf_callback,
+        lightning_callback as lightning_callback,
+        on_trace_ready as on_trace_ready,
+    )
 
 __all__ = open_room(__name__)

@@ -65,7 +65,11 @@ if TYPE_CHECKING:
         short_kernels as short_kernels,
     )
     from madmax_lib.traces.waits.operations import operations as operations
-    from madmax_lib.traces.waits.step_times import step_summary as step_summary, steps as steps
+    from madmax_lib.traces.waits.step_times import (
+        input_wait as input_wait,
+        step_summary as step_summary,
+        steps as steps,
+    )
     from madmax_lib.traces.waits.without_stragglers import what_if_no_stragglers as what_if_no_stragglers
 
 __all__ = open_room(__name__)

@@ -31,8 +31,10 @@ _LEVEL, _POWER, _DRAWS, _SEED = 0.05, 0.8, 500, 0
 _TRIM = 0.25  # of the steps at either end: the mean of the others is as robust as a median and less coarse
 _SMALLEST, _MOST = 0.02, 20  # share of a step below which an operation does not count, and how many do
 _WEIGHTS = {"step_s": 0.5, "exposed_comm_s": 0.2}  # of the level; the operations share the rest
+_NORMAL = 1.349  # standard deviations between the quartiles of a normal distribution
 _LEAST_STEPS, _LEAST_RUNS = 4, 5  # of each side; recordings of both sides for the spread between them
 _RUNS_APART, _BOUND, _MINOR = 0.75, 0.8, 1 / 3  # of the spread of the steps; of the threshold; of that, of a step
+_NEGLIGIBLE = 0.05  # of what grew most: explains nothing
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,7 +46,7 @@ class GateResult:
         ratio (b / a), low, high (its 90 % interval), p (that it did not grow, adjusted for all quantities), detectable
         (growth that is found in 80 % of cases, 0.03 is 3 %), verdict: slower; cannot tell; minor, slower by less than a
         third of the threshold of a whole step; fine.
-    explanation: the three operations that grew most: operation, kind, rank (-1: all alike), a_s, b_s, difference_s
+    explanation: up to three operations that grew most: operation, kind, rank (-1: all alike), a_s, b_s, difference_s
         (per step), ratio. Of a collective the rank that waits least counts.
     threshold: as given.
     """
@@ -61,8 +63,11 @@ class GateResult:
             lines.append(f"{row.quantity}: {row.ratio - 1:+.1%} ({row.low - 1:+.1%} to {row.high - 1:+.1%})")
         if len(slower):
             lines += [f"  {_place(row)}: {row.difference_s * 1e3:+.3g} ms" for row in self.explanation.itertuples()]
-        for row in unclear.itertuples():
-            lines.append(f"{row.quantity}: {_unclear(row, self.threshold)}")
+        operations = unclear["kind"].isin(BUSY_KINDS)
+        for row in unclear[~operations].itertuples():
+            said = f"cannot tell at {self.threshold:.3g}"
+            lines.append(f"{row.quantity}: {said}, in this noise {row.detectable:.1%} is the least that shows")
+        lines += [f"nor of {operations.sum()} operations"] if operations.any() else []
         return "\n".join(lines)
 
 
@@ -80,7 +85,8 @@ def gate(a: Timeline | Sequence[Timeline], b: Timeline | Sequence[Timeline], thr
     order = {"slower": 0, "cannot tell": 1, "minor": 2, "fine": 3}
     table = table.sort_values(["verdict", "ratio"], key=lambda c: c.map(order) if c.name == "verdict" else -c)
     table = table.reset_index(drop=True)
-    files = {label: side[0].timeline.meta.provenance.get("files", {}) for label, side in zip("ab", sides, strict=True)}
+    named = [(f"{label}{n}", one) for label, side in zip("ab", sides, strict=True) for n, one in enumerate(side, 1)]
+    files = {label: one.timeline.meta.provenance.get("files", {}) for label, one in named}
     return GateResult(
         passed=not (table["verdict"] == "slower").any(),
         table=with_origin(table, {"files": files}),
@@ -108,7 +114,8 @@ class _Recording:
             rule = f"a gate needs {_LEAST_STEPS}; mark steps with profiler.step()"
             raise ValueError(f"{name}: {len(values)} steps that are neither warm-up nor cut, {rule}")
         self.timeline, self.operations = timeline, _operations(timeline, list(values.index))
-        self.values = values.join(self.operations.groupby("step").mean().droplevel("kind", axis=1))
+        by_name = self.operations.groupby("step").mean().T.groupby("operation").sum().T  # of one name in two kinds too
+        self.values = values.join(by_name)
         self.peak_bytes = peak(timeline)["peak_bytes"].max() if len(timeline.side_tables["memory"]) else np.nan
 
     def location(self, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
@@ -120,7 +127,8 @@ class _Recording:
         rows = ((starts[:, :, None] + np.arange(block)) % count).reshape(_DRAWS, -1)[:, :count]
         with np.errstate(divide="ignore", invalid="ignore"):
             error = np.log(_middle(values[rows])).std(axis=0) * np.sqrt(count / (count - block))
-            spread = values.std(axis=0, ddof=1) / values.mean(axis=0)
+            low, high = np.quantile(values, [0.25, 0.75], axis=0)
+            spread = (high - low) / _NORMAL / np.median(values, axis=0)
             return np.log(_middle(values[None])[0]), error, spread, count / block
 
 
@@ -169,8 +177,9 @@ def _tested(sides: list[list[_Recording]], threshold: float) -> pd.DataFrame:
         ratio = memory[1] / memory[0]
         known = {"ratio": ratio, "low": ratio, "high": ratio, "p": float(ratio <= 1), "detectable": 0.0}
         table.loc[len(table)] = {"quantity": "peak_bytes", "kind": "memory", "a": memory[0], "b": memory[1], **known}
-    small, sure = table["high"] < 1 + _BOUND * threshold, table["p"] < _LEVEL
-    minor = (table["b"] - table["a"] < _MINOR * threshold * table["a"].iloc[0]) & (table["kind"] != "memory")
+    exact = table["kind"] == "memory"
+    small, sure = table["high"] < 1 + threshold * np.where(exact, 1.0, _BOUND), table["p"] < _LEVEL
+    minor = (table["b"] - table["a"] < _MINOR * threshold * table["a"].iloc[0]) & ~exact
     table["verdict"] = np.select([small, sure & minor, sure], ["fine", "minor", "slower"], "cannot tell")
     return table
 
@@ -236,7 +245,8 @@ def _explained(a: list[_Recording], b: list[_Recording]) -> pd.DataFrame:
         a_s, b_s = (one.min() if comm[at] else one.mean() if rank == -1 else one[rank] for one in columns)
         rows.append((operation, kind, rank, a_s, b_s, b_s - a_s, b_s / a_s if a_s > 0 else np.nan))
     table = pd.DataFrame(rows, columns=["operation", "kind", "rank", "a_s", "b_s", "difference_s", "ratio"])
-    return table.nlargest(3, "difference_s").reset_index(drop=True)
+    table = table.nlargest(3, "difference_s").reset_index(drop=True)
+    return table[table["difference_s"] > _NEGLIGIBLE * table["difference_s"].max()]
 
 
 def _by_rank(one: _Recording) -> pd.DataFrame:
@@ -254,7 +264,3 @@ def _several(name: str, side: Timeline | Sequence[Timeline]) -> list[Timeline]:
 
 def _place(row) -> str:
     return row.operation if row.rank == -1 else f"{row.operation} on rank {row.rank}"
-
-
-def _unclear(row, threshold: float) -> str:
-    return f"cannot tell at {threshold:.3g}: {row.detectable:.1%} is the smallest growth that this noise shows"

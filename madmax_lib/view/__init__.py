@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from madmax_lib.view.explore.step_explorer import StepExplorer as StepExplorer
     from madmax_lib.view.explore.trace_explorer import TraceExplorer as TraceExplorer
     from madmax_lib.view.explore.widgets import view_timeline as view_timeline
-    from madmax_lib.view.notebooks.report import write_report as write_report
     from madmax_lib.view.notebooks.runner import run_notebook as run_notebook
     from madmax_lib.view.notebooks.setup import (
         optional_dataset as optional_dataset,
@@ -30,5 +29,6 @@ if TYPE_CHECKING:
     from madmax_lib.view.plots.plans import *
     from madmax_lib.view.plots.predicted import *
     from madmax_lib.view.plots.runs import *
+    from madmax_lib.view.report.report import report as report, write_report as write_report
 
 __all__ = open_room(__name__)

@@ -8,18 +8,8 @@ from madmax_lib.view.answers import Answer, add_command
 
 __all__ = ["add"]
 
-_SEARCHED = [
-    "plan",
-    "stacks",
-    "step_s",
-    "low_s",
-    "high_s",
-    "memory_bytes",
-    "mfu",
-    "tokens_per_s",
-    "cost_usd",
-    "energy_j",
-]
+_COSTS = ["memory_bytes", "mfu", "tokens_per_s", "cost_usd", "energy_j"]
+_SEARCHED = ["plan", "stacks", "step_s", "low_s", "high_s", "probability", "why", "limit", *_COSTS]
 
 
 def add(commands) -> None:
@@ -32,7 +22,9 @@ def add(commands) -> None:
     estimate.add_argument("plans", nargs="+", metavar="PLAN", help="such as dp2.tp4.z1")
     fits.add_argument("plan", help="such as dp2.tp4.z1")
     search.add_argument("--objective", default="time", help="time (default), cost, energy or memory")
-    search.add_argument("--top", type=int, default=10, help="how many plans (default: 10)")
+    search.add_argument(
+        "--top", type=int, default=10, help="how many plans (default: 10); up to ten differ in how they split"
+    )
 
 
 def _add_step(parser: ArgumentParser) -> None:
@@ -76,7 +68,8 @@ def _search(options: Namespace) -> Answer:
 
     found = search(**_step(options), objective=options.objective, top=options.top, progress=False)
     about = {"best": found.best, "evaluated": found.evaluated, "feasible": found.feasible, "hint": found.hint}
-    table = found.table[[name for name in _SEARCHED if name in found.table]]
+    best = found.different if options.top <= len(found.different) else found.table
+    table = best[[name for name in _SEARCHED if name in best]].head(options.top)
     return Answer(table, about, _inputs(options))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ def add(commands) -> None:
     flight.add_argument("dumps", help="directory with one dump per rank, such as nccl_trace_rank_0")
     report = add_command(commands, "report", _report, help="one HTML page about a directory of traces")
     report.add_argument("traces", **_TRACES)
+    report.add_argument("--beside", metavar="TRACES", help="another run to compare with")
     report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
 
 
@@ -58,8 +59,10 @@ def _breakdown(options: Namespace) -> Answer:
 
 
 def _share(text: str) -> float:
-    """3% or 0.03."""
-    return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a share such as 3% or 0.03") from None
 
 
 def _recordings(paths: list[str]) -> list[Timeline]:
@@ -114,7 +117,8 @@ def _gate(a: list[Timeline], b: list[Timeline], threshold: float) -> Answer:
 
     result = gate(a, b, threshold)
     table, columns = result.table, ["operation", "kind", "rank", "difference_s", "ratio"]
-    unclear = table[table["verdict"] == "cannot tell"].set_index("quantity")["detectable"]
+    of_step = (table["verdict"] == "cannot tell") & (table["kind"] == "")  # of operations the table says it
+    unclear = table[of_step].set_index("quantity")["detectable"]
     about = {
         "passed": result.passed,
         "gate": threshold,
@@ -148,16 +152,15 @@ def _flight(options: Namespace) -> Answer:
 
 
 def _report(options: Namespace) -> Answer:
-    import matplotlib
-
-    matplotlib.use("agg")
     from madmax_lib.accounting import breakdown
-    from madmax_lib.view.notebooks.report import write_report
+    from madmax_lib.view.report.report import write_report
 
     if options.output.is_dir():
         raise IsADirectoryError(f"{options.output}: is a directory, give the name of a file for the report")
     timeline, (first, *more) = read(options.traces), options.traces
     name = Path(first).resolve().name
-    path = write_report(timeline, options.output, title=f"{name} and {len(more)} more" if more else name)
+    other = options.beside
+    compared = {"beside": read([other]), "other": Path(other).resolve().name} if other else {}
+    path = write_report(timeline, options.output, f"{name} and {len(more)} more" if more else name, **compared)
     about = {"page": str(path), "ranks": len(timeline.ranks), "spans": len(timeline)}
     return Answer(breakdown(timeline), about)

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 import madmax_lib as mm
+from madmax_lib.calibration.compared import case_of
 from madmax_lib.calibration.expect import VERDICTS, expect, verdicts
 from madmax_lib.calibration.published_rows import model_flops, read_rows
 from madmax_lib.case import Case
 from madmax_lib.catalog import table
+from madmax_lib.datasets import PROJECT
+from madmax_lib.runs.read import read_run
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.specs import Transformer
 
@@ -111,12 +114,32 @@ def test_a_trace_tells_which_part_is_off():
     assert other.parts["measured_s"].notna().all() and other.step_s == result.step_s
 
 
-def test_the_project_s_own_trace_on_a_machine_that_it_calibrated():
-    """A measured trace: parts are seconds of its step, and a contradiction of trace and run is said first."""
-    timeline = mm.read_trace(mm.dataset("gpt-ddp"))
-    result = expect("gpt2-medium", "kaggle-2xt4", "dp2", global_batch=16, dtype="fp16", timeline=timeline)
+def test_a_measured_run_of_a_calibrated_machine():
+    """The testbed's own run: fine by the number and by the trace, whose parts are most of its step and as predicted."""
+    folder = PROJECT / "traces" / "testbed"
+    machine, run = mm.machine(folder), read_run(folder / "runs" / "gpt_z3")
+    case, timeline = case_of(run.spec, machine), mm.read_trace(run.directory)
+    how = {"global_batch": case.global_batch, "sequence": case.sequence, "dtype": case.dtype, "software": case.software}
+    how["parameters"] = machine.parameters
+    by_trace = expect(case.model, case.cluster, case.plan, **how, timeline=timeline)
+    by_number = expect(case.model, case.cluster, case.plan, **how, step_s=run.summary["step_s"]["median"])
+    assert by_trace.verdict == by_number.verdict == "fine"
+    assert by_trace.step_s == pytest.approx(by_number.step_s, rel=0.1)
+    parts = by_trace.parts.set_index("part")
+    assert parts["measured_s"].sum() == pytest.approx(by_trace.step_s, rel=0.05)
+    assert parts.at["communication", "measured_s"] == pytest.approx(parts.at["communication", "predicted_s"], rel=0.2)
+
+
+def test_a_trace_of_another_run_is_contradicted_first():
+    """A CPU's trace for two T4; and without marked steps it cannot tell how long one takes."""
+    timeline, run = mm.read_trace(mm.dataset("gpt-ddp")), ("gpt2-medium", "kaggle-2xt4", "dp2")
+    result = expect(*run, global_batch=16, dtype="fp16", timeline=timeline)
     assert result.explanations["part"].iloc[0] == "trace" and "CPU" in result.explanations["cause"].iloc[0]
-    assert result.step_s == pytest.approx(0.055, rel=0.3) and result.parts["measured_s"].sum() < 1.2 * result.step_s
+    unmarked = replace(timeline, spans=timeline.spans.assign(step=-1))
+    with pytest.raises(ValueError, match="no step is marked"):
+        expect(*run, global_batch=16, dtype="fp16", timeline=unmarked)
+    told = expect(*run, global_batch=16, dtype="fp16", timeline=unmarked, step_s=5.0)
+    assert told.parts["measured_s"].isna().all() and told.step_s == 5.0
 
 
 def test_tries_are_estimates_of_plans_that_fit():

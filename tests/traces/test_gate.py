@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 from support import make_timeline, with_tables
 
+from madmax_lib.timeline import Timeline
 from madmax_lib.traces import gate
 from madmax_lib.traces.gate import _holm
 
@@ -33,6 +34,11 @@ def recording(seed=0, *, noise=0.005, steps=20, factor=(), rank_factor=1.0, shif
             rows.append((r, -1, "annotation", f"ProfilerStep#{step}", mark, round(end * MS) - mark, -1, step))
         starts = np.full(2, end)
     return make_timeline(rows)
+
+
+def concat_spans(*timelines):
+    """One timeline with the spans of several."""
+    return Timeline(pd.concat([t.spans.astype({"kind": str, "name": str}) for t in timelines], ignore_index=True))
 
 
 def verdicts(result):
@@ -86,16 +92,23 @@ def test_a_recording_equals_itself_in_any_unit_of_time():
     pd.testing.assert_frame_equal(slow.table.set_index("quantity")[columns], expected, rtol=0.02, atol=1e-3)
 
 
+def test_an_operation_may_have_two_kinds_and_be_absent_from_most_steps():
+    rows = [(0, 0, "other", "mm", 10 * MS * n, MS, -1, n) for n in range(3)]
+    sides = [concat_spans(recording(seed), make_timeline(rows)) for seed in (1, 2)]
+    result = gate(*sides)
+    assert result.passed and "mm" in set(result.table["quantity"]) and result.table["quantity"].is_unique
+
+
 def test_warm_up_does_not_count():
     result = gate(recording(1), recording(2, warm=4.0))
     assert result.passed and result.table["ratio"].between(0.98, 1.02).all()
 
 
-def test_alarms_are_false_in_few_and_slow_downs_found_in_most_draws():
-    draws = [(recording(2 * n, steps=12), recording(2 * n + 1, steps=12)) for n in range(20)]
-    assert sum(not gate(*pair).passed for pair in draws) <= 1
+def test_quiet_recordings_raise_no_alarm_and_show_slow_downs():
+    draws = [(recording(2 * n, steps=12), recording(2 * n + 1, steps=12)) for n in range(6)]
+    assert all(gate(*pair).passed for pair in draws)
     slower = [(a, recording(100 + n, steps=12, factor={"aten::mm": 1.06}.items())) for n, (a, _) in enumerate(draws)]
-    assert sum(not gate(*pair).passed for pair in slower) >= 19  # the step is 3.6 % longer
+    assert not any(gate(*pair).passed for pair in slower)  # the step is 3.6 % longer
 
 
 def test_several_recordings_show_how_far_runs_are_apart():
@@ -106,7 +119,7 @@ def test_several_recordings_show_how_far_runs_are_apart():
     assert not gate(sides[0], [recording(30 + n, shift=1.4 * shift) for n, shift in enumerate(shifts)]).passed
 
 
-@pytest.mark.parametrize(("size_bytes", "verdict"), [(1000, "fine"), (1020, "fine"), (1040, "slower")])
+@pytest.mark.parametrize(("size_bytes", "verdict"), [(1000, "fine"), (1029, "fine"), (1031, "slower")])
 def test_memory_is_compared_as_it_is(size_bytes, verdict):
     def events(size):
         row = {"rank": 0, "device": "cuda:0", "address": 1}

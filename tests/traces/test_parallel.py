@@ -48,7 +48,7 @@ def files(folder: Path, *names: str) -> list[Path]:
 def place(request, monkeypatch):
     """A client or None; small files are spread over processes too."""
     if request.param == "processes":
-        monkeypatch.setattr(parallel, "_WORTH_A_PROCESS_BYTES", 0)
+        monkeypatch.setattr(parallel, "_WORTH_A_PROCESS_BYTES", 1)
         monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: {0, 1})
     return request.getfixturevalue("dask_client") if request.param == "dask" else None
 
@@ -134,7 +134,7 @@ def test_a_script_needs_no_guard_to_read_in_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, madmax_lib as mm\nfrom madmax_lib.traces.read import parallel\n"
-        "parallel._WORTH_A_PROCESS_BYTES = 0\nparallel.os.sched_getaffinity = lambda _: {0, 1}\n"
+        "parallel._WORTH_A_PROCESS_BYTES = 1\nparallel.os.sched_getaffinity = lambda _: {0, 1}\n"
         "print(len(mm.read_trace(sys.argv[1]).ranks))\n"
     )
     run = subprocess.run([sys.executable, script, dataset("gpt-ddp")], capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ import madmax_lib as mm
 from madmax_lib.__main__ import main
 from madmax_lib.datasets import PROJECT, dataset
 from madmax_lib.timeline import with_origin
-from madmax_lib.traces import stragglers
+from madmax_lib.traces import gate, stragglers
 from madmax_lib.view.answers import Answer, envelope, tokens
 
 KEYS = ["schema", "command", "version", "status", "error", "inputs", "summary", "rows", "left_out", "warnings"]
@@ -156,3 +156,20 @@ def test_a_report_says_where_its_page_is(tmp_path, capsys):
     status, text = answered(capsys, "report", str(PROJECT / "traces" / "gpt-ddp"), "-o", str(page), "--json")
     answer = json.loads(text)
     assert status == 0 and answer["summary"]["page"] == str(page) and page.exists() and len(answer["rows"]) == 2
+
+
+def test_a_gate_fails_where_a_baseline_is_faster(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before, after = (str(dataset(name)) for name in ("gpt-before", "gpt-after"))
+    assert main(["compare", before, "--save-baseline", "main"]) == 0 and "000.parquet" in capsys.readouterr().out
+    found = {}
+    for other, status in ((before, 0), (after, 1)):
+        said, text = answered(capsys, "compare", "main", other, "--gate", "3%", "--json")
+        found[other], expected = json.loads(text), gate(mm.read_trace(before), mm.read_trace(other))
+        assert said == status == found[other]["status"] and found[other]["summary"]["passed"] == (not status)
+        assert [row["verdict"] for row in found[other]["rows"]] == list(expected.table["verdict"])
+        assert [row["ratio"] for row in found[other]["rows"]] == pytest.approx(list(expected.table["ratio"]), rel=1e-5)
+    slower = found[after]["summary"]
+    assert "step_s" in slower["slower"] and all(row["kind"] == "compute" for row in slower["explanation"])
+    assert {row["verdict"] for row in found[before]["rows"]} <= {"fine", "cannot tell"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".madmax"]

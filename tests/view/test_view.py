@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgb
-from support import make_timeline, with_columns
+from support import make_timeline
 
 from madmax_lib.accounting import breakdown, exposed_by_collective
 from madmax_lib.datasets import PROJECT
@@ -19,9 +19,9 @@ from madmax_lib.traces.comm.collectives import waiting
 from madmax_lib.view.drawing import COLORS, figure_data
 from madmax_lib.view.notebooks import setup as notebook_setup
 from madmax_lib.view.notebooks.environment import Environment, environment
-from madmax_lib.view.notebooks.report import write_report
 from madmax_lib.view.notebooks.setup import optional_dataset, save_figure, setup
 from madmax_lib.view.plots.breakdown import plot_breakdown, plot_exposed, plot_overlap, plot_timeline, plot_waiting
+from madmax_lib.view.report.report import write_report
 
 AR = "ncclDevKernel_AllReduce"
 
@@ -196,38 +196,3 @@ def test_absent_input_skips_the_figure_by_name(monkeypatch, capsys):
     for download, hint in ((False, "; quick=False downloads it"), (True, "")):
         assert optional_dataset("x", "optional/x", download=download) is None
         assert capsys.readouterr().out == f"skipped figure optional/x: dataset x is not on this machine{hint}\n"
-
-
-def test_report_is_one_self_contained_page(step, tmp_path):
-    with pytest.raises(IsADirectoryError, match="is a directory, give a file name"):
-        write_report(step, tmp_path, "t")
-    assert not list(tmp_path.iterdir())
-    page = write_report(step, tmp_path / "out" / "report.html", "a <run>").read_text()
-    assert page.count("<svg") == 6 and page.count("<h2>") == 7
-    assert "a &lt;run&gt;" in page and "adam &lt;&amp;&gt;" in page
-    assert "src=" not in page and "<link" not in page and "$" not in page
-    assert "Rank 1 arrives last most: the others wait 2 ms for it" in page
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["report.html"]
-
-
-@pytest.mark.parametrize(
-    ("spans", "world_size", "words", "absent"),  # spans: rank, start_ns, dur_ns
-    [
-        ([(0, 0, 10)], 8, "7 of 8 ranks have no trace here", "Who waits"),
-        ([(rank, 0, 10 + rank) for rank in range(20)], 20, "Drawn: the 16 of 20 ranks with the most exposed", "nan"),
-        ([(0, 0, 5), (0, 9, 5), (1, 0, 5)], 2, f"3 calls of {AR} are left out", "Drawn:"),
-    ],
-)
-def test_report_says_what_it_has_and_what_it_leaves_out(spans, world_size, words, absent, tmp_path):
-    rows = [(rank, 20, "comm", AR, start, duration) for rank, start, duration in spans]
-    page = write_report(make_timeline(rows, world_size=world_size), tmp_path / "r.html", "t").read_text()
-    assert words in page and absent not in page
-
-
-def test_a_report_is_about_the_steps(tmp_path):
-    """300 ns of compute of before the first step are told apart."""
-    rows = [(0, 7, "compute", "k", start, dur) for start, dur in ((0, 300), (500, 100))]
-    timeline = with_columns(make_timeline(rows), step=[-1, 3])
-    page = write_report(timeline, tmp_path / "r.html", "t").read_text()
-    assert "300 ns of work per rank belong to no step" in page and ">100 ns<" in page and ">600 ns<" not in page
-    assert "belong to no step" not in write_report(timeline.select(steps=[3]), tmp_path / "s.html", "t").read_text()

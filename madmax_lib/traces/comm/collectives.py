@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.accounting import exposed_by_collective as exposed_by_name, exposed_ns
-from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.timeline import Timeline, kept, with_origin
 from madmax_lib.traces.comm.bounds import longest_transfer_s
 from madmax_lib.traces.comm.call_metadata import call_metadata
 from madmax_lib.units import NS_PER_S
@@ -28,6 +28,7 @@ _TELLS = ("collective", "group", "group_size", "dtype", "size_bytes", "sequence"
 _TIMES = {"total_s": "sum", "mean_s": "mean", "min_s": "min", "max_s": "max"}
 
 
+@kept
 def calls(timeline: Timeline) -> pd.DataFrame:
     """One row per communication span, in order of the spans.
 
@@ -60,6 +61,7 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table, timeline, unmatched=unmatched, one_group_assumed=unnamed)
 
 
+@kept
 def arrivals(timeline: Timeline) -> pd.DataFrame:
     """The calls that are matched across ranks, one row per call and rank, sorted by call and rank.
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["read_all"]
 
 Result = TypeVar("Result")
-_WORTH_A_PROCESS_BYTES = 64 << 20  # of JSON text in all; below, starting processes costs more than it saves
+_WORTH_A_PROCESS_BYTES = 192 << 20  # of JSON text for each; to start one costs as much as to read half of that
 _GZIP_RATIO = 18  # of profiler traces, seen 11 to 30
 _PEAK_BYTES = 250 << 20  # of a reading process: imports and one piece
 _PEAK_PER_BYTE = 0.3  # and what it keeps, per byte of JSON text
@@ -110,11 +110,11 @@ def _outcome(read: Callable[[Path], Result], path: Path) -> Result | Exception:
 def _local_workers(paths: Sequence[Path]) -> int:
     """Processes that cores and free memory allow, 1 where starting them would not pay."""
     sizes = [_text_bytes(path) for path in paths]
-    if len(paths) < 2 or sum(sizes) < _WORTH_A_PROCESS_BYTES or multiprocessing.current_process().daemon:
+    if len(paths) < 2 or multiprocessing.current_process().daemon:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     room = _free_bytes() / (_PEAK_BYTES + _PEAK_PER_BYTE * max(sizes))
-    return max(min(cores, len(paths), int(room)), 1)
+    return max(min(cores, len(paths), int(room), sum(sizes) // _WORTH_A_PROCESS_BYTES), 1)
 
 
 def _text_bytes(path: Path) -> int:

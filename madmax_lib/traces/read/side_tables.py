@@ -3,9 +3,10 @@
 A second pass over the file with every field, made when an analysis first asks (`Timeline.side_tables`).
 """
 
+import contextlib
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from madmax_lib.traces.read.event_columns import Codes, complete, with_exact_tim
 from madmax_lib.traces.read.events import Args, Event, RawTrace
 from madmax_lib.traces.read.values import integers, nanoseconds
 
-__all__ = ["side_tables_of"]
+__all__ = ["read_side_tables", "side_tables_of"]
 
 # in this order: a reduce-scatter is neither a reduce nor a scatter
 _COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
 _COLLECTIVES += ("reduce", "scatter", "gather")
+_BATCH = 4000  # events whose columns are made at once
+_NULL = (b"", b"null")
+_OPERATORS = ("cpu_op", "operator")
 # by c10::DeviceType
 _DEVICES = {0: "cpu", 1: "cuda", 6: "hip", 7: "fpga", 9: "xla", 12: "xpu", 15: "hpu", 17: "lazy", 18: "ipu", 19: "mtia",
             20: "privateuse1"}  # fmt: skip
@@ -44,9 +48,9 @@ class _FullArgs(Args, frozen=True, gc=False):
     total_reserved: Any = msgspec.field(default=None, name="Total Reserved")
     device_type: Any = msgspec.field(default=None, name="Device Type")
     device_id: Any = msgspec.field(default=None, name="Device Id")
-    shapes: Any = msgspec.field(default=None, name="Input Dims")
-    types: Any = msgspec.field(default=None, name="Input type")
-    inputs: Any = msgspec.field(default=None, name="Concrete Inputs")
+    shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
+    types: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
+    inputs: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Concrete Inputs")
     sequence: Any = msgspec.field(default=None, name="Sequence number")
     forward_thread: Any = msgspec.field(default=None, name="Fwd thread id")
     graph: Any = msgspec.field(default=None, name="graph id")
@@ -73,13 +77,18 @@ def _load(path: Path, sha256: str, rank: int) -> dict[str, pd.DataFrame]:
     def read() -> Timeline:
         if content_sha256(path) != sha256:
             raise ValueError(f"{path}: has changed since it was read; read it again")
-        nothing = pd.DataFrame({column: pd.Series([], dtype=d) for column, d in SPANS.items()})
-        return Timeline(nothing, side_tables=SideTables(partial(dict, _read(path, rank))))
+        return Timeline(_nothing(), side_tables=SideTables(partial(dict, read_side_tables(path, rank))))
 
-    return dict(cached(sha256, f"side tables {rank}", read).side_tables)
+    return cached(sha256, f"side tables {rank}", read).side_tables.present()
 
 
-def _read(path: Path, rank: int) -> dict[str, pd.DataFrame]:
+@cache
+def _nothing() -> pd.DataFrame:
+    return pd.DataFrame({column: pd.Series([], dtype=d) for column, d in SPANS.items()})
+
+
+def read_side_tables(path: Path, rank: int) -> dict[str, pd.DataFrame]:
+    """The tables of a file that are not empty, whether it changed or not."""
     _, parts = with_exact_times(path, partial(_gather, rank=rank))
     return {name: conform(name, _whole(parts[name])) for name in SIDE_TABLES if parts[name]}
 
@@ -87,20 +96,55 @@ def _read(path: Path, rank: int) -> dict[str, pd.DataFrame]:
 def _gather(trace: RawTrace, exact: bool, rank: int) -> dict[str, list[dict]]:
     parts: dict[str, list[dict]] = {name: [] for name in SIDE_TABLES}
     threads, first = Codes(), 0
-    for events in decode_pieces(trace, exact=exact, event=_FullEvent):
+    for events in _batches(decode_pieces(trace, exact=exact, event=_FullEvent)):
         rows = _with_times(complete(events), exact)
         threads.pairs([e.pid for e in rows], [e.tid for e in rows])
-        forms = [(e.cat.strip().lower() if isinstance(e.cat, str) else "", e.args or _NO_ARGS) for e in rows]
-        for name, (belongs, columns) in _ROWS.items():
-            chosen = [i for i, form in enumerate(forms) if belongs(*form)]
+        for name, chosen in _chosen(rows).items():
             if chosen:
-                parts[name].append({"row": first + np.array(chosen), **columns([rows[i] for i in chosen])})
+                parts[name].append({"row": first + np.array(chosen), **_COLUMNS[name]([rows[i] for i in chosen])})
         first += len(rows)
         if instants := [e for e in events if e.ph == "i" and e.name == "[memory]" and e.args]:
             parts["memory"].append(_memory(_with_times(instants, exact), exact, threads, rank))
     for part in parts["memory"]:
         part["time_ns"] = part["time_ns"] + trace.base_ns
     return parts
+
+
+def _batches(pieces: Iterator[list]) -> Iterator[list]:
+    """Events some thousands at a time: arrays have a cost of their own."""
+    events: list = []
+    for piece in pieces:
+        events += piece
+        if len(events) >= _BATCH:
+            yield events
+            events = []
+    yield events
+
+
+class _Forms(dict):
+    """Categories in lower case."""
+
+    def __missing__(self, category: str) -> str:
+        form = self[category] = category.strip().lower()
+        return form
+
+
+def _chosen(rows: list[_FullEvent]) -> dict[str, list[int]]:
+    """Which of the rows belong to each table."""
+    chosen: dict[str, list[int]] = {name: [] for name in _COLUMNS}
+    forms = _Forms()
+    for i, e in enumerate(rows):
+        category, args = forms[e.cat] if isinstance(e.cat, str) else None, e.args
+        if category in _OPERATORS or (args is not None and args.shapes and bytes(args.shapes) not in _NULL):
+            chosen["operators"].append(i)
+        elif category == "cuda_sync":
+            chosen["syncs"].append(i)
+        if args is not None:
+            if args.collective is not None:
+                chosen["calls"].append(i)
+            if args.graph is not None and args.graph != 0:  # 0: not in a graph
+                chosen["graphs"].append(i)
+    return chosen
 
 
 def _with_times(events: list[_FullEvent], exact: bool) -> list[_FullEvent]:
@@ -157,16 +201,25 @@ def _device(kind, number) -> str:
 def _operators(rows: list[_FullEvent]) -> dict[str, Any]:
     args = [e.args or _NO_ARGS for e in rows]
     return {
-        "shapes": [_json(a.shapes) for a in args],
-        "types": [_json(a.types) for a in args],
-        "inputs": [_json(a.inputs) for a in args],
+        "shapes": _texts([a.shapes for a in args]),
+        "types": _texts([a.types for a in args]),
+        "inputs": _texts([a.inputs for a in args]),
         "sequence": integers([a.sequence for a in args]),
         "forward_thread": integers([a.forward_thread for a in args]),
     }
 
 
-def _json(value) -> str:
-    return "" if value is None else msgspec.json.encode(value).decode()
+def _texts(values: list[msgspec.Raw]) -> list[str]:
+    """JSON of each value without blanks, "" without a value; most repeat, so each text is decoded once."""
+    raw = list(map(bytes, values))
+    texts = {text: _compact(text) for text in set(raw)}
+    return [texts[text] for text in raw]
+
+
+def _compact(text: bytes) -> str:
+    with contextlib.suppress(msgspec.DecodeError):
+        return "" if text in _NULL else msgspec.json.encode(msgspec.json.decode(text)).decode()
+    return ""
 
 
 def _graphs(rows: list[_FullEvent]) -> dict[str, Any]:
@@ -183,12 +236,11 @@ def _syncs(rows: list[_FullEvent]) -> dict[str, Any]:
 
 
 _NO_ARGS = _FullArgs()
-_OPERATORS = ("cpu_op", "operator")
-_ROWS: dict[str, tuple[Callable[[str, _FullArgs], bool], Callable[[list], dict]]] = {
-    "calls": (lambda _, a: a.collective is not None, _calls),
-    "operators": (lambda category, a: category in _OPERATORS or a.shapes is not None, _operators),
-    "graphs": (lambda _, a: a.graph is not None and a.graph != 0, _graphs),  # 0: not in a graph
-    "syncs": (lambda category, _: category == "cuda_sync", _syncs),
+_COLUMNS: dict[str, Callable[[list], dict]] = {
+    "calls": _calls,
+    "operators": _operators,
+    "graphs": _graphs,
+    "syncs": _syncs,
 }
 
 

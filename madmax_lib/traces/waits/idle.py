@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.intervals import covered_before, pack, union
-from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.timeline import Timeline, kept, with_origin
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.units import NS_PER_S
 
@@ -47,6 +47,7 @@ def idle(timeline: Timeline, consecutive_kernel_delay_s: float = 30e-6) -> pd.Da
     return with_origin(table, timeline)
 
 
+@kept
 def launch_bound(timeline: Timeline) -> pd.DataFrame:
     """Device time that would be gained if launches, or all host work, were free; one row per rank and step.
 

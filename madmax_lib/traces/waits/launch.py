@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.timeline import BUSY_KINDS, Timeline, kept, with_origin
 from madmax_lib.units import NS_PER_S
 
 __all__ = ["device_work", "launch_floor", "launches", "queue_length", "queue_series", "short_kernels"]
@@ -20,6 +20,7 @@ _NO_LAUNCH_NS = np.iinfo(np.int64).min  # launch time of work without a launch: 
 _SYNCS = ("Event Sync", "Stream Sync", "Context Sync", "Stream Wait Event")  # HTA's reading takes them for kernels
 
 
+@kept
 def device_work(timeline: Timeline) -> pd.DataFrame:
     """Spans of work on device streams, by rank, stream and start, with the row of their launch.
 

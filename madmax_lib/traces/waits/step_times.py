@@ -13,18 +13,21 @@ import pandas as pd
 
 from madmax_lib.accounting import breakdown
 from madmax_lib.fields import argument
-from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.timeline import BUSY_KINDS, Timeline, kept, with_origin
+from madmax_lib.traces.read.nesting import Nest
 from madmax_lib.traces.read.steps import step_spans
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["step_periods", "step_summary", "steps"]
+__all__ = ["input_wait", "step_periods", "step_summary", "steps"]
 
 _PARTS = ("total_s", "compute_s", "comm_s", "memory_s", "non_compute_s", "exposed_comm_s", "idle_s", "overlap")
 _QUANTITIES = ("wall_s", "period_s", *_PARTS)
 _DEVIATIONS, _SLOWER = 5.0, 0.1
+_NEXT_BATCH = r"DataLoader.*__next__|dataloader\.py\(\d+\): __next__"
 
 
+@kept
 def steps(timeline: Timeline) -> pd.DataFrame:
     """Every step of every rank: rank, step, wall_s, period_s, the columns of `breakdown`, annotated, cut, warmup.
 
@@ -133,3 +136,18 @@ def _warmup(table: pd.DataFrame) -> list[int]:
             break
         slow.append(walls.index[place])
     return slow
+
+
+def input_wait(timeline: Timeline) -> pd.DataFrame:
+    """How long the host waits for input: rank, step, calls, wait_s; one row per rank and step with such calls.
+
+    Calls are those in which PyTorch's DataLoader hands out the next batch, as its label or its Python function.
+    """
+    spans = timeline.spans
+    codes = np.flatnonzero(spans["name"].cat.categories.str.contains(_NEXT_BATCH))
+    rows = np.flatnonzero(np.isin(spans["name"].cat.codes, codes) & (spans["stream"] < 0).to_numpy())
+    nest = Nest(spans, rows)
+    table = spans[["rank", "step", "dur_ns"]].iloc[nest.rows[nest.parent < 0]]  # a label and its function once
+    table = table.groupby(["rank", "step"])["dur_ns"].agg(["size", "sum"]).reset_index()
+    table = table.assign(wait_s=table.pop("sum") / NS_PER_S).rename(columns={"size": "calls"})
+    return with_origin(table, timeline)

@@ -14,8 +14,7 @@ from madmax_lib.units import NS_PER_S
 from madmax_lib.view.drawing.axes import finish, new_axes, note
 from madmax_lib.view.drawing.style import Fill, fill_of, ink_on
 
-__all__ = ["areas", "bar_chart", "bars", "blocks", "grid", "lanes", "lines"]
-__all__ += ["rank_labels", "row_label", "thinned"]
+__all__ = ["areas", "bar_chart", "bars", "blocks", "grid", "lines", "rank_labels", "thinned"]
 
 _FEW_CELLS = 12  # rows of a grid up to which there is room for lines between them
 _LETTER = 0.014  # of the width of the axes, which a letter beside a bar takes
@@ -234,22 +233,6 @@ def _visible_blocks(intervals: np.ndarray, reach_ns: int) -> np.ndarray:
     visible = union(intervals + np.array([0, gap])) - np.array([0, gap])
     visible[:, 1] = np.maximum(visible[:, 1], visible[:, 0] + gap)
     return visible
-
-
-def lanes(spans: pd.DataFrame) -> pd.DataFrame:
-    """Rank, stream, place and label of each row to draw.
-
-    By rank, device before host, computing before communicating, then number.
-    """
-    rows = spans.assign(comm=spans["kind"].eq("comm")).groupby(["rank", "stream"])["comm"].mean().reset_index()
-    rows = rows.assign(host=rows["stream"] < 0, talks=rows["comm"] > 0.5, number=rows["stream"].abs())
-    rows = rows.sort_values(["rank", "host", "talks", "number"], ignore_index=True)[["rank", "stream"]]
-    return rows.assign(place=rows.index, label=[row_label(*row) for row in rows.itertuples(index=False)])
-
-
-def row_label(rank: int, stream: int) -> str:
-    """Text for a row of a timeline."""
-    return f"rank {rank} · " + (f"stream {stream}" if stream >= 0 else f"thread {-stream}")
 
 
 def rank_labels(ranks: Iterable[int]) -> list[str]:

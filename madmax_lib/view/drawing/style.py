@@ -11,19 +11,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from madmax_lib.view.words import COLORS, LABELS, lanes, percent, plural, row_label, shorten
+
 __all__ = ["COLORS", "COMPONENTS", "DARK", "DASHED", "GREY", "LABELS", "OTHER", "PAPER", "SERIES", "THEIRS", "UNFIT"]
 __all__ += ["Fill", "components_key", "faded", "fill_of", "ink_on", "kinds_key", "line_key", "mark_key", "patch_key"]
-__all__ += ["percent", "plural", "short_name", "shorten"]
+__all__ += ["lanes", "percent", "plural", "row_label", "short_name", "shorten"]
 
-COLORS = {  # also told apart by lightness alone, in print without colour
-    "compute": "#3b75af",
-    "comm": "#e1812c",
-    "hidden": "#f4c79a",
-    "memcpy": "#8cc269",
-    "other": "#56378c",
-    "idle": "#d9d9d9",
-}
-LABELS = {"compute": "compute", "comm": "communication", "memcpy": "copies", "other": "other", "idle": "idle"}
 SERIES = ("#3b75af", "#e1812c", "#529d3f", "#8d6bb8", "#c44e52", "#937860", "#c49a2c", "#2f9c95")  # of groups in order
 COMPONENTS = {  # of memory, the same colour everywhere; neighbours differ in lightness
     "weights": "#3b75af", "gathered weights": "#7ba3cf", "gradients": "#b9cfe6", "gradients on their way": "#9fc0c8",
@@ -93,36 +86,6 @@ def mark_key(label: str, marker: str = "D", color: str = PAPER, *, hollow: bool 
 def line_key(label: str, color: str = DARK, **style) -> Line2D:
     """A legend entry for a line."""
     return Line2D([], [], color=color, label=label, **style)
-
-
-def plural(count: int, noun: str) -> str:
-    """A count with its noun.
-
-    >>> plural(1, "rank"), plural(1200, "call")
-    ('1 rank', '1,200 calls')
-    """
-    return f"{count:,.0f} {noun}{'' if count == 1 else 's'}"
-
-
-def percent(share: float) -> str:
-    """A share as text, with more digits where it is small.
-
-    >>> percent(0.46), percent(0.027), percent(0.00031)
-    ('46%', '2.7%', '0.031%')
-    """
-    return f"{share:.0%}" if share >= 0.1 else f"{share * 100:.2g}%"
-
-
-def shorten(text: object, most: int = 38, *, keep_end: bool = False) -> str:
-    """A text that fits beside a bar: what is too long loses its end, or with `keep_end` its beginning.
-
-    >>> shorten("reduce_scatter", 10), shorten("reduce_scatter", 10, keep_end=True)
-    ('reduce_sc…', '…e_scatter')
-    """
-    text = str(text)
-    if len(text) <= most:
-        return text
-    return f"…{text[1 - most :]}" if keep_end else f"{text[: most - 1]}…"
 
 
 def short_name(name: str) -> str:

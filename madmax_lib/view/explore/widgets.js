@@ -1,19 +1,23 @@
 // Draws spans by rank and stream. One buffer holds the columns: start, duration and name of every span as int32 (times
-// in ticks), then its kind as uint8. Spans lie row after row, in each row in order of start.
+// in ticks), with about.links where it was launched (-1: nowhere), then its kind as uint8. Spans lie row after row, in
+// each row in order of start. Rows with a level are calls of a host thread; one rank's are shown at a time.
 const AXIS = 22, TITLE = 20, FAINT = 0.35; // CSS pixels; least opacity of a pixel in which anything happens
 const BODY = `<div class="bar"><span class="legend"></span><input type="search" placeholder="search names, Enter: next">
-  <button title="show everything (0)">all</button><span class="status" role="status"></span></div>
-  <canvas tabindex="0" role="img"></canvas><div class="tip" hidden></div><div class="report"></div>
-  <div class="help">wheel or W S: zoom · drag, shift+wheel or A D: pan · shift+drag: select a window, Esc: clear
-  </div>`;
+  <button title="show everything (0)">all</button><label hidden>calls of <select></select></label>
+  <span class="status" role="status"></span></div>
+  <div class="rows"><canvas tabindex="0" role="img"></canvas></div><div class="tip" hidden></div>
+  <div class="detail" hidden></div><div class="report"></div>
+  <div class="help">wheel or W S: zoom · drag, shift+wheel or A D: pan · click: a span and what launched it ·
+  shift+drag: select a window, Esc: clear</div>`;
 
 function unpack(data, about) {
   const bytes = data.buffer.slice(data.byteOffset, data.byteOffset + data.byteLength), n = about.count;
-  const [start, dur, name] = [0, 4, 8].map((at) => new Int32Array(bytes, at * n, n));
+  const numbers = Array.from({ length: about.links ? 4 : 3 }, (_, k) => new Int32Array(bytes, 4 * k * n, n));
+  const [start, dur, name, launch] = numbers;
   const reach = new Int32Array(n); // latest end so far in the row: sorted, so a time is found by halving
   for (const row of about.rows)
     for (let i = row.first, last = 0; i < row.end; i++) reach[i] = last = Math.max(last, start[i] + dur[i]);
-  return { start, dur, name, reach, kind: new Uint8Array(bytes, 12 * n, n) };
+  return { start, dur, name, launch, reach, kind: new Uint8Array(bytes, 4 * numbers.length * n, n) };
 }
 
 function firstAbove(values, low, high, limit) {
@@ -70,11 +74,11 @@ function render({ model, el }) {
   el.classList.add("madmax-timeline");
   el.innerHTML = BODY;
   for (const name of ["lm", "jp", "p"]) el.setAttribute(`data-${name}-suppress-shortcuts`, "true"); // keys stay ours
-  const parts = ["canvas", "input", "button", ".status", ".tip", ".report", ".legend"];
-  const [canvas, search, all, status, tip, report, legend] = parts.map((part) => el.querySelector(part));
+  const parts = ["canvas", "input", "button", ".status", ".tip", ".report", ".legend", "select", ".detail", ".rows"];
+  const [canvas, search, all, status, tip, report, legend, ranks, detail, box] = parts.map((p) => el.querySelector(p));
   const ctx = canvas.getContext("2d"), lines = document.createElement("canvas"), stripes = striped(ctx);
   let about, spans, shade, colors, view; // view: first and last tick that is shown
-  let matches = null, brush = null, drag = null, left = 0, tall = 18, asked = 0, found = -1, matching = 0;
+  let matches = null, brush = null, drag = null, left = 0, asked = 0, found = -1, matching = 0, chosen = -1;
   let wide = 0; // width of the canvas in CSS pixels, read once a draw because the browser lays the page out for it
   const x_of = (t) => left + ((t - view[0]) / (view[1] - view[0])) * (wide - left);
   const t_of = (x) => view[0] + ((x - left) / (wide - left)) * (view[1] - view[0]);
@@ -87,14 +91,25 @@ function render({ model, el }) {
     spans = unpack(model.get("_data"), about);
     view = [0, about.reach];
     legend.innerHTML = about.kinds.map((kind) => `<i style="background:${kind.color}"></i>${kind.label} `).join("");
-    tall = Math.max(3, Math.min(18, 640 / about.rows.length));
+    const hosts = [...new Set(about.rows.filter(isCall).map((row) => row.rank))];
+    ranks.innerHTML = [...hosts.map((rank) => `<option value="${rank}">rank ${rank}</option>`), "<option>none"].join("");
+    ranks.parentElement.hidden = !hosts.length;
+    chosen = -1;
+    place(); filter();
+  }
+
+  const isCall = (row) => row.level >= 0;
+  function place() { // rows that are not shown have no height
+    const shown = about.rows.filter((row) => !isCall(row)).length;
+    const most = about.links ? Math.max(12, Math.min(18, 640 / shown)) : Math.max(3, Math.min(18, 640 / shown));
     let y = 0, panel = -1;
     for (const row of about.rows) {
       if (row.panel !== panel) y += TITLE;
-      panel = row.panel; row.y = y; y += tall;
+      row.tall = !isCall(row) ? most : `${row.rank}` === ranks.value ? 13 : 0;
+      panel = row.panel; row.y = y; y += row.tall;
     }
     canvas.style.height = `${y + AXIS}px`;
-    filter();
+    schedule();
   }
 
   function filter() {
@@ -112,19 +127,22 @@ function render({ model, el }) {
     if (!wide) return;
     canvas.width = wide * u; canvas.height = canvas.clientHeight * u; ctx.scale(u, u);
     ctx.font = "11px sans-serif"; ctx.textBaseline = "middle"; ctx.fillStyle = css.color;
-    left = tall < 9 ? 60 : 10 + Math.max(...about.rows.map((row) => ctx.measureText(row.label).width));
+    const low = about.rows[0].tall < 9;
+    left = low ? 60 : 10 + Math.max(...about.rows.map((row) => (row.tall ? ctx.measureText(row.label).width : 0)));
     const width = Math.max(Math.round((wide - left) * u), 1), image = new ImageData(width, about.rows.length);
     const shades = matches ? [...colors, [205, 205, 205]] : colors; // grey: what the search does not find
     const part = new Float32Array(shades.length * width), full = new Int32Array(part.length);
     const pixels = new Uint32Array(image.data.buffer);
-    const ranges = about.rows.map(({ first, end }) =>
-      [firstAbove(spans.reach, first, end, view[0]), firstAbove(spans.start, first, end, view[1])]);
+    const ranges = about.rows.map(({ first, end, tall }) =>
+      tall && [firstAbove(spans.reach, first, end, view[0]), firstAbove(spans.start, first, end, view[1])]);
     ranges.forEach((range, r) => {
-      paint(pixels.subarray(r * width, (r + 1) * width), range, spans, shade, shades, view, part, full);
+      if (range) paint(pixels.subarray(r * width, (r + 1) * width), range, spans, shade, shades, view, part, full);
     });
     lines.width = width; lines.height = about.rows.length; lines.getContext("2d").putImageData(image, 0, 0);
     ctx.imageSmoothingEnabled = false;
     about.rows.forEach((row, r) => {
+      const { tall } = row;
+      if (!tall) return;
       ctx.drawImage(lines, 0, r, width, 1, left, row.y + 1, wide - left, Math.max(tall - 2, 2));
       if (row.simulated) hatch(row);
       ctx.fillStyle = css.color;
@@ -132,7 +150,7 @@ function render({ model, el }) {
       if (row.title) ctx.fillText(row.title, left, row.y - TITLE / 2);
       if (ranges[r][1] - ranges[r][0] < 4 * width && tall >= 12) names(row, ranges[r]);
     });
-    axis(css.color); drawBrush(brush);
+    axis(css.color); drawBrush(brush); drawChosen(css.color);
     canvas.dataset.ms = (performance.now() - began).toFixed(1);
     canvas.dataset.draws = 1 + +(canvas.dataset.draws || 0);
     status.textContent = `${about.count.toLocaleString("en")} spans, ${time((view[1] - view[0]) * about.tick_s)} shown`;
@@ -140,7 +158,7 @@ function render({ model, el }) {
   }
 
   function hatch(row) {
-    ctx.fillStyle = stripes; ctx.fillRect(left, row.y + 1, wide - left, tall - 2);
+    ctx.fillStyle = stripes; ctx.fillRect(left, row.y + 1, wide - left, row.tall - 2);
   }
 
   // Names are cut by their letters: clipping regions cost a hundred times as much.
@@ -148,10 +166,10 @@ function render({ model, el }) {
     for (let i = low; i < high; i++) {
       const a = Math.max(x_of(spans.start[i]), left), b = Math.min(x_of(spans.start[i] + spans.dur[i]), wide);
       if (b - a < 5) continue;
-      ctx.fillStyle = "rgba(255,255,255,.8)"; ctx.fillRect(b - 1, row.y + 1, 1, tall - 2);
+      ctx.fillStyle = "rgba(255,255,255,.8)"; ctx.fillRect(b - 1, row.y + 1, 1, row.tall - 2);
       if (b - a < 50) continue;
       ctx.fillStyle = "#fff";
-      ctx.fillText(about.names[spans.name[i]].slice(0, (b - a) / 6), a + 3, row.y + tall / 2, b - a - 6);
+      ctx.fillText(about.names[spans.name[i]].slice(0, (b - a) / 6), a + 3, row.y + row.tall / 2, b - a - 6);
     }
   }
 
@@ -188,8 +206,9 @@ function render({ model, el }) {
     brush = range.length ? range : null; schedule();
   }
 
-  function hover(event) {
-    const row = about.rows.find(({ y }) => event.offsetY >= y && event.offsetY < y + tall), t = t_of(event.offsetX);
+  // The span under the mouse, or one within three pixels of it; -1 where there is none.
+  function under(event) {
+    const row = about.rows.find(({ y, tall }) => event.offsetY >= y && event.offsetY < y + tall), t = t_of(event.offsetX);
     const near = (3 * (view[1] - view[0])) / wide; // three pixels
     let best = -1, distance = near;
     for (let i = row ? firstAbove(spans.reach, row.first, row.end, t - near) : 0; row && i < row.end; i++) {
@@ -197,12 +216,73 @@ function render({ model, el }) {
       const off = Math.max(spans.start[i] - t, t - spans.start[i] - spans.dur[i], 0);
       if (off <= distance) (best = i), (distance = off);
     }
-    if ((tip.hidden = best < 0 || event.offsetX < left)) return;
+    return event.offsetX < left ? -1 : best;
+  }
+
+  function hover(event) {
+    const best = under(event), row = about.rows[rowOf(best)];
+    if ((tip.hidden = best < 0)) return;
     const [start, dur] = [spans.start, spans.dur].map((column) => time(column[best] * about.tick_s));
     const kind = about.kinds[spans.kind[best]].label;
     tip.textContent = `${about.names[spans.name[best]]}\n${kind}, ${dur} at ${start}\n${row.label}`;
     tip.style.left = `${Math.min(event.offsetX + 12, wide - 220)}px`;
-    tip.style.top = `${canvas.offsetTop + event.offsetY + 14}px`;
+    tip.style.top = `${box.offsetTop - box.scrollTop + event.offsetY + 14}px`;
+  }
+
+  const rowOf = (i) => about.rows.findIndex(({ first, end }) => i >= first && i < end);
+  const nameOf = (i) => about.names[spans.name[i]];
+  function around(i) { // the calls of its thread that are open when a span starts, outermost first
+    const own = about.rows[rowOf(i)], t = spans.start[i];
+    const outer = about.rows.filter((row) => isCall(row) && row.rank === own.rank && row.stream === own.stream
+      && row.panel === own.panel && (!isCall(own) || row.level < own.level));
+    return outer.map(({ first, end }) => firstAbove(spans.start, first, end, t) - 1)
+      .filter((at, k) => at >= outer[k].first && spans.start[at] + spans.dur[at] >= t);
+  }
+
+  function launched(i) { // what a call launched
+    const found = [];
+    if (spans.launch) for (let k = 0; k < about.count; k++) if (spans.launch[k] === i) found.push(k);
+    return found;
+  }
+
+  function choose(i) {
+    chosen = i; detail.hidden = i < 0; detail.textContent = "";
+    if (i < 0) return schedule();
+    const line = (text, kind) => {
+      const p = document.createElement("div");
+      p.className = kind || ""; p.textContent = text; detail.append(p);
+    };
+    const t = (ticks) => time(ticks * about.tick_s), from = spans.launch ? spans.launch[i] : -1, to = launched(i);
+    const row = about.rows[rowOf(i)];
+    line(nameOf(i), "name");
+    line(`${about.kinds[spans.kind[i]].label}, ${t(spans.dur[i])} at ${t(spans.start[i])}, ${where(row)}`);
+    if (from >= 0) {
+      line(`launched by ${nameOf(from)}, ${t(spans.start[i] - spans.start[from])} before it starts`);
+      if (ranks.value !== `${row.rank}`) (ranks.value = row.rank), place();
+    }
+    if (to.length) line(`launches ${to.length > 1 ? `${to.length} spans, first ` : ""}${nameOf(to[0])}`);
+    const stack = around(from >= 0 ? from : i).map(nameOf);
+    if (stack.length) line(`stack\n${stack.map((name, k) => `${"  ".repeat(Math.min(k, 20))}${name}`).join("\n")}`, "stack");
+    schedule();
+  }
+  const where = (row) => isCall(row) ? `rank ${row.rank}, host thread ${-row.stream}` : row.label;
+
+  function drawChosen(color) { // the span in a frame, and arrows from launches to what they launch
+    if (chosen < 0) return;
+    const from = spans.launch ? spans.launch[chosen] : -1, ends = from >= 0 ? [[from, chosen]] : [];
+    if (from < 0) for (const to of launched(chosen).slice(0, 100)) ends.push([chosen, to]);
+    const middle = (i) => ((row) => row.y + row.tall / 2)(about.rows[rowOf(i)]), row = about.rows[rowOf(chosen)];
+    const a = x_of(spans.start[chosen]), b = x_of(spans.start[chosen] + spans.dur[chosen]);
+    ctx.save(); ctx.beginPath(); ctx.rect(left, 0, wide - left, canvas.clientHeight - AXIS); ctx.clip();
+    ctx.strokeStyle = ctx.fillStyle = color; ctx.lineWidth = 1.5;
+    ctx.strokeRect(a - 1, row.y, Math.max(b - a, 1) + 2, row.tall);
+    for (const [launch, work] of ends) {
+      if (!about.rows[rowOf(launch)].tall) continue;
+      const [x, y, u, v] = [x_of(spans.start[launch]), middle(launch), x_of(spans.start[work]), middle(work)];
+      ctx.beginPath(); ctx.moveTo(x, y); ctx.bezierCurveTo((x + u) / 2, y, (x + u) / 2, v, u, v); ctx.stroke();
+      ctx.beginPath(); ctx.moveTo(u, v); ctx.lineTo(u - 7, v - 4); ctx.lineTo(u - 7, v + 4); ctx.fill();
+    }
+    ctx.restore();
   }
 
   function next() {
@@ -215,6 +295,7 @@ function render({ model, el }) {
     found = spans.start[best];
     const middle = found + spans.dur[best] / 2;
     const half = Math.min((view[1] - view[0]) / 2, 10 * Math.max(spans.dur[best], 1));
+    choose(best);
     show(middle - half, middle + half);
   }
 
@@ -235,8 +316,9 @@ function render({ model, el }) {
     brush = [drag.t, t].sort((a, b) => a - b).map((end) => Math.min(Math.max(end, view[0]), view[1]));
     schedule();
   });
-  canvas.addEventListener("pointerup", () => {
+  canvas.addEventListener("pointerup", (event) => {
     if (drag?.brush && brush?.[1] > brush?.[0]) select(brush);
+    else if (drag && !drag.brush && Math.abs(drag.x - event.offsetX) < 3) choose(under(event));
     drag = null;
   });
   canvas.addEventListener("pointerleave", () => (tip.hidden = true));
@@ -245,7 +327,7 @@ function render({ model, el }) {
     const keys = {
       w: closer, "+": closer, ArrowUp: closer, s: farther, "-": farther, ArrowDown: farther,
       a: back, ArrowLeft: back, d: on, ArrowRight: on,
-      0: () => show(0, about.reach), Escape: () => select(null), "/": () => search.focus(),
+      0: () => show(0, about.reach), Escape: () => (choose(-1), select(null)), "/": () => search.focus(),
     };
     if (!keys[event.key] || event.ctrlKey || event.metaKey) return;
     event.preventDefault(); event.stopPropagation(); keys[event.key]();
@@ -253,6 +335,8 @@ function render({ model, el }) {
   search.addEventListener("input", filter);
   search.addEventListener("keydown", (event) => event.key === "Enter" && next());
   all.addEventListener("click", () => show(0, about.reach));
+  ranks.addEventListener("change", place);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", schedule);
   const reported = () => (report.innerHTML = model.get("_report"));
   const heard = { "change:_data": load, "change:_report": reported, "change:selection": selected };
   for (const [what, answer] of Object.entries(heard)) model.on(what, answer);

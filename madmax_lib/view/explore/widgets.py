@@ -14,24 +14,21 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
-from pandas.api.types import union_categoricals
 
 from madmax_lib.accounting import breakdown_between
-from madmax_lib.timeline import BUSY_KINDS, Timeline
-from madmax_lib.units import NS_PER_S, format_s
-from madmax_lib.view.drawing import COLORS, LABELS, lanes
+from madmax_lib.timeline import Timeline
+from madmax_lib.units import format_s
+from madmax_lib.view.canvas import busy_spans, columns
+from madmax_lib.view.drawing import lanes
 from madmax_lib.view.notebooks.environment import shell
 from madmax_lib.view.plots.breakdown import plot_timeline
 
-__all__ = ["TimelineView", "breakdown_html", "columns", "interactive", "view_bundle", "view_timeline", "widget_class"]
+__all__ = ["TimelineView", "breakdown_html", "interactive", "view_bundle", "view_timeline", "widget_class"]
 
-_LARGEST = 2**31 - 1
 _PICTURE_UP_TO = 200_000  # spans; beyond, a live canvas comes without its static picture, which would take seconds
 _VIEW = "application/vnd.jupyter.widget-view+json"
 _TIMES = {"total_s": "window", "compute_s": "compute", "exposed_comm_s": "exposed communication", "idle_s": "idle"}
@@ -99,7 +96,7 @@ class TimelineView:
 
     def static(self) -> plt.Figure:
         """The static picture: one step of each timeline, one above the other over one axis."""
-        rows = [len(lanes(_busy_spans(timeline))) for timeline in self.timelines]
+        rows = [len(lanes(busy_spans(timeline))) for timeline in self.timelines]
         shape = {"figsize": (9, 1.2 * len(rows) + 0.22 * sum(rows)), "height_ratios": rows}
         figure, axes = plt.subplots(len(rows), 1, sharex=True, squeeze=False, layout="constrained", **shape)
         for ax, timeline, title in zip(axes[:, 0], self.timelines, self.titles, strict=True):
@@ -116,34 +113,6 @@ class TimelineView:
         small = sum(map(len, self.timelines)) <= _PICTURE_UP_TO
         live = self.widget if interactive() else None
         return view_bundle(live, self.static if small or not live else None)
-
-
-def columns(timelines: Sequence[Timeline], titles: Sequence[str]) -> tuple[dict, bytes]:
-    """What the canvas draws: rows, names and kinds as JSON, and the spans as binary columns.
-
-    The bytes are start, duration (ticks of about["tick_s"]) and name (index) as int32 and kind as uint8, all spans of
-    a column together; rows one after another, each in order of start.
-    """
-    if not timelines:
-        raise ValueError("nothing to show: give at least one timeline")
-    if len(titles) != len(timelines):
-        raise ValueError(f"{len(titles)} titles for {len(timelines)} timelines")
-    busy = list(map(_busy_spans, timelines))
-    if not all(map(len, busy)):
-        raise ValueError("nothing to show: no span of kind " + ", ".join(BUSY_KINDS))
-    rows, row = _canvas_rows(timelines, titles, busy)
-    start_ns = np.concatenate([spans["start_ns"] - spans["start_ns"].min() for spans in busy])
-    end_ns = start_ns + np.concatenate([spans["dur_ns"].clip(lower=0) for spans in busy])
-    name, kind = (union_categoricals([spans[column] for spans in busy]) for column in ("name", "kind"))
-    kinds = [each for each in BUSY_KINDS if (kind == each).any()]
-    tick_ns = max(1, math.ceil(int(end_ns.max()) / _LARGEST))
-    about = {"rows": rows, "names": list(name.categories), "count": len(row)}
-    about |= {"tick_s": tick_ns / NS_PER_S, "reach": max(int(end_ns.max()) // tick_ns, 1)}
-    about["kinds"] = [{"label": LABELS[each], "color": COLORS[each]} for each in kinds]
-    order, start = np.lexsort((start_ns, row)), start_ns // tick_ns
-    numbers = [column[order].astype(np.int32).tobytes() for column in (start, end_ns // tick_ns - start, name.codes)]
-    codes = kind.set_categories(kinds).codes[order].astype(np.uint8)
-    return about, b"".join([*numbers, codes.tobytes()])
 
 
 def interactive() -> bool:
@@ -183,25 +152,6 @@ def _png(figure: plt.Figure) -> str:
         figure.savefig(file, format="png", dpi=110)
         plt.close(figure)
         return base64.b64encode(file.getvalue()).decode()
-
-
-def _canvas_rows(timelines, titles, busy: list[pd.DataFrame]) -> tuple[list[dict], np.ndarray]:
-    """The rows of all timelines with the range of their spans, and the row of each span."""
-    rows, places = [], []
-    for panel, (timeline, title, spans) in enumerate(zip(timelines, titles, busy, strict=True)):
-        drawn = lanes(spans)
-        places.append(len(rows) + spans[["rank", "stream"]].merge(drawn, how="left")["place"])
-        about = {"title": "", "panel": panel, "simulated": timeline.meta.source == "simulated"}
-        rows += [{"label": label} | about for label in drawn["label"]]
-        rows[-len(drawn)]["title"] = title
-    row = np.concatenate(places)
-    ends = np.bincount(row, minlength=len(rows)).cumsum().tolist()
-    ranges = [{"first": first, "end": end} for first, end in pairwise([0, *ends])]
-    return [about | place for about, place in zip(rows, ranges, strict=True)], row
-
-
-def _busy_spans(timeline: Timeline) -> pd.DataFrame:
-    return timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
 
 
 def _title(timeline: Timeline) -> str:

@@ -9,10 +9,11 @@ from matplotlib.axes import Axes
 
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, op_names
+from madmax_lib.traces.gate import GateResult
 from madmax_lib.units import NS_PER_S, format_s
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_compare", "plot_ops", "plot_pair"]
+__all__ = ["plot_compare", "plot_gate", "plot_ops", "plot_pair"]
 
 _QUANTITIES = {  # of `compare`: colour, name
     "compute_s": (draw.COLORS["compute"], "compute"),
@@ -22,6 +23,7 @@ _QUANTITIES = {  # of `compare`: colour, name
     "idle_s": (draw.COLORS["idle"], "idle"),
     "total_s": ("#7f7f7f", "step"),
 }
+_VERDICTS = {"slower": "#c44e52", "cannot tell": draw.COLORS["idle"], "fine": draw.COLORS["compute"]}
 _NOTHING = "nothing to draw: one of the timelines has no span of kind " + ", ".join(BUSY_KINDS)
 
 
@@ -100,6 +102,28 @@ def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) ->
         text = _signed(row.difference_s) + ("" if row.status == "both" else f", {times}")
         draw.note(ax, row.difference_s * 1e3, place, text, **side)
     ax.axvline(0, color="black", linewidth=0.8)
+    return ax
+
+
+def plot_gate(result: GateResult, ax: Axes | None = None) -> Axes:
+    """How much each quantity of `gate` grew, with its 90 % interval, beside the threshold; colour by verdict."""
+    table, limit = result.table, result.threshold
+    growth, low, high = (100 * (table[name] - 1) for name in ("ratio", "low", "high"))
+    slower = table[table["verdict"] == "slower"].set_index("quantity")["ratio"] - 1
+    title = f"Nothing is surely slower by {draw.percent(limit)}"
+    if len(slower):
+        title = f"{draw.short_name(slower.index[0])} grew by {draw.percent(slower.iloc[0])}"
+    if "step_s" in slower:
+        title = f"A step takes {draw.percent(slower['step_s'])} longer"
+    reach = max(np.nanmax(np.abs([low, high])), 150 * limit)
+    ending = {"rows": [draw.short_name(name) for name in table["quantity"]], "xlim": (-1.05 * reach, 1.05 * reach)}
+    ending |= {"key": {verdict: _VERDICTS[verdict] for verdict in _VERDICTS if (table["verdict"] == verdict).any()}}
+    x = "growth from a to b, with its 90 % interval [%]"
+    ax = draw.bar_chart(
+        ax, table, growth, title, list(table["verdict"].map(_VERDICTS)), error=(low, high), x=x, **ending
+    )
+    ax.axvline(0, color="black", linewidth=0.8)
+    ax.axvline(100 * limit, **draw.DASHED)
     return ax
 
 

@@ -87,7 +87,7 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
         "xscale": "log",
         "xticks": ticks,
         "xticklabels": ticks,
-        "ylim": (-1, min(100 * table["slower"].max(), 50)),
+        "ylim": (-1, min(105 * table["slower"].max(), 50)),
     }
     ending = {"x": "trials", "y": "best so far slower than the best [%]", "origin": parts[0], **limits}
     return draw.finish(ax, table, f"Trials until within 5 % of the best: {counts}", **ending)

@@ -1,0 +1,264 @@
+"""What does each view of the report show? Tables of `traces` as HTML, a view that has nothing to say as an empty text.
+
+The views are those of PyTorch's TensorBoard plugin (overview, operators, kernels, trace, memory, modules, distributed),
+and steps, stragglers and a comparison with another run. Times are those of the steps.
+"""
+
+import warnings
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.accounting import breakdown
+from madmax_lib.timeline import Timeline
+from madmax_lib.traces.advise import advise
+from madmax_lib.traces.comm.collectives import by_group, waiting
+from madmax_lib.traces.diff import compare, compare_ops
+from madmax_lib.traces.operators.memory import held_at_peak, memory_timeline, peak
+from madmax_lib.traces.operators.ops import kernels, modules, operators
+from madmax_lib.traces.operators.roofline import mfu
+from madmax_lib.traces.stragglers import skew, stragglers
+from madmax_lib.traces.waits.step_times import input_wait, steps
+from madmax_lib.units import format_bytes, format_s
+from madmax_lib.view.report.marks import bars, cards, heat, line, section, table, text
+from madmax_lib.view.words import percent, plural
+
+__all__ = ["advice", "comparison", "detail_ranks", "distributed", "kernel_view", "memory", "module_view"]
+__all__ += ["operator_view", "overview", "step_view", "told"]
+
+_FEW = 16  # rows that are all shown; of more, some along the order of what they lose
+_QUANTILES = {0.0: "least", 0.1: "10 %", 0.25: "25 %", 0.5: "median", 0.75: "75 %", 0.9: "90 %", 1.0: "most"}
+_WIDEST = 60  # steps of a heat map
+
+
+def told(timeline: Timeline, whole: Timeline) -> str:
+    """What was recorded: ranks, steps, spans, device, and what is missing."""
+    steps_text = plural(len(timeline.steps), "step") if timeline.steps != [0] else "no step marks"
+    missing = timeline.meta.world_size - sum(map(len, timeline.meta.represents.values()))
+    absent = f" ({missing} of {timeline.meta.world_size} ranks have no trace here)" if missing > 0 else ""
+    device = timeline.meta.device or "no device named"
+    outside = breakdown(whole.where(whole.spans["step"] == -1)) if whole is not timeline else None
+    outside_s = (outside["total_s"] - outside["idle_s"]).mean() if outside is not None else 0.0
+    left = f". {format_s(outside_s)} of work per rank belong to no step and are not in the numbers" if outside_s else ""
+    return f"{plural(len(timeline.ranks), 'rank')}{absent}, {steps_text}, {len(whole):,} spans, {device}{left}"
+
+
+def overview(timeline: Timeline, detail: Timeline) -> str:
+    """The numbers to see first, and where the time goes on each rank."""
+    each = breakdown(timeline)
+    total_s = max(each["total_s"].sum(), 1e-12)
+    worst = each.loc[each["exposed_comm_s"].idxmax()]
+    said = (
+        f"{percent(each['exposed_comm_s'].sum() / total_s)} of the device time is exposed communication, "
+        f"{percent(each['idle_s'].sum() / total_s)} is idle; rank {int(worst['rank'])} exposes most "
+        f"({format_s(worst['exposed_comm_s'])} of {format_s(worst['total_s'])})."
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an unknown device: then there is no card
+        used = mfu(detail)["mfu"].median()
+    peaks, hidden_s = peak(timeline), each["comm_s"].sum() - each["exposed_comm_s"].sum()
+    numbers = [
+        ("computing", percent(each["compute_s"].sum() / total_s)),
+        ("of communication under compute", percent(hidden_s / comm_s) if (comm_s := each["comm_s"].sum()) > 0 else ""),
+        ("MFU of the recorded shapes", "" if np.isnan(used) else percent(used)),
+        ("memory at the peak", format_bytes(peaks["peak_bytes"].max()) if len(peaks) else ""),
+    ]
+    walls = steps(timeline)
+    walls = walls[~(walls["cut"] | walls["warmup"]).astype(bool)]["wall_s"]
+    numbers.insert(0, ("a step, median", format_s(walls.median()) if len(walls) else ""))
+    chosen, note = _some(each.assign(lost_s=each["exposed_comm_s"] + each["idle_s"]), "rank", "lost_s")
+    rows = [(label, _parts(row), _busy(row)) for label, row in chosen]
+    return section("Overview", text(said), cards(numbers), text(note), bars(rows))
+
+
+def _parts(row: dict) -> dict[str, float]:
+    """Total time of a row of `breakdown` in parts: what is busy and neither computes nor communicates is other."""
+    other_s = row["total_s"] - row["compute_s"] - row["exposed_comm_s"] - row["idle_s"]
+    copies_s = min(row["memory_s"], other_s)
+    times = {"compute": row["compute_s"], "comm": row["exposed_comm_s"], "memcpy": copies_s}
+    return times | {"other": max(other_s - copies_s, 0.0), "idle": row["idle_s"]}
+
+
+def _busy(row: dict) -> str:
+    shares = ((row[f"{name}_s"] / max(row["total_s"], 1e-12), word) for name, word in _WORDS)
+    return f"{format_s(row['total_s'])}: " + ", ".join(f"{percent(share)} {word}" for share, word in shares if share)
+
+
+_WORDS = (("compute", "compute"), ("exposed_comm", "exposed"), ("idle", "idle"))
+
+
+def _some(frame: pd.DataFrame, key: str, by: str) -> tuple[list[tuple[str, dict]], str]:
+    """Rows with their labels: all of a few, else those at quantiles of `by`, named by them, and a line that says so."""
+    if len(frame) <= _FEW:
+        return [(f"{key} {row[key]}", row) for row in frame.to_dict("records")], ""
+    order = frame.sort_values([by, key]).reset_index(drop=True)
+    at = {round(q * (len(order) - 1)): name for q, name in _QUANTILES.items()}
+    rows = [(f"{key} {order[key][row]} · {name}", order.iloc[row].to_dict()) for row, name in at.items()]
+    what = by.removesuffix("_s").replace("_", " ")
+    return rows, f"{len(rows)} of {len(frame):,} {key}s, in order of the time {what}, at quantiles of it."
+
+
+def advice(timeline: Timeline) -> str:
+    """Causes of lost time, largest gain first."""
+    about = "What each fix would gain at most, per step and mean over the ranks; causes overlap."
+    found = advise(timeline).head(12)
+    return section("What to fix first", text(about), table(found)) if len(found) else ""
+
+
+def step_view(timeline: Timeline) -> str:
+    """Every step with its parts, the wait for input, and their spread."""
+    every = steps(timeline)
+    if not len(every) or timeline.steps == [0]:
+        return ""
+    waits = input_wait(timeline).groupby(["rank", "step"])["wait_s"].sum().rename("input_wait_s")
+    every = every.join(waits, on=["rank", "step"]).fillna({"input_wait_s": 0.0})
+    quantities = ["total_s", "compute_s", "memory_s", "exposed_comm_s", "idle_s", "input_wait_s"]
+    by_step = every.groupby("step")[quantities].mean()
+    wall = every.groupby("step")["wall_s"]
+    by_step = by_step.assign(wall_s=wall.median(), slowest_s=wall.max())
+    by_step["slowest_rank"] = every.loc[wall.idxmax(), "rank"].to_numpy()
+    by_step["note"] = every.groupby("step")[["cut", "warmup"]].any().apply(_note, axis=1)
+    by_step = by_step.reset_index()
+    chosen, note = _some(by_step, "step", "wall_s")
+    columns = ["step", "wall_s", "slowest_s", "slowest_rank", *quantities[1:], "note"]
+    shown = by_step[columns if by_step["input_wait_s"].any() else [c for c in columns if c != "input_wait_s"]]
+    about = "Means over the ranks; wall is the median of the ranks on the host, the bars are time on the device."
+    fed = by_step["input_wait_s"].sum() / max(by_step["wall_s"].sum(), 1e-12)
+    waited = f"The host waits for input in {percent(fed)} of the steps' time." if fed > 0 else ""
+    rows = [(label, _parts(row), format_s(row["total_s"])) for label, row in chosen]
+    return section("Steps", text(about), text(waited), text(note), bars(rows), table(shown, most=100))
+
+
+def _note(row: pd.Series) -> str:
+    return "cut off" if row["cut"] else "warm-up" if row["warmup"] else ""
+
+
+def distributed(timeline: Timeline) -> str:
+    """Each group's collectives, who waits for whom, and which rank is late in which step."""
+    groups = by_group(timeline)
+    if not len(groups):
+        return ""
+    columns = ["collective", "group", "group_size", "calls", "size_bytes", "total_s", "exposed_s", "transfer_s"]
+    groups = groups[[*columns, "wait_s", "skew_max_s", "bus_bytes_per_s"]]
+    waits, late = waiting(timeline), stragglers(timeline)
+    lines = list(map(text, _about_waiting(waits)))
+    late = late[(late["cost_s"] > 0) | (late["waited_s"] > 0)]
+    worst, note = late.head(_FEW), ""
+    if len(late) > _FEW:
+        note = f"The {_FEW} of {len(late):,} ranks that cost the others most."
+    return section("Distributed", table(groups, most=50), *lines, text(note), table(worst), _late_heat(timeline))
+
+
+def _late_heat(timeline: Timeline) -> str:
+    """What others waited for each rank in each step."""
+    each = skew(timeline)
+    lost = each.pivot_table(index="last_rank", columns="step", values="wait_s", aggfunc="sum")
+    if lost.shape[0] < 2 or lost.shape[1] < 2:
+        return ""
+    worst = lost.sum(axis=1).nlargest(_FEW).index.sort_values()
+    lost = lost.loc[worst].iloc[:, :_WIDEST]
+    lost.index = [f"rank {rank}" for rank in lost.index]
+    return heat(lost, what="Who is waited for, by step: time that the others wait in collectives")
+
+
+def _about_waiting(waits: pd.DataFrame) -> list[str]:
+    lines = []
+    if len(waits):
+        by_last = waits.groupby("waits_for")["wait_s"].sum()
+        rank, wait_s = by_last.idxmax(), by_last.max()
+        if wait_s > 0:
+            of_all = f"of {format_s(by_last.sum())} in all"
+            lines.append(f"Rank {rank} arrives last most: the others wait {format_s(wait_s)} for it, {of_all}.")
+    if waits.attrs["one_group_assumed"]:
+        lines.append("The traces name no process groups: all ranks are taken as one group.")
+    for name, count in waits.attrs["unmatched"].items():
+        lines.append(f"{count} calls of {name[:80]} are left out: the ranks made different numbers of them in a step.")
+    return lines
+
+
+def detail_ranks(timeline: Timeline) -> list[int]:
+    """Ranks whose calls are looked at one by one: all of two, else the one that loses most and the median one."""
+    each = breakdown(timeline)
+    order = each.assign(lost_s=each["exposed_comm_s"] + each["idle_s"]).sort_values("lost_s", kind="stable")["rank"]
+    return sorted({int(order.iloc[-1]), int(order.iloc[len(order) // 2])}) if len(order) > 2 else timeline.ranks
+
+
+def _of(timeline: Timeline, whole: Timeline) -> str:
+    """Which ranks a table is about, if it is not about all."""
+    if len(timeline.ranks) == len(whole.ranks):
+        return ""
+    ranks = " and ".join(map(str, timeline.ranks))
+    return f"Of {'ranks' if len(timeline.ranks) > 1 else 'rank'} {ranks}: the one that loses most, and the median one."
+
+
+def operator_view(detail: Timeline, whole: Timeline) -> str:
+    """Operators by the shapes of their inputs, as torch.profiler's key_averages(group_by_input_shape=True)."""
+    if not len(detail.side_tables["operators"]):
+        return ""
+    columns = ["name", "shapes", "dtype", "count", "self_device_s", "device_s", "self_host_s", "host_s", "share"]
+    found = operators(detail, by_shape=True)
+    found = found[[*(["rank"] if len(detail.ranks) > 1 else []), *columns, "flops_per_s", "bytes_per_s"]]
+    found = found.drop(columns="shapes") if not found["shapes"].astype(str).str.contains(r"\d").any() else found
+    return section("Operators", text(_of(detail, whole)), table(found, search=True))
+
+
+def kernel_view(timeline: Timeline) -> str:
+    """Kernels over all ranks, with the spread of their times."""
+    found = kernels(timeline)
+    how = {"count": "sum", "total_s": "sum", "min_s": "min", "max_s": "max"}
+    found = found.groupby(["name", "kind"], observed=True).agg(how).reset_index()
+    found.insert(4, "mean_s", found["total_s"] / found["count"])
+    found["share"] = found["total_s"] / max(found["total_s"].sum(), 1e-12)
+    found = found.sort_values(["total_s", "name"], ascending=[False, True])
+    on_device = (timeline.spans["stream"] >= 0).any()
+    return section("Kernels" if on_device else "Work on the host", table(found, search=True))
+
+
+def memory(detail: Timeline, timeline: Timeline) -> str:
+    """Memory over time, its peak on each rank, and who holds it there."""
+    peaks = peak(timeline)
+    if not len(peaks):
+        return ""
+    devices = peaks[peaks["device"].astype(str) != "cpu"]
+    devices = devices if len(devices) else peaks
+    held = held_at_peak(detail)
+    held = held[held["device"].isin(devices["device"].unique())]
+    over = memory_timeline(detail)
+    lines = [
+        line(part["time_s"].to_numpy(), part["allocated_bytes"].to_numpy(float), title=f"rank {rank}, {device}")
+        for (rank, device), part in over[over["device"].isin(held["device"].unique())].groupby(
+            ["rank", "device"], observed=True
+        )
+    ]
+    shown = peaks.nlargest(_FEW, "peak_bytes")
+    return section("Memory", *lines, table(shown), text("Held at the peak:"), table(held))
+
+
+def module_view(detail: Timeline, whole: Timeline) -> str:
+    """Modules as the model names them; they need with_stack or with_modules."""
+    found = modules(detail)
+    columns = ["module", "type", "inside", "count", "device_s", "self_device_s", "backward_s", "host_s"]
+    found = found[[*(["rank"] if len(detail.ranks) > 1 else []), *columns, "share", "flops_per_s"]]
+    return section("Modules", text(_of(detail, whole)), table(found, search=True)) if len(found) else ""
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.3g} times as long"
+
+
+def comparison(timeline: Timeline, beside: Timeline, labels: tuple[str, str]) -> str:
+    """This run beside another: the parts of a step, and the operations that differ most."""
+    parts = compare(beside, timeline)
+    moved = compare_ops(beside, timeline).head(30)
+    names = {"a": f"{labels[1]}_s", "b": f"{labels[0]}_s", "difference": "difference_s"}
+    overlap = parts[parts["quantity"] == "overlap"]
+    shown = parts[parts["quantity"] != "overlap"].rename(columns=names)[["quantity", *names.values(), "ratio"]]
+    shown["quantity"] = [name.removesuffix("_s").replace("_", " ") for name in shown["quantity"]]
+    total = parts.set_index("quantity").loc["total_s"]
+    said = f"A step takes {format_s(total['b'])}, in {labels[1]} {format_s(total['a'])}: {_times(total['ratio'])}."
+    if overlap["a"].notna().any():
+        said += f" Of the communication {percent(overlap['b'].iloc[0])} is under compute, there "
+        said += f"{percent(overlap['a'].iloc[0])}."
+    columns = ["name", "kind", "count_a", "count_b", "total_a_s", "total_b_s", "difference_s", "status"]
+    moved = moved[columns].rename(columns={"total_a_s": f"{labels[1]}_s", "total_b_s": f"{labels[0]}_s"})
+    return section(f"Beside {labels[1]}", text(said), table(shown), table(moved))
