@@ -10,8 +10,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from madmax_lib import RunSpec, launch
+from madmax_lib import RunSpec, launch, read_trace
 from madmax_lib.runs import read_run, testbed
+from madmax_lib.traces import stragglers
 from tests.support import needs_namespaces
 
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256}
@@ -103,6 +104,20 @@ def test_slowed_devices_leave_no_control_groups(tmp_path):
     run = read_run(launch(RunSpec(strategy="dp2", speed=(0.5, 0.4), **OPTIONS), tmp_path))
     assert run.summary["status"] == "completed" and run.spec.speed == (0.5, 0.4)
     assert not list(root.glob("madmax-999999999-*"))
+
+
+@needs_namespaces
+def test_the_slow_rank_of_a_real_run_is_found(tmp_path):
+    """A fifth of a core beside a whole one; the bound is that of a machine with other work on it."""
+    try:
+        testbed.check_hosts(1, "", (1, 0.2), 2)
+    except OSError as error:
+        pytest.skip(str(error))
+    options = OPTIONS | {"profile": True, "steps": 6, "sizes": SMALL | {"hidden": 128}, "global_batch": 16}
+    table = stragglers(read_trace(launch(RunSpec(strategy="tp2", speed=(1, 0.2), **options), tmp_path)))
+    slow, other = (table.set_index("rank").loc[rank] for rank in (1, 0))
+    assert table["rank"].iloc[0] == 1 and slow["share"] > 0.5
+    assert slow["exposed_cost_s"] > 2 * other["exposed_cost_s"]
 
 
 def _processes(directory: Path) -> list[str]:
