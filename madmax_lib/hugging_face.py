@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.fields import typed
+from madmax_lib.fields import shown, typed, whole
 from madmax_lib.specs import Transformer
 
 __all__ = ["read_config"]
@@ -35,7 +35,7 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
     """
     try:
         config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: no configuration of a model, which is an object of JSON")
@@ -44,9 +44,9 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
         warnings.warn(f"{path}: the text part alone is read, without what sees or hears", stacklevel=3)
         config = {"model_type": config.get("model_type"), **config["text_config"]}
     kind, by_kind = config.get("model_type", ""), _by_kind(rows)
-    if kind not in by_kind:
+    if not isinstance(kind, str) or kind not in by_kind:
         known = f"model_type {kind!r} is not one of {', '.join(by_kind)}"
-        reason = next((why for why, kinds in _REFUSED.items() if kind in kinds.split()), "")
+        reason = next((why for why, kinds in _REFUSED.items() if str(kind) in kinds.split()), "")
         raise ValueError(f"{path}: {f'{kind} has {reason}, which is not modelled' if reason else known}; {_OWN}")
     for key, plain in _PLAIN.items():
         if config.get(key) not in (None, *plain):
@@ -78,15 +78,18 @@ def _value(path: Path, config: dict, key: str, default: str) -> str:
     if not given and not default:
         raise ValueError(f"{path}: field {key!r} is missing")
     value = given[0] if given else default
-    value = int(value) if isinstance(value, bool) else value
-    return str(len(value) if isinstance(value, dict) else value)
+    if isinstance(value, dict) and "id2label" in key:
+        return str(len(value))
+    if isinstance(value, (dict, list)) or (isinstance(value, (int, float)) and not 0 <= value < 2**62):
+        raise ValueError(f"{path}: {key}={shown(value)} is no size")
+    return str(int(value) if isinstance(value, bool) else value)
 
 
 def _trained_sequence(config: dict, positions: int) -> int:
     """Tokens per sample of the pre-training, 0 where positions are those of a long context that was added later."""
-    scaling = config.get("rope_scaling") or {}
-    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
-    return int(original or (positions if positions <= _LONGEST_TRAINED else 0))
+    scaling, key = config.get("rope_scaling"), "original_max_position_embeddings"
+    original = config.get(key) or (scaling.get(key) if isinstance(scaling, dict) else 0)
+    return whole(key, original) if original else (positions if positions <= _LONGEST_TRAINED else 0)
 
 
 def _full_every(path: Path, config: dict, every: int) -> int:
@@ -103,10 +106,13 @@ def _full_every(path: Path, config: dict, every: int) -> int:
 
 def _beside(kind: str, config: dict, shape: dict) -> dict[str, int]:
     """Parameters that no other field tells [the modelling files of transformers]."""
-    hidden, heads = shape["hidden"], shape["heads"]
+    hidden, heads = shape["hidden"], whole("num_attention_heads", shape["heads"], 1)
     width = shape.get("head_dim") or hidden // heads
     if kind == "bert":
-        return {"other_parameters": config.get("type_vocab_size", 2) * hidden + hidden * (hidden + 1)}  # and the pooler
+        return {
+            "other_parameters": whole("type_vocab_size", config.get("type_vocab_size", 2)) * hidden
+            + hidden * (hidden + 1)
+        }  # and the pooler
     if kind == "dinov2":
         return {"other_parameters": hidden, "other_layer_parameters": 2 * hidden}  # mask token; scales of the branches
     if kind in ("gemma2", "gemma3_text", "gemma3"):

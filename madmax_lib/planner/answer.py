@@ -87,7 +87,7 @@ class SearchResult:
         software: one of its stacks, the first if None. Raises ValueError for a stack without configuration.
         """
         plan, case = self._plan(row), self.problem.case
-        stack = software or self.table["stacks"].iloc[row].split()[0]
+        stack = self.table["stacks"].iloc[row].split()[0] if software is None else software
         run = {"global_batch": case.global_batch, "sequence": case.sequence, "layers": case.model.layers}
         dtype = case.dtype if case.dtype in ("bf16", "fp16", "fp32") else None  # 8 bits are of the products alone
         return plan_flags.write(plan, stack, **run, dtype=dtype, devices_per_node=case.cluster.devices_per_node)
@@ -149,8 +149,8 @@ def described(problem: SearchProblem, columns: dict) -> tuple[pd.DataFrame, Step
     table.insert(place + 2, "high_s", table["step_s"] * factor)
     if case.cluster.device.tdp_w > 0:
         table["energy_j"] = energy_j(case, parameters)
+    table.insert(0, "stacks", launched_by(case.plan, problem))
     table.insert(0, "plan", [str(plan_of(row)) for row in table.to_dict("records")])
-    table.insert(1, "stacks", launched_by(case.plan, problem))
     return table.assign(mfu=flops / table["step_s"] / peak, tokens_per_s=tokens / table["step_s"]), steps, times
 
 

@@ -19,7 +19,7 @@ from madmax_lib.fields import number, shown, whole
 from madmax_lib.plan_rules import SOFTWARE, STATED
 from madmax_lib.planner.space import SEARCHED, Degrees, Space, pass_choices, sharding_choices
 from madmax_lib.plans import Plans
-from madmax_lib.simulator.memory.memory import plans_peak_bytes
+from madmax_lib.simulator.memory.memory import plans_peak_bytes, table_peak_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.power import device_energy_j
@@ -114,8 +114,7 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[Found]:
     for first in range(0, count if width else 0, size):
         part = {name: choice[first : first + size] for name, choice in rows.items()}
         masks = [mask[first : first + size] if len(mask) > 1 else mask for mask in launched]
-        runs = np.broadcast_to(reduce(or_, masks), (min(size, count - first), width))
-        yield _evaluated(problem, Plans(**vars(degrees), **part, **columns), first * width, runs, skipped)
+        yield _evaluated(problem, Plans(**vars(degrees), **part, **columns), first * width, masks, skipped)
         skipped = 0
 
 
@@ -127,15 +126,22 @@ def _refused(plans: Plans, problem: SearchProblem) -> list[np.ndarray]:
 
 
 def launched_by(plans: Plans, problem: SearchProblem) -> list[str]:
-    """Names of the stacks that launch each plan of a table, joined by blanks."""
-    runs = [~np.broadcast_to(broken[0], plans.shape) for broken in _refused(plans, problem)]
+    """Names of the stacks that launch each plan of a table within the memory of a device, joined by blanks."""
+    runs = []
+    for stack, broken in zip(problem.stacks, _refused(plans, problem), strict=True):
+        launched = ~np.broadcast_to(broken[0], plans.shape)
+        rows = np.flatnonzero(launched)
+        if len(rows) and not problem.case.software:  # else memory is that of the stack already
+            held = table_peak_bytes(replace(problem.case, plan=plans[rows], software=stack))
+            launched[rows] = held <= problem.room_bytes
+        runs.append(launched)
     names = [stack.name for stack in problem.stacks]
     return [" ".join(name for name, run in zip(names, row, strict=True) if run) for row in zip(*runs, strict=True)]
 
 
-def _evaluated(problem: SearchProblem, plans: Plans, place: int, runs: np.ndarray, skipped: int) -> Found:
-    """A product of plans. place: of its first plan among all of the same degrees; runs: those that a stack launches."""
-    case = replace(problem.case, plan=plans)
+def _evaluated(problem: SearchProblem, plans: Plans, place: int, masks: list[np.ndarray], skipped: int) -> Found:
+    """A product of plans. place: of its first plan among all of the same degrees; masks: what each stack launches."""
+    case, runs = replace(problem.case, plan=plans), np.broadcast_to(reduce(or_, masks), plans.shape)
     memory, steps = _rounded(plans_peak_bytes(case)), Steps.of(case)
     values = {"step_s": np.broadcast_to(_rounded(step_s(steps, problem.parameters)), runs.shape)}
     values["memory_bytes"] = memory = np.broadcast_to(memory, runs.shape)
@@ -143,6 +149,10 @@ def _evaluated(problem: SearchProblem, plans: Plans, place: int, runs: np.ndarra
     if problem.objective == "energy":
         values["energy_j"] = np.broadcast_to(energy_j(case, problem.parameters), runs.shape)
     fits = (memory <= problem.room_bytes) & runs
+    if problem.stacks and not case.software and fits.any():  # also in the memory of a stack that launches it
+        held = (plans_peak_bytes(replace(case, software=stack)) for stack in problem.stacks)
+        roomy = (mask & (size <= problem.room_bytes) for mask, size in zip(masks, held, strict=True))
+        fits = fits & reduce(or_, roomy)
     objective = np.where(fits, values[_OBJECTIVES[problem.objective]], np.inf)
     best, ties = _smallest(objective, memory, values["step_s"], problem.top)
     front = _front(values["step_s"], memory, fits)

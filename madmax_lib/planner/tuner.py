@@ -19,7 +19,7 @@ import pandas as pd
 
 from madmax_lib.atomic import write_text
 from madmax_lib.case import Case
-from madmax_lib.fields import argument, shown, whole
+from madmax_lib.fields import argument, is_number, shown, whole
 from madmax_lib.plan import Plan, plans_of
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
@@ -168,7 +168,8 @@ class Tuner:
 
     @property
     def _digest(self) -> str:
-        return hashlib.sha256(repr(replace(self._case, plan=Plan(), software=None)).encode()).hexdigest()
+        about = repr(replace(self._case, plan=Plan(), software=None)) + getattr(self._case.software, "name", "none")
+        return hashlib.sha256(about.encode()).hexdigest()
 
     def _left(self) -> list[str]:
         tried = {text for text, _ in self._told} | set(self._asked)
@@ -255,7 +256,9 @@ def _read(path: Path, digest: str) -> list[tuple[str, float | None]]:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         told, found = [(str(text), step_s) for text, step_s in state["told"]], state["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
+        if wrong := [step_s for _, step_s in told if step_s is not None and not is_number(step_s, 1e-300)]:
+            raise ValueError(f"{shown(wrong[0])} is no time above 0")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no state of a tuning ({error!r}); remove it to begin again") from None
     if found != digest:
         raise ValueError(f"{path} keeps the tuning of another case; give another file")

@@ -45,7 +45,10 @@ def flight_calls(folder: str | Path) -> pd.DataFrame:
             dumps[rank] = _entries(path)
     if not dumps:
         raise ValueError(f"{folder}: no dumps; their names end in the rank, such as nccl_trace_rank_0")
-    rows = [_row(rank, entry, groups) for rank, (entries, groups) in dumps.items() for entry in entries]
+    try:
+        rows = [_row(rank, entry, groups) for rank, (entries, groups) in dumps.items() for entry in entries]
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as reason:
+        raise ValueError(f"{folder}: no dumps of a flight recorder, an entry is damaged ({reason!r})") from None
     if not rows:
         raise ValueError(f"{folder}: the dumps hold no calls; set TORCH_FR_BUFFER_SIZE=2000 before the run")
     calls = pd.DataFrame(rows)

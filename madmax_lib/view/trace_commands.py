@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
@@ -60,9 +61,12 @@ def _breakdown(options: Namespace) -> Answer:
 
 def _share(text: str) -> float:
     try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a share such as 3% or 0.03") from None
+        share = math.nan
+    if math.isnan(share) or (share >= 1 and not text.endswith("%")):  # a forgotten % would let everything pass
+        raise ArgumentTypeError(f"{text!r} is not a share such as 3% or 0.03")
+    return share
 
 
 def _recordings(paths: list[str]) -> list[Timeline]:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from madmax_lib import catalog
+from madmax_lib.fields import argument, whole
 from madmax_lib.planner.hetero.fleets import Fleet, fleet_of, fleets
 from madmax_lib.planner.hetero.model import clusters_of, nodes_of, simulated_prices
 from madmax_lib.planner.hetero.nodes import Node, load_cluster
@@ -68,15 +70,15 @@ class HeteroProblem:
 def problem(
     *,
     profiles: Profiles | str | Path | None = None,
-    model: Model | None = None,
+    model: Model | str | None = None,
     hostfile: str | Path | None = None,
     clusterfile: str | Path | None = None,
-    cluster: Cluster | Sequence[Cluster | Node] | None = None,
+    cluster: Cluster | str | Sequence[Cluster | Node | str] | None = None,
     layers: int | None = None,
     global_batch: int,
     **rules,
 ) -> HeteroProblem:
-    """The inputs of `plan` and `cost`.
+    """The inputs of `plan` and `cost`; models and clusters may be names of the catalog.
 
     profiles (a folder or `Profiles`) or model: where prices come from. hostfile and clusterfile, or cluster (a Cluster,
     several, or nodes): the GPUs, all of which are used. layers: with embedding and head; all there are if None. rules:
@@ -87,7 +89,12 @@ def problem(
         raise ValueError("give either profiles or model")
     if (cluster is None) == (hostfile is None or clusterfile is None):
         raise ValueError("give either hostfile and clusterfile, or cluster")
-    members = [cluster] if isinstance(cluster, Cluster) else cluster or []
+    global_batch = whole("global_batch", global_batch, 1)
+    model = None if model is None else catalog.model(model)
+    listed = [cluster] if isinstance(cluster, (Cluster, str)) else argument("cluster", cluster, Sequence | None) or []
+    members = [one if isinstance(one, Node) else catalog.cluster(one) for one in listed]
+    if cluster is not None and not members:
+        raise ValueError("cluster=[] names no cluster or node")
     clusters = [member for member in members if isinstance(member, Cluster)]
     if clusters:
         nodes = nodes_of(clusters, rules.get("parameters"))

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
+from madmax_lib.fields import argument, is_whole, number
 from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.fleets import fleets
 from madmax_lib.planner.hetero.planned import Planned
@@ -47,12 +48,12 @@ def plan(
     returns the best plan so far. Raises ValueError for bad input, and where no plan is feasible, with the reason.
     """
     given = given or problem(**inputs)
-    if not 0 <= gap < 1:
-        raise ValueError(f"gap={gap} is not in 0..1")
+    if not 1e-12 <= number("gap", gap) < 1:
+        raise ValueError(f"gap={gap} is not in 1e-12..1")
     started = time.process_time()
     gpus = given.fleets[0].size
-    sizes = _default_sizes(given) if groups is None else groups
-    if not sizes or min(sizes) < 1 or max(sizes) > gpus:
+    sizes = _default_sizes(given) if groups is None else argument("groups", groups, Sequence)
+    if not sizes or not all(is_whole(size, 1) for size in sizes) or max(sizes) > gpus:
         raise ValueError(f"groups={list(sizes)} must be sizes from 1 to the {gpus} GPUs of the cluster")
     grid = Grid(gpus, sizes, given.prices)
     best = _search(given, grid, gap, progress, deep=False)

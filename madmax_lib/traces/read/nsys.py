@@ -60,10 +60,14 @@ def _read(path: Path, sha256: str, free: int, named: int | None, table: pd.DataF
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as base:
             if not _columns(base, "StringIds"):
                 raise ValueError(f"{path}: no export of Nsight Systems, it has no table StringIds")
-            texts = dict(base.execute("SELECT id, value FROM StringIds"))
+            texts = dict(base.execute("SELECT id, CAST(value AS TEXT) FROM StringIds"))
             device, host, facts = _device_rows(base, texts), _host_rows(base, texts), _facts(base)
-    except sqlite3.Error as reason:
-        raise ValueError(f"{path}: no SQLite export of Nsight Systems ({reason})") from None
+    except (sqlite3.Error, ValueError, OverflowError) as reason:
+        if str(path) in str(reason):
+            raise
+        raise ValueError(
+            f"{path}: no SQLite export of Nsight Systems ({' '.join(str(reason).split())[:200]})"
+        ) from None
     if (device["kind"] == "idle").all():
         raise ValueError(f"{path}: no work of a GPU; record with nsys profile --trace=cuda,nvtx")
     device["kind"] = device["kind"].where(device["kind"] != "", _kinds_of(device["name"], table))
@@ -143,7 +147,7 @@ def _device_rows(base: sqlite3.Connection, texts: dict[int, str]) -> pd.DataFram
     sets = _rows(base, "CUPTI_ACTIVITY_KIND_MEMSET", "bytes").assign(name="Memset (Device)")
     graphs = _rows(base, _GRAPHS, "graphId").assign(kind="compute")
     waits = _rows(base, "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", "syncType").assign(kind="idle")
-    kernels["name"] = kernels["name"].map(texts)
+    kernels["name"] = kernels["name"].map(texts).fillna("unknown kernel")
     copies["name"] = "Memcpy " + copies["name"].map(dict(enumerate(_COPIES))).fillna("Unknown")
     graphs["name"] = "CUDA graph " + graphs["name"].astype(str)
     waits["name"] = waits["name"].map(_WAITS).fillna("Sync")
