@@ -120,8 +120,8 @@ def expect(
     Raises ValueError for a plan that cannot be laid out, for no or two measurements, and for a recommendation model.
 
     >>> run = expect("llama3-8b", "dgx-h100", "dp8.z3", global_batch=16, software="torchtitan", tokens_per_s=25_000)
-    >>> run.verdict, run.tries["gain"].iloc[0] > 1
-    ('slow', True)
+    >>> run.verdict, round(run.percentile)
+    ('slow', 100)
     """
     argument("timeline", timeline, Timeline | None)
     case = Case.of_step(

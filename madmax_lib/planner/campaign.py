@@ -83,7 +83,7 @@ def campaign(
     time.
 
     >>> answer = campaign("llama2-7b", 2e12, "dgx-a100", devices=256)
-    >>> answer.best["days_low"] < 184_320 / 256 / 24 < answer.best["days_high"]  # hours of its model card
+    >>> bool(answer.best["days_low"] < 184_320 / 256 / 24 < answer.best["days_high"])  # hours of its model card
     True
     """
     model, cluster = catalog.model(model), catalog.cluster(cluster)

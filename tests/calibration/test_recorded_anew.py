@@ -22,7 +22,7 @@ STEP_ERROR, MEMORY_ERROR = 0.6, 0.15
 LINKS = {"all_reduce": (1.0, 1.35), "send_recv": (1.0, 1.35), "all_gather": (0.5, 2.3)}
 
 
-@pytest.mark.skipif(not os.environ.get("MADMAX_TESTBED"), reason="MADMAX_TESTBED=1 calibrates here; .ci/run does")
+@pytest.mark.skipif(not os.environ.get("MADMAX_TESTBED"), reason="MADMAX_TESTBED=1 calibrates here")
 @needs_namespaces
 def test_a_calibration_made_here_agrees_with_the_recorded_one(tmp_path, monkeypatch):
     stages = sys.modules[mm.calibrate.__module__]

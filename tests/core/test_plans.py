@@ -70,7 +70,11 @@ def refusal(door, *arguments, **options):
 
 def search_drops(case, plan):
     """Name of the rule by which a search drops the degrees of a plan, nothing if it keeps them; None if not listed."""
-    space = Space(**{name: (getattr(plan, name),) for name in ("tp", "cp", "pp", "ep")}, context=(plan.context,))
+    space = Space(
+        **{name: (getattr(plan, name),) for name in ("tp", "cp", "pp", "ep")},
+        context=(plan.context,),
+        tp_beyond_node=True,
+    )
     kept, dropped = legal_degrees(space, case)
     assert len(kept) + len(dropped) <= 1
     return "" if kept else next(iter(dropped), None)

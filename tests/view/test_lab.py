@@ -113,7 +113,7 @@ def redrawn(page, canvas, act):
 
 def shown(canvas):
     """What the line above a canvas says."""
-    return canvas.locator("xpath=..").locator(".status").inner_text()
+    return canvas.locator("xpath=../..").locator(".status").inner_text()
 
 
 def test_the_tour_runs_without_an_error(lab, chromium):
@@ -149,7 +149,7 @@ def check_canvas(page, canvas):
     redrawn(page, canvas, lambda: page.keyboard.press("0"))
     assert shown(canvas) == whole
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 30)
-    tip = canvas.locator("xpath=..").locator(".tip")
+    tip = canvas.locator("xpath=../..").locator(".tip")
     tip.wait_for()
     assert re.search(r"\n(compute|communication), .+s at .+s\nrank 0 · stream 0", tip.inner_text())
     page.keyboard.press("a")
@@ -159,13 +159,13 @@ def check_canvas(page, canvas):
     page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + 40, steps=4)
     page.mouse.up()
     page.keyboard.up("Shift")
-    report = canvas.locator("xpath=..").locator(".report")
+    report = canvas.locator("xpath=../..").locator(".report")
     report.locator("table").wait_for()
     assert "exposed communication" in report.inner_text()
-    canvas.locator("xpath=..").locator("input").fill("zzz")
-    none_match = "(c) => c.parentElement.querySelector('.status').textContent.endsWith(', 0 match')"
+    canvas.locator("xpath=../..").locator("input").fill("zzz")
+    none_match = "(c) => c.parentElement.parentElement.querySelector('.status').textContent.endsWith(', 0 match')"
     page.wait_for_function(none_match, arg=canvas.element_handle())
-    canvas.locator("xpath=..").locator("input").fill("")
+    canvas.locator("xpath=../..").locator("input").fill("")
 
 
 def check_slider(page, canvas):

@@ -13,10 +13,10 @@ import pandas as pd
 from madmax_lib.units import format_bytes, format_s
 from madmax_lib.view.words import COLORS, LABELS, percent, shorten
 
-__all__ = ["FILLS", "bars", "cards", "heat", "line", "section", "table", "text"]
+__all__ = ["bars", "cards", "heat", "line", "section", "table", "text"]
 
-FILLS = {"compute": "compute", "hidden": "communication under compute", "comm": "exposed communication"}
-FILLS |= {kind: LABELS[kind] for kind in ("memcpy", "other", "idle")}
+_FILLS = {"compute": "compute", "hidden": "communication under compute", "comm": "exposed communication"}
+_FILLS |= {kind: LABELS[kind] for kind in ("memcpy", "other", "idle")}
 _COLORS = COLORS | {"idle": "var(--idle)"}  # grey on either paper
 _SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SHARES = ("share", "overlap", "mfu", "coverage", "roof")
@@ -44,20 +44,20 @@ def cards(values: Iterable[tuple[str, str]]) -> str:
 
 
 def bars(rows: Sequence[tuple[str, dict[str, float], str]]) -> str:
-    """A bar of FILLS for each row (label, value by fill, text), all to one scale, with a legend of those that occur."""
+    """A bar for each row (label, value by fill, text), all to one scale, with a legend of the fills that occur."""
     reach = max((sum(parts.values()) for _, parts, _ in rows), default=0.0)
     if not reach > 0:
         return ""
     lines = []
     for label, parts, said in rows:
         pieces = "".join(
-            f'<i style="width:{value / reach:.3%};background:{_COLORS[fill]}" title="{FILLS[fill]}"></i>'
+            f'<i style="width:{value / reach:.3%};background:{_COLORS[fill]}" title="{_FILLS[fill]}"></i>'
             for fill, value in parts.items()
             if value > 0
         )
         lines.append(f"<tr><th>{escape(label)}</th><td>{pieces}</td><td>{escape(said)}</td></tr>")
-    seen = [fill for fill in FILLS if any(parts.get(fill, 0) > 0 for _, parts, _ in rows)]
-    legend = "".join(f'<i style="background:{_COLORS[fill]}"></i>{FILLS[fill]} ' for fill in seen)
+    seen = [fill for fill in _FILLS if any(parts.get(fill, 0) > 0 for _, parts, _ in rows)]
+    legend = "".join(f'<i style="background:{_COLORS[fill]}"></i>{_FILLS[fill]} ' for fill in seen)
     return f'<p class="legend">{legend}</p><table class="bars">{"".join(lines)}</table>'
 
 
