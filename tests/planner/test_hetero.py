@@ -317,7 +317,7 @@ LACKING = r"no feasible plan: at least \d+ bytes \(\d+ MB\) are missing on a V10
         ({"profiles": None}, "give either profiles or model"),
         ({"cluster": None}, "give either hostfile and clusterfile, or cluster"),
         ({"layers": 7}, "layers=7, but there are prices for 6 layers"),
-        ({"global_batch": 0}, "global_batch=0 must be above 0"),
+        ({"global_batch": 0}, "global_batch=0 must be a whole number above zero"),
         ({"memory_factor": -1}, "memory_factor=-1 must not be negative"),
         ({"gap": 1.5}, r"gap=1.5 is not in 1e-12..1"),
         ({"groups": [16]}, r"groups=\[16\] must be sizes from 1 to the 8 GPUs"),
