@@ -58,6 +58,8 @@ def _is_not_counted_out(p, c):
 _CHOICES: dict[str, tuple[Callable, str]] = {  # of several fields: where a plan makes it, and its words
     "copies-in-cp": (lambda p, c: (p.zero == 0) & (p.cp > 1), "zero=0 with cp={p.cp}, over which it shards"),
     "copies-in-tp": (lambda p, c: (p.zero == 0) & (p.tp > 1) & (p.dp > 1), "zero=0 with tp={p.tp}"),
+    "tp-under-pp": (lambda p, c: (p.tp > 1) & (p.pp > 1), "tp={p.tp} with pp={p.pp}"),
+    "tp-in-cp": (lambda p, c: (p.tp > 1) & (p.cp > 1), "tp={p.tp} with cp={p.cp}"),
     "late-gather": (lambda p, c: (p.zero == 2) & np.logical_not(p.overlap_gather), "zero=2 without overlap_gather"),
     "shards-in-cp": (lambda p, c: (p.shard > 0) & (p.shard % p.cp != 0), "shard={p.shard}, no multiple of cp={p.cp}"),
     "shard-is-cp": (lambda p, c: (p.shard == p.cp) & (p.tp * p.cp > 1), "shard={p.shard}, no more than cp={p.cp}"),

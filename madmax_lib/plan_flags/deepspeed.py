@@ -35,6 +35,9 @@ def deepspeed(source: Source, world_size: int | None, layers: int | None) -> tup
     plan["cp"] = keys.count("sequence_parallel_size")
     plan["context"] = "ulysses" if plan["cp"] > 1 else "ring"
     plan |= keys.fields()
+    for name, what in (("pp", "a pipeline"), ("cp", "sequence parallelism")):
+        if plan["tp"] > 1 and plan.get(name, 1) > 1:
+            raise ValueError(f"{keys.say('tensor_parallel.autotp_size')}: AutoTP leaves no ranks to {what}")
     enabled = {name for name in ("bf16", "fp16") if keys.on(f"{name}.enabled")}
     if len(enabled) > 1:
         raise ValueError("bf16.enabled and fp16.enabled exclude each other")
@@ -53,19 +56,23 @@ def deepspeed(source: Source, world_size: int | None, layers: int | None) -> tup
 def _batch(keys: Keys, plan: dict, world_size: int | None) -> dict:
     """Micro-batch, steps of accumulation and batch, of which one follows from the others.
 
-    DeepSpeed's own check counts the ranks of tensor parallelism as data parallel ones.
+    The check of DeepSpeed comes before it makes groups for AutoTP, whose ranks it counts as data parallel ones, unless
+    the script hands it groups (an mpu): train_batch_size may then be tp times the samples of a step.
     """
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     micro, steps, total = (keys.count(name, 0, 0) for name in names)
     micro = micro or keys.count("script.per_device_train_batch_size", 0, 0)
     steps = steps or keys.count("script.gradient_accumulation_steps", 0, 0)
-    tp, others = plan["tp"], plan["tp"] * plan["cp"] * plan.get("pp", 1)
+    tp, samples = plan["tp"], keys.count("script.global_batch_size", 0, 0)
+    others, total = tp * plan["cp"] * plan.get("pp", 1), total or samples * tp
     dp = keys.count("data_parallel_size", 0, 0)
     if not dp and world_size is None and not (micro and steps and total):
         raise ValueError("world_size is needed: the configuration does not tell how many devices it is for")
     dp = dp or (world_size // others if world_size is not None else total // (micro * steps * tp))
     if dp < 1 or (world_size is not None and dp * others != world_size):
         raise ValueError(f"dp x tp x pp x cp = {dp} x {others} is not the world size {world_size}")
+    if micro and steps and total == micro * steps * dp:
+        total *= tp
     if micro and steps and total and total != micro * steps * dp * tp:
         product = f"{micro} x {steps} x {dp * tp} ranks"
         raise ValueError(f"train_batch_size={total} is not {product}, micro-batch x accumulation x data parallel")

@@ -88,7 +88,7 @@ class SearchResult:
         """
         plan, case = self._plan(row), self.problem.case
         stack = self.table["stacks"].iloc[row].split()[0] if software is None else software
-        run = {"global_batch": case.global_batch, "sequence": case.sequence, "layers": case.model.layers}
+        run = {"model": case.model, "global_batch": case.global_batch, "sequence": case.sequence}
         dtype = case.dtype if case.dtype in ("bf16", "fp16", "fp32") else None  # 8 bits are of the products alone
         return plan_flags.write(plan, stack, **run, dtype=dtype, devices_per_node=case.cluster.devices_per_node)
 

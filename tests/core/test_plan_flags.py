@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +12,10 @@ from support import local_or_skip
 
 from madmax_lib import plan_flags
 from madmax_lib.case import Case
-from madmax_lib.catalog import model
+from madmax_lib.catalog import model, models
 from madmax_lib.plan import DEFAULTS, Plan
 from madmax_lib.plan_flags.keys import FRAMEWORKS
+from madmax_lib.plan_flags.text import source_of
 from madmax_lib.plan_rules import STATED
 from madmax_lib.plans import Plans, legal
 from madmax_lib.software import OVERLAPS
@@ -269,8 +271,10 @@ def test_round_trip(framework):
         trained = next(models)
         for plan in drawn_plans(rng, trained, software, 40_000)[: 500 - written][:120]:
             batch = plan.dp * plan.micro_batch * plan.pp * int(rng.choice((1, 2, 8)))
-            run = {"global_batch": batch, "sequence": trained.sequence, "layers": trained.layers}
+            sizes = {"model": trained} if written % 2 else {"sequence": trained.sequence, "layers": trained.layers}
+            run = {"global_batch": batch} | sizes
             text = plan_flags.write(plan, framework, **run)
+            assert framework != "deepspeed" or deepspeed_samples(json.loads(text), plan) == batch, text
             stated = plan_flags.read(text, world_size=plan.world_size, layers=trained.layers)
             moot = {"reduce_fp32": plan.reduce_fp32} if plan.dp * plan.cp == 1 else {}
             assert Plan(**vars(stated.plan) | moot) == plan, text
@@ -278,20 +282,77 @@ def test_round_trip(framework):
                 framework, batch, trained.sequence, "bf16"), text  # fmt: skip
             written += 1
             if written % 5 == 0 and plan.dp * plan.cp > 1:
-                refused |= not_written(plan, FURTHER[written // 5 % len(FURTHER)], framework, run)
+                refused |= not_written(plan, FURTHER[written // 5 % len(FURTHER)], framework, trained.layers, run)
     assert all("cannot state" in words or "bucket_bytes=inf" in words for words in refused)
 
 
-def not_written(plan, further, framework, run):
+def deepspeed_samples(config, plan):
+    """Samples of a step by the rules of DeepSpeed 0.19.8, runtime/config.py, which counts ranks of AutoTP at first."""
+    ranks = config.get("data_parallel_size") or plan.dp * plan.tp
+    micro, steps = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    assert config.get("train_batch_size", micro * steps * ranks) == micro * steps * ranks
+    return micro * steps * ranks // config.get("tensor_parallel", {}).get("autotp_size", 1)
+
+
+def not_written(plan, further, framework, layers, run):
     """Why a plan with further choices is not written; nothing if it comes back with them."""
     try:
         text = plan_flags.write(replace(plan, **further), framework, **run)
     except ValueError as error:
         return {str(error)}
-    again = plan_flags.read(text, world_size=plan.world_size, layers=run["layers"]).plan
+    again = plan_flags.read(text, world_size=plan.world_size, layers=layers).plan
     kept = {name: getattr(again, name) == value for name, value in further.items()}
     assert all(kept.values()) or (plan.zero == 3 and "bucket_bytes" in further), text
     return set()
+
+
+LANGUAGE = [name for name in models() if getattr(model(name), "vocab", 0) and not model(name).sinks]
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_megatron_builds_the_model(name):
+    """The flags that are written give the parameters of the model, counted as Megatron-LM makes its weights."""
+    flags, ours = source_of(plan_flags.write("dp8", "megatron-lm", model=name)).values, model(name)
+    h, ffn, heads, layers = (
+        flags[key] for key in ("hidden-size", "ffn-hidden-size", "num-attention-heads", "num-layers")
+    )
+    width, groups, bias = flags.get("kv-channels", h // heads), flags.get("num-query-groups", heads), 0
+    norm, matrices = h * (1 if flags.get("normalization") else 2), 3 if "swiglu" in flags else 2
+    attention = h * width * (2 * heads + 2 * groups) + 2 * width * ("qk-layernorm" in flags)
+    if rank := flags.get("kv-lora-rank"):
+        q, far, v = (flags[key] for key in ("qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"))
+        up, rank_q = heads * (q + far), flags.get("q-lora-rank", 0)
+        attention = (h * rank_q + rank_q * up + rank_q) if rank_q else h * up
+        attention += h * (rank + far) + rank + rank * heads * (q + v) + heads * v * h
+    if "disable-bias-linear" not in flags:
+        attention, bias = attention + width * (heads + 2 * groups) + h, (matrices - 1) * ffn + h
+    elif "add-qkv-bias" in flags:
+        attention += width * (heads + 2 * groups)
+    sparse, dense_part = 0, matrices * h * ffn + bias
+    if experts := flags.get("num-experts"):
+        of_expert = matrices * h * flags["moe-ffn-hidden-size"]
+        of_expert += (matrices - 1) * flags["moe-ffn-hidden-size"] + h if "disable-bias-linear" not in flags else 0
+        sparse = experts * of_expert + matrices * h * flags.get("moe-shared-expert-intermediate-size", 0)
+        sparse += experts * (h + ("moe-router-enable-expert-bias" in flags))
+    mixtures = [int(bool(experts))] * layers
+    if pattern := flags.get("moe-layer-freq"):
+        mixtures = [int(kind) for kind, count in re.findall(r"\[(\d)\]\*(\d+)", pattern) for _ in range(int(count))]
+    total = sum(sparse if mixture else dense_part for mixture in mixtures) + layers * (attention + 2 * norm) + norm
+    total += flags["vocab-size"] * h * (2 if "untie-embeddings-and-output-weights" in flags else 1)
+    total += flags["max-position-embeddings"] * h * (flags["position-embedding-type"] == "learned_absolute")
+    assert total == ours.parameters - ours.other_parameters - layers * ours.other_layer_parameters
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_configuration_names_its_model(framework):
+    """Of a catalog's model, and of one that no framework knows; a recommendation model has none."""
+    plan = "dp8.z3.reduce-fp32" if framework == "torchtitan" else "dp8.z3"
+    text = plan_flags.write(plan, framework, model="llama3-8b", global_batch=16)
+    assert ("llama3_8b" if framework == "torchtitan" else "14336") in text
+    mine = replace(model("llama3-8b"), layers=31)
+    assert "31" in plan_flags.write(plan, framework, model=mine) and "8192" in text
+    with pytest.raises(ValueError, match="dlrm-a: recommendation models have no configuration"):
+        plan_flags.write(plan, framework, model="dlrm-a")
 
 
 DUMP = {"model_spec": {"name": "llama3"}, "training": {"num_tokens_per_microbatch_per_dp_rank": 8192,
@@ -406,6 +467,8 @@ def test_harmless_keys_are_listed():
         ("dp2.pp2", "accelerate", {}, "cannot state pp=2"),
         ("dp4", "deepspeed", {"dtype": "int4"}, "dtype=int4 is not one of bf16, fp16, fp32"),
         ("dp4.cp2.z3.hs1", "accelerate", {}, "shard=1 must be a multiple of cp=2"),
+        ("dp2.tp2.pp2.nosp", "deepspeed", {}, "autotp_size=2: AutoTP leaves no ranks to a pipeline"),
+        ("dp2.tp2.cp2.ulysses.nosp.z3", "deepspeed", {}, "=2: AutoTP leaves no ranks to sequence parallelism"),
     ],
 )
 def test_not_written(plan, framework, run, message):
