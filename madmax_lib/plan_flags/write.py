@@ -7,7 +7,7 @@ from madmax_lib.fields import whole
 from madmax_lib.plan import DEFAULTS, Plan
 from madmax_lib.plan_flags.keys import FRAMEWORKS, framework_named
 from madmax_lib.plan_flags.read import read
-from madmax_lib.plan_flags.writers import WRITERS, Run, is_moot
+from madmax_lib.plan_flags.writers import WRITERS, StatedRun, is_moot
 from madmax_lib.software import OVERLAPS
 from madmax_lib.specs import Transformer
 
@@ -56,14 +56,14 @@ def write(
         if not isinstance(model, Transformer):
             raise ValueError(f"{model.name}: recommendation models have no configuration")
         sequence, layers = sequence or model.sequence, layers or model.layers
-    run = Run(global_batch, sequence, dtype, layers, whole("devices_per_node", devices_per_node, 1), model)
+    run = StatedRun(global_batch, sequence, dtype, layers, whole("devices_per_node", devices_per_node, 1), model)
     run.passes(plan)
     text = WRITERS[name](plan, run)
     _check(plan, run, name, text)
     return text
 
 
-def _check(plan: Plan, run: Run, name: str, text: str) -> None:
+def _check(plan: Plan, run: StatedRun, name: str, text: str) -> None:
     """Raises ValueError for the first field that the text does not state as it is."""
     usual = catalog.software(_SOFTWARE_OF[name])
     try:

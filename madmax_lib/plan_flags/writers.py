@@ -14,7 +14,7 @@ from madmax_lib.plan_flags.keys import FRAMEWORKS, rows_of
 from madmax_lib.plan_flags.sizes import MADE_UP, bridge_sizes, megatron_sizes, named_sizes, titan_config
 from madmax_lib.specs import Transformer
 
-__all__ = ["WRITERS", "Run", "is_moot"]
+__all__ = ["WRITERS", "StatedRun", "is_moot"]
 
 _MOOT: dict[str, Callable[[Plan], bool]] = {  # where a field changes nothing
     "reduce_fp32": lambda p: p.dp * p.cp == 1,
@@ -30,7 +30,7 @@ _MOOT: dict[str, Callable[[Plan], bool]] = {  # where a field changes nothing
 
 
 @dataclass(frozen=True)
-class Run:
+class StatedRun:
     """What a configuration says beside the plan; samples, tokens, devices."""
 
     global_batch: int | None
@@ -76,7 +76,7 @@ def _shards(plan: Plan) -> tuple[int, int]:
     return plan.dp // shards, shards
 
 
-def _megatron_flags(plan: Plan, run: Run) -> dict:
+def _megatron_flags(plan: Plan, run: StatedRun) -> dict:
     """Flags with their values, True for those without."""
     flags: dict = {"tensor-model-parallel-size": plan.tp, "micro-batch-size": plan.micro_batch}
     for row in rows_of("megatron-lm"):
@@ -112,7 +112,7 @@ def _megatron_flags(plan: Plan, run: Run) -> dict:
     return {name: value for name, value in flags.items() if value is not None and value is not False}
 
 
-def _megatron(plan: Plan, run: Run) -> str:
+def _megatron(plan: Plan, run: StatedRun) -> str:
     launch = " ".join(f"--{name} {value}" for name, value in run.launch(plan).items())
     flags, program = _megatron_flags(plan, run), "pretrain_gpt.py"
     if run.model:
@@ -131,7 +131,7 @@ _NONE = ("num-virtual-stages-per-pipeline-rank", "pipeline-model-parallel-layout
 _ONE = ("pipeline-model-parallel-size", "context-parallel-size", "expert-model-parallel-size")
 
 
-def _bridge(plan: Plan, run: Run) -> str:
+def _bridge(plan: Plan, run: StatedRun) -> str:
     """Overrides, which name what a recipe could have set otherwise, too."""
     flags = dict.fromkeys(_ONE, 1) | dict.fromkeys(_OFF, False) | dict.fromkeys(_NONE) | _megatron_flags(plan, run)
     flags |= {"bf16": run.dtype == "bf16", "fp16": run.dtype == "fp16"}
@@ -160,7 +160,7 @@ def _script(words: dict, before: str = "# ", after: str = "\n") -> str:
     return f"{before}script: {' '.join(f'{name}={value}' for name, value in words.items())}{after}" if words else ""
 
 
-def _torchtitan(plan: Plan, run: Run) -> str:
+def _torchtitan(plan: Plan, run: StatedRun) -> str:
     copies, shards = _shards(plan)
     flags: dict = {"data_parallel_replicate_degree": copies, "data_parallel_shard_degree": shards}
     flags |= {"fsdp_reshard_after_forward": "always" if plan.zero == 3 else "never"} if plan.zero else {}
@@ -206,7 +206,7 @@ def _titan_stages(plan: Plan, layers: int | None) -> dict:
     return flags
 
 
-def _deepspeed(plan: Plan, run: Run) -> str:
+def _deepspeed(plan: Plan, run: StatedRun) -> str:
     steps = run.passes(plan)
     samples = plan.micro_batch * steps * plan.dp
     values: dict = {"train_batch_size": samples} if plan.tp == 1 else {}  # else it follows: see the reader's `_batch`
@@ -244,7 +244,7 @@ def _elements(plan: Plan) -> int:
     return round(plan.bucket_bytes / (4 if plan.reduce_fp32 else 2))
 
 
-def _accelerate(plan: Plan, run: Run) -> str:
+def _accelerate(plan: Plan, run: StatedRun) -> str:
     """FSDP 2 where there are shards, DeepSpeed where only the optimizer or gradients are, DDP without."""
     for name in ("pp", "ep"):
         if getattr(plan, name) > 1:

@@ -32,11 +32,12 @@ __all__ = ["SearchResult", "described", "different"]
 _SHOWN = 10
 _DRAWS, _SIGMAS, _OWN = 4096, 1.645, 0.25  # at least a quarter of the spread between plans is their own
 _WORDS = {
-    "launch_s": "waiting for the host", "tp_s": "exposed tp", "cp_s": "exposed cp", "ep_s": "exposed expert exchange",
-    "fsdp_s": "exposed gathers of weights", "bubble_s": "pipeline bubble", "pp_s": "pipeline messages",
-    "dp_s": "exposed reduction of gradients", "optimizer_s": "optimizer", "overhead_s": "fixed overhead",
-    "repeated_s": "repeated forward passes", "work_s": "compute",
+    "launch_s": "waiting for the host", "tp_s": "tp communication", "cp_s": "cp communication",
+    "ep_s": "expert exchange", "fsdp_s": "gathers of weights", "bubble_s": "pipeline bubble",
+    "pp_s": "pipeline messages", "dp_s": "reduction of gradients", "optimizer_s": "optimizer",
+    "overhead_s": "fixed overhead", "repeated_s": "repeated forward passes", "work_s": "compute",
 }  # fmt: skip
+_CLOSE = "; too close to tell, measure several (mm.tune)"
 _PASSES = ["gemm_s", "attention_s", "pointwise_s"]
 _COLUMNS = ("plan", "step_s", "low_s", "high_s", "mfu", "memory_gb", "probability", "why", "limit", "stacks")
 
@@ -51,7 +52,9 @@ class SearchResult:
         good).
     pareto: plans that no other one beats in time and memory, same columns.
     different: the best of each way to split the model (tp, cp, pp, ep, ZeRO stage, recompute), ten of them: same
-        columns, and probability (of being the fastest of a hundred), why (it is fast, beside the others) and limit.
+        columns, and probability (of being the fastest of a hundred such), why (the part in which it saves most, in
+        shares of their median step) and limit (the largest parts of its step beside compute; of communication what
+        nothing hides).
     evaluated: plans that were timed: legal, and launched by a stack.
     feasible: those of them that fit.
     seconds: of the search, wall clock.
@@ -92,6 +95,14 @@ class SearchResult:
         dtype = case.dtype if case.dtype in ("bf16", "fp16", "fp32") else None  # 8 bits are of the products alone
         return plan_flags.write(plan, stack, **run, dtype=dtype, devices_per_node=case.cluster.devices_per_node)
 
+    @property
+    def software(self) -> str:
+        """Whose plans they are, and as whose they are timed."""
+        if self.problem.case.software:
+            return f"{self.problem.case.software.name}: only what it launches, timed as it overlaps"
+        stacks = ", ".join(stack.name for stack in self.problem.stacks)
+        return f"none named: what {stacks} can launch, timed as by tuned Megatron-Core"
+
     @cached_property
     def hint(self) -> str:
         """Another batch or number of devices, where these are the problem; else empty. Takes a few small searches."""
@@ -108,10 +119,13 @@ class SearchResult:
         best, ten = self.table.iloc[0], self.different
         sure = f"{best.step_s:.3g} s (90 %: {best.low_s:.3g} to {best.high_s:.3g} s)"
         lines.append(f"best: {best.plan}, {sure}, MFU {best.mfu:.0%}, {best.memory_bytes / 1e9:.0f} GB, {best.stacks}")
-        first, others = ten.iloc[0], [f"{row.plan} {row.probability:.0%}" for row in ten[1:4].itertuples()]
-        lines.append(f"why: {first.why}; limited by {first.limit}")
-        lines.append(f"its way of splitting is the fastest with {first.probability:.0%}; {', '.join(others)}")
-        return [*lines, f"hint: {self.hint}" if self.hint else _launching(best.stacks)]
+        lines.append(f"why: {ten['why'].iloc[0]}; limit: {ten['limit'].iloc[0]}")
+        if ten["probability"].notna().all():
+            chances = ", ".join(f"{row.plan} {row.probability:.0%}" for row in ten[:3].itertuples())
+            close = ten["probability"].iloc[0] < 0.5
+            lines.append(f"probability to be the fastest: {chances}{_CLOSE if close else ''}")
+        lines += [f"software: {self.software}", f"hint: {self.hint}" if self.hint else "", _launching(best.stacks)]
+        return [line for line in lines if line]
 
     def __repr__(self) -> str:
         return "\n".join(self._lines())
@@ -192,7 +206,7 @@ def _limits(seconds: pd.DataFrame) -> list[str]:
 def _reasons(seconds: pd.DataFrame) -> list[str]:
     """The part in which each of the first steps saves most beside the median of all, in shares of the median step."""
     if len(seconds) == 1:
-        return ["no other way fits"]
+        return ["no other way to split it fits"]
     saved = (seconds.median() - seconds) / seconds.sum(axis=1).median()
-    return [f"{row.max():.0%} less {_WORDS[row.idxmax()]} than most" if row.max() > 0.005 else "no part stands out"
+    return [f"saves {row.max():.0%} of a step in {_WORDS[row.idxmax()]}" if row.max() > 0.005 else "no part stands out"
             for _, row in saved.head(_SHOWN).iterrows()]  # fmt: skip

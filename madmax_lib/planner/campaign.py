@@ -12,7 +12,7 @@ from scipy.stats import norm
 from madmax_lib import catalog
 from madmax_lib.fields import number, whole
 from madmax_lib.planner.codesign import training
-from madmax_lib.planner.goodput import Goodput
+from madmax_lib.planner.goodput import Goodput, practice
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator.rates.parameters import Parameters
@@ -36,26 +36,29 @@ class Campaign:
     table: a row per number of devices tried: devices, plan, global_batch, mfu, days, device_hours, usd and mwh (each
         with _low and _high, 90 %), goodput, and in_time, the probability of the days asked for (NaN if none were).
     best: the row that answers: of the fewest devices that are in time, or of the devices asked for.
-    price: of a device-hour in USD, with its source and date.
+    notes: what the figures rest on, a line each: software, interval, goodput, price (of a device-hour in USD, with its
+        source and date) and energy.
     """
 
     table: pd.DataFrame
     best: pd.Series
-    price: str
+    notes: dict[str, str]
 
     def __repr__(self) -> str:
         row = self.best
 
         ends = {name: [_words(row[f"{name}{end}"]) for end in ("", "_low", "_high")] for name in AMOUNTS}
         ends = {name: f"{middle} ({low} to {high})" for name, (middle, low, high) in ends.items()}
-        return (
-            f"{row['devices']:,} devices: {ends['days']} days, {ends['device_hours']} device-hours, {ends['usd']} USD, "
+        usd = "USD unknown" if np.isnan(row["usd"]) else f"{ends['usd']} USD"
+        answer = (
+            f"{row['devices']:,} devices: {ends['days']} days, {ends['device_hours']} device-hours, {usd}, "
             f"{ends['mwh']} MWh; goodput {row['goodput']:.1%}, {row['plan']}"
         )
+        return "\n".join([answer, *(f"{name}: {words}" for name, words in self.notes.items())])
 
 
 def _words(value: float) -> str:
-    return "unknown" if np.isnan(value) else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def campaign(
@@ -68,7 +71,7 @@ def campaign(
     global_batch: int | None = None,
     sequence: int | None = None,
     dtype: str = "bf16",
-    software: str | Software | None = "megatron-core",
+    software: str | Software | None = None,
     usd_per_hour: float | None = None,
     goodput: Goodput | None = None,
     parameters: Parameters | None = None,
@@ -76,9 +79,9 @@ def campaign(
     """A training of a model on so many tokens, on as many devices as finish in so many days, or on devices given.
 
     cluster: whose nodes are multiplied; its number of nodes is not looked at. global_batch: samples; about 4 million
-    tokens (16 above 100 billion parameters) that divide well if None. software: only what it launches, priced as it
-    overlaps. The plan is the best of `Space.quick()`; days, money and energy are those of `training`, which knows
-    failures and what trainings take over such predictions.
+    tokens (16 for trainings above 1e24 FLOPs) that divide well if None. software: only what it launches, priced as it
+    overlaps; None as in `search`. The plan is the best of `Space.quick()`; days, money and energy are those of
+    `training`, which knows failures and what trainings take over such predictions.
     Raises ValueError unless either days or devices are given, where no plan fits, and where no number of devices is in
     time.
 
@@ -102,7 +105,7 @@ def campaign(
     sigma = np.log(table["days_high"] / table["days"]) / _Z
     table["in_time"] = norm.cdf(np.log((days or np.nan) / table["days"]) / sigma)
     best = table.iloc[-1]
-    return Campaign(table, best, _price(cluster, usd_per_hour))
+    return Campaign(table, best, _notes(job, best, costs))
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def _row(job: _Job, devices: int, costs: dict) -> dict:
     found = search(job.model, cluster, batch, top=1, space=Space.quick(), progress=False, **job.options)
     row = training(found.table, job.tokens, cluster, **costs).iloc[0].to_dict()
     ends = [f"{name}{end}" for name in AMOUNTS for end in ("", "_low", "_high")]
-    kept = {name: row.get(name, np.nan) for name in ("plan", "mfu", *ends, "goodput")}
+    kept = {name: row.get(name, np.nan) for name in ("plan", "stacks", "mfu", *ends, "goodput")}
     return {"devices": devices, "global_batch": batch, **kept}
 
 
@@ -185,6 +188,26 @@ def _first_in_time(job: _Job, days: float, costs: dict) -> list[dict]:
     raise ValueError(f"no number of devices up to {counts[-1]:,} is in time: {said}; a larger batch may be")
 
 
+def _notes(job: _Job, best: pd.Series, costs: dict) -> dict[str, str]:
+    """What the figures rest on."""
+    device, software = job.cluster.device, job.options["software"]
+    factor, goodput = practice()[0], costs["goodput"] or Goodput()
+    either = best["days_high"] / best["days"]
+    stack = f"{getattr(software, 'name', software)}: only what it launches, timed as it overlaps"
+    stacks = f"none named: timed as by tuned Megatron-Core; {' or '.join(best['stacks'].split())} launches the plan"
+    interval = (
+        f"90 %, a factor of {either:.2g} either way, as far as published GPU-hours of trainings lie from such "
+        f"predictions at most; the middle is {factor:.2f} x the time of the plan, as their median"
+    )
+    return {
+        "software": stack if software else stacks,
+        "interval": interval,
+        "goodput": goodput.describe(int(best["devices"]), job.model.parameters),
+        "price": _price(job.cluster, costs["usd_per_hour"]),
+        "energy": f"of the devices alone (TDP {device.tdp_w:g} W), without hosts, network and cooling",
+    }
+
+
 def _price(cluster: Cluster, usd_per_hour: float | None) -> str:
     """USD of a device-hour, with its source and date."""
     if usd_per_hour is not None:
@@ -192,6 +215,6 @@ def _price(cluster: Cluster, usd_per_hour: float | None) -> str:
     table = catalog.table("devices")
     row = table[(table["name"] == cluster.device.name) & (table["quantity"] == "price")]
     if row.empty:
-        return f"no price of {cluster.device.name} is known, give usd_per_hour"
+        return f"no price of {cluster.device.name} is known; give usd_per_hour (--usd-per-hour)"
     price = row.iloc[-1]
-    return f"{price['value']} USD/h, {price['source']}, {price['date']}"
+    return f"{price['value']} USD/h of a device, {price['source']}, {price['date']}; other terms: usd_per_hour"

@@ -79,6 +79,16 @@ class Goodput:
         writing = checkpoint_s / apart_s if apart_s else 0.0
         return (1 - lost_s / between_s) * (1 - self.evaluation) / (1 + writing)
 
+    def describe(self, devices: int, parameters: float) -> str:
+        """The share, and what is lost, in a line."""
+        between_s, writing_s = self.mtbf_s / devices, self.checkpoint_s(devices, parameters)
+        apart_s = math.sqrt(2 * writing_s * between_s)
+        return (
+            f"{self.share(devices, parameters):.1%} of the time trains: a stop every {between_s / 3600:,.1f} h (by "
+            f"default at the rate per device of Llama 3) loses {(self.restart_s + apart_s / 2) / 60:,.1f} min, a "
+            f"checkpoint of {writing_s:.2g} s every {apart_s / 60:,.1f} min, evaluation takes {self.evaluation:.0%}"
+        )
+
     def checkpoint_s(self, devices: int, parameters: float) -> float:
         """Seconds that the job stands still for a checkpoint: each device writes its share of the states."""
         return _facts()["state"] * parameters / (devices * self.storage_bytes_per_s)

@@ -85,7 +85,7 @@ def envelope(command: str, answer: Answer | Exception, caught: Sequence[str] = (
         "status": 2 if failed else int(not answer.passed),
         "error": str(answer) if failed else None,
     }
-    summary = {} if failed else _plain(answer.summary, math.inf if whole else _LETTERS)
+    summary = {} if failed else _plain(answer.summary, math.inf if whole else 4 * _LETTERS)
     lists, left_out = _short(lists, tokens(_json(summary)), whole)
     rest = {"inputs": lists["inputs"], "summary": summary, "rows": lists["rows"], "left_out": left_out}
     return _json({**head, **rest, "warnings": lists["warnings"]})
@@ -209,14 +209,18 @@ def _markdown(answer: Answer, whole: bool) -> str:
 
 
 def _headlines(answer: Answer) -> list[str]:
-    values = _plain(answer.summary, _LETTERS)
+    values = _plain(answer.summary)
     return [f"{name}: {_line(value)}" for name, value in values.items() if value not in (None, "", [], {})]
 
 
 def _line(value: Any) -> str:
+    if isinstance(value, dict) and {*value} == {"middle", "low", "high"}:
+        return "{middle} ({low} to {high})".format(**{name: _line(inner) for name, inner in value.items()})
     if isinstance(value, dict):
         return ", ".join(f"{name} {_line(inner)}" for name, inner in value.items())
-    return "; ".join(map(_line, value)) if isinstance(value, list) else _cell(value)
+    if isinstance(value, list):
+        return "; ".join(map(_line, value))
+    return " ".join(value.split()) if isinstance(value, str) else _cell(value)
 
 
 def _rest(left_out: int) -> list[str]:

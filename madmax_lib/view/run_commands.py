@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 
 from madmax_lib.view.answers import Answer, add_command
 
@@ -37,17 +37,19 @@ def add(commands) -> None:
     )
     plan = add_command(commands, "plan", _plan, help="GPUs, days, USD and MWh of a training, with intervals")
     plan.add_argument("--model", required=True, help="of the catalog, or a config.json of Hugging Face")
-    plan.add_argument("--tokens", type=float, required=True, help="of the training, such as 15e12")
+    plan.add_argument("--tokens", type=_count, required=True, help="of the training, such as 15T, 300B or 15e12")
     where = plan.add_mutually_exclusive_group(required=True)
     where.add_argument("--device", help="such as h100, in the catalog's first cluster that has it")
     where.add_argument("--cluster", help="of the catalog; as many of its nodes as are needed")
     asked = plan.add_mutually_exclusive_group(required=True)
     asked.add_argument("--days", type=float, help="after which the training shall be done")
-    asked.add_argument("--devices", type=int, help="how many there are")
+    asked.add_argument("--devices", "--gpus", type=int, help="how many there are: how many days do they take?")
     plan.add_argument("--global-batch", type=int, help="samples a step (default: about 4 or 16 million tokens)")
     plan.add_argument("--sequence", type=int, help="tokens a sample (default: the model's)")
     plan.add_argument("--dtype", default="bf16", help="default: bf16")
-    plan.add_argument("--software", default="megatron-core", help="that trains (default: megatron-core)")
+    plan.add_argument(
+        "--software", help="that trains: megatron-core, torchtitan, ... (default: any of five, as search)"
+    )
     plan.add_argument("--usd-per-hour", type=float, help="of a device (default: the catalog's)")
 
 
@@ -83,8 +85,25 @@ def _plan(options: Namespace) -> Answer:
     cluster = options.cluster or catalog.cluster_with(catalog.device(options.device))
     names = (*_RUN, "days", "devices", "usd_per_hour")
     result = campaign(options.model, options.tokens, cluster, **{name: getattr(options, name) for name in names})
-    about = {name: result.best[name] for name in ("devices", "plan", "global_batch", "goodput", "in_time")}
+    about = {name: result.best[name] for name in ("devices", "plan", "stacks", "global_batch", "goodput")}
+    about |= {"in_time": result.best["in_time"]} if options.days else {}
     for name in AMOUNTS:
         about[name] = {end or "middle": result.best[f"{name}_{end}".rstrip("_")] for end in ("", "low", "high")}
-    about["price"] = result.price
-    return Answer(result.table, about, [options.model, str(cluster), options.software])
+    about |= {"usd": "unknown"} if result.table["usd"].isna().all() else {}
+    about |= {f"{name}_is": words for name, words in result.notes.items()}
+    inputs = [options.model, str(cluster), *([options.software] if options.software else [])]
+    return Answer(result.table.dropna(axis=1, how="all"), about, inputs)
+
+
+def _count(text: str) -> float:
+    """A number of tokens: 15e12, 15T, 1.4B, 300M or 15,000,000.
+
+    >>> _count("15T"), _count("1.4b"), _count("2e9")
+    (15000000000000.0, 1400000000.0, 2000000000.0)
+    """
+    plain = text.strip().replace(",", "").replace("_", "").upper()
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}.get(plain[-1:], 1.0)
+    try:
+        return float(plain.rstrip("KMBGT") if factor > 1 else plain) * factor
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number such as 15e12, 15T or 300B") from None

@@ -9,6 +9,10 @@ from madmax_lib.view.answers import Answer, add_command
 __all__ = ["add"]
 
 _COSTS = ["memory_bytes", "mfu", "tokens_per_s", "cost_usd", "energy_j"]
+_COLUMNS = (
+    "low_s and high_s hold 90 %; probability: to be the fastest of the ways to split; why: beside the median of them; "
+    "limit: largest parts of the step beside compute, of communication what nothing hides"
+)
 _SEARCHED = ["plan", "stacks", "step_s", "low_s", "high_s", "probability", "why", "limit", *_COSTS]
 
 
@@ -32,11 +36,13 @@ def _add_step(parser: ArgumentParser) -> None:
     parser.add_argument("model", help="of the catalog, or a config.json of Hugging Face")
     parser.add_argument("cluster", help="of the catalog, or the machine.json of a calibration")
     parser.add_argument("--nodes", type=int, help="of the cluster (default: the catalog's)")
-    parser.add_argument("--devices", type=int, help="over all nodes (default: whole nodes)")
+    parser.add_argument("--devices", "--gpus", type=int, help="over all nodes (default: whole nodes)")
     parser.add_argument("--global-batch", type=int, required=True, help="samples a step")
     parser.add_argument("--sequence", type=int, help="tokens a sample (default: the model's)")
     parser.add_argument("--dtype", default="bf16", help="default: bf16")
-    parser.add_argument("--software", help="that trains: megatron-core, torchtitan, deepspeed, ...")
+    parser.add_argument(
+        "--software", help="that trains: megatron-core, torchtitan, ... (default: as tuned Megatron-Core)"
+    )
 
 
 def _step(options: Namespace) -> dict:
@@ -67,7 +73,8 @@ def _search(options: Namespace) -> Answer:
     from madmax_lib.planner.search import search
 
     found = search(**_step(options), objective=options.objective, top=options.top, progress=False)
-    about = {"best": found.best, "evaluated": found.evaluated, "feasible": found.feasible, "hint": found.hint}
+    about = {"best": found.best, "software": found.software, "evaluated": found.evaluated, "feasible": found.feasible}
+    about |= {"hint": found.hint, "columns": _COLUMNS}
     best = found.different if options.top <= len(found.different) else found.table
     table = best[[name for name in _SEARCHED if name in best]].head(options.top)
     return Answer(table, about, _inputs(options))

@@ -117,12 +117,16 @@ def test_probabilities_follow_the_gap():
 def test_reasons_and_limits_name_the_parts():
     seconds = pd.DataFrame({"work_s": [8.0, 8.0, 8.0], "bubble_s": [0.0, 2.0, 2.0], "tp_s": [1.0, 1.0, 0.0]})
     assert _reasons(seconds) == [
-        "20% less pipeline bubble than most",
+        "saves 20% of a step in pipeline bubble",
         "no part stands out",
-        "10% less exposed tp than most",
+        "saves 10% of a step in tp communication",
     ]
-    assert _limits(seconds) == ["exposed tp 11%", "pipeline bubble 18%, exposed tp 9%", "pipeline bubble 20%"]
-    assert _reasons(seconds[:1]) == ["no other way fits"]
+    assert _limits(seconds) == [
+        "tp communication 11%",
+        "pipeline bubble 18%, tp communication 9%",
+        "pipeline bubble 20%",
+    ]
+    assert _reasons(seconds[:1]) == ["no other way to split it fits"]
 
 
 def test_a_hint_where_batch_or_devices_are_the_problem(found):

@@ -68,7 +68,9 @@ def test_the_fewest_devices_in_time():
     again = campaign("gpt2-xl", 2e10, "dgx-a100", devices=int(answer.best["devices"]))
     assert again.best["days"] == pytest.approx(answer.best["days"]) and math.isnan(again.best["in_time"])
     assert campaign("gpt2-xl", 2e10, "dgx-a100", days=1).best["devices"] <= answer.best["devices"]
-    assert answer.price.startswith("5.12125 USD/h") and "2023-10" in answer.price and "goodput" in repr(answer)
+    price = answer.notes["price"]
+    assert price.startswith("5.12125 USD/h") and "2023-10" in price and "goodput" in repr(answer)
+    assert f"{answer.best['goodput']:.1%} of the time trains" in answer.notes["goodput"]
 
 
 @pytest.mark.parametrize(
