@@ -54,7 +54,16 @@ if TYPE_CHECKING:
         operators as operators,
     )
     from madmax_lib.traces.operators.roofline import mfu as mfu, roofline as roofline
+    from madmax_lib.traces.operators.snapshots import (
+        fragmentation as fragmentation,
+        out_of_memory as out_of_memory,
+        snapshot_diff as snapshot_diff,
+        snapshot_held as snapshot_held,
+        snapshot_peak as snapshot_peak,
+        snapshot_timeline as snapshot_timeline,
+    )
     from madmax_lib.traces.read.kineto import read_trace as read_trace
+    from madmax_lib.traces.read.snapshots import read_snapshot as read_snapshot
     from madmax_lib.traces.stragglers import skew as skew, stragglers as stragglers
     from madmax_lib.traces.waits.idle import idle as idle, launch_bound as launch_bound
     from madmax_lib.traces.waits.launch import (

@@ -1,0 +1,217 @@
+"""What did the CUDA caching allocator do, and what does it hold? Files of `torch.cuda.memory._dump_snapshot`.
+
+Events are turned into columns while the file is read, and their dictionaries emptied: a million of them would need a
+gigabyte otherwise. Stacks are told apart by the identity of their frames, which the file shares.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.traces.read.block_sizes import Replay, replay
+from madmax_lib.traces.read.cache import content_sha256
+from madmax_lib.traces.read.files import rank_in_name
+from madmax_lib.traces.read.frames import Stacks
+from madmax_lib.traces.read.plain_pickles import load_plain
+
+__all__ = ["Snapshot", "read_snapshot"]
+
+_ACTIONS = ["alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"]
+_ACTIONS += ["segment_map", "segment_unmap", "oom", "other"]
+_CODES = {action: code for code, action in enumerate(_ACTIONS)}
+_SUFFIXES = (".pickle", ".pkl", ".pickle.gz", ".pkl.gz", ".pickle.xz", ".pkl.xz")
+_TYPES = {"action": "int8", **dict.fromkeys(("address", "size_bytes", "stream", "time_us"), "int64")}
+_TYPES |= {"stack": "int32", "metadata": "int32"}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Memory of the GPUs of one or more ranks.
+
+    events: rank, device, action (alloc, free_requested, segment_map, oom ... or other), address, size_bytes, stream,
+    time_us (-1 where unknown), stack, metadata; oldest first by rank and device. The address of an oom is the bytes
+    that the device had free.
+    blocks: what the segments were divided into at the end: rank, device, segment, segment_bytes, pool (small, large),
+    stream, expandable, address, size_bytes, requested_bytes (-1 where unknown), state, stack.
+    stacks: site (the innermost lines), module, phase and frames of each number; -1 is none.
+    metadata: the texts of its numbers: `_set_memory_metadata`, or what torch.compile was at.
+    files: name and sha256 by rank.
+    """
+
+    events: pd.DataFrame
+    blocks: pd.DataFrame
+    stacks: pd.DataFrame
+    metadata: tuple[str, ...]
+    files: dict[str, dict]
+
+    @cached_property
+    def replays(self) -> dict[tuple[int, int], Replay]:
+        """The allocations and levels of each (rank, device). ValueError where events and segments contradict."""
+        events, blocks = (dict(tuple(table.groupby(["rank", "device"]))) for table in (self.events, self.blocks))
+        result = {}
+        for key in sorted({*events, *blocks}):
+            rank, device = map(int, key)
+            try:
+                result[rank, device] = replay(events.get(key, self.events[:0]), blocks.get(key, self.blocks[:0]))
+            except ValueError as reason:
+                raise ValueError(f"rank {rank}, cuda:{device}: {reason}") from None
+        return result
+
+
+def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
+    """Read a file of `torch.cuda.memory._dump_snapshot`, a directory with one per rank, or a list of such files.
+
+    Pickles of protocols 2 to 5, also packed by gzip or xz, of torch 1.13 or later. Nothing in them is executed: any
+    that names a function or class is refused. The rank is told by the name, such as rank3_memory_snapshot.pickle or
+    000003_step_10.pickle, else it is the place in the list.
+    Raises FileNotFoundError, and ValueError for what is no snapshot, two files of a rank, and a directory without any.
+    """
+    paths = _files(source)
+    named = [_rank(path) for path in paths]
+    ranks = named if None not in named and len(paths) > 1 else list(range(len(paths)))
+    ranks = named if len(paths) == 1 and named[0] is not None else ranks
+    if twice := next((rank for rank in ranks if ranks.count(rank) > 1), None):
+        raise ValueError(f"{paths[0].parent}: two snapshots of rank {twice}; give those of one moment")
+    stacks, parts, files = Stacks(), [], {}
+    for rank, path in zip(ranks, paths, strict=True):
+        file = _File(stacks)
+        try:
+            parts.append([table.assign(rank=rank) for table in file.read(path)])
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as reason:
+            raise ValueError(f"{path}: no memory snapshot, an entry is damaged ({reason!r})") from None
+        files[str(rank)] = {"name": path.name, "sha256": content_sha256(path)}
+    events, blocks = (pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True))
+    if not len(events) and not len(blocks):
+        raise ValueError(f"{paths[0]}: the snapshot holds no events and no segments; no GPU memory was in use")
+    return Snapshot(events, blocks, stacks.table(), tuple(stacks.texts), files)
+
+
+class _File:
+    """Columns of one file, and the lists of events that are emptied into them while it is read."""
+
+    def __init__(self, stacks: Stacks):
+        self._stacks, self._open, self._memo = stacks, {}, 0
+        stacks.forget()
+
+    def read(self, path: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Events and blocks, with their device."""
+        top = load_plain(path, self._empty)
+        top = top if isinstance(top, dict) else {"segments": top}
+        traces, segments = top.get("device_traces", top.get("traces", [])), top.get("segments")
+        if not isinstance(segments, list) or not isinstance(traces, list) or not all(map(_is_list, traces)):
+            raise ValueError(f"{path}: no memory snapshot, it has no lists of segments and device_traces")
+        for lists in (traces, [segment["blocks"] for segment in segments]):
+            if len(set(map(id, lists))) < len(lists):  # a few bytes could ask for any number of rows
+                raise ValueError(f"{path}: no memory snapshot, a list of events or blocks is in two places")
+        parts = [part for device, trace in enumerate(traces) for part in self._parts(device, trace)]
+        names = [*_TYPES, "device"]
+        columns = {name: np.concatenate([part.pop(name) for part in parts]) for name in names if parts}
+        columns = columns or {name: np.zeros(0, _TYPES.get(name, "int64")) for name in names}
+        columns["action"] = pd.Categorical.from_codes(columns["action"], _ACTIONS)
+        return pd.DataFrame(columns, copy=False), self._blocks(segments)
+
+    def _empty(self, unpickler) -> None:
+        """Turn the events that are there into columns. A list of events is looked for as long as none grows."""
+        grown = [self._take(trace) for trace, _ in self._open.values() if trace]
+        if not any(grown) and (memo := unpickler.memo.copy()) and len(memo) > 1.25 * self._memo:
+            self._memo = len(memo)
+            for value in memo.values():
+                if _is_list(value) and value and isinstance(value[0], dict) and "action" in value[0]:
+                    self._take(value)
+
+    def _take(self, trace: list) -> int:
+        """Move the events of a list into its columns."""
+        _, parts = self._open.setdefault(id(trace), (trace, []))
+        events = trace[:]
+        trace.clear()
+        parts.append(self._columns(events))
+        for event in events:
+            event.clear()
+        return len(events)
+
+    def _columns(self, events: list[dict]) -> dict[str, np.ndarray]:
+        number, text = self._stacks.number, self._stacks.text
+        values = {
+            "action": [_CODES.get(event["action"], len(_ACTIONS) - 1) for event in events],
+            "address": [e["addr"] if "addr" in e else e.get("device_free", 0) for e in events],
+            "size_bytes": [event.get("size", 0) for event in events],
+            "stream": [event.get("stream", 0) for event in events],
+            "time_us": [event.get("time_us", -1) for event in events],
+            "stack": [number(event.get("frames")) for event in events],
+            "metadata": [text(event.get("user_metadata") or event.get("compile_context")) for event in events],
+        }
+        return {name: _whole(values[name]).astype(dtype) for name, dtype in _TYPES.items()}
+
+    def _parts(self, device: int, trace: list) -> list[dict[str, np.ndarray]]:
+        """Columns of all events of a device."""
+        if trace:
+            self._take(trace)
+        _, parts = self._open.pop(id(trace), (trace, []))
+        return [{**part, "device": np.full(len(part["action"]), device)} for part in parts]
+
+    def _blocks(self, segments: list[dict]) -> pd.DataFrame:
+        rows = []
+        for segment in segments:
+            address = segment.get("address", 0)
+            about = (segment.get("device", 0), address, segment["total_size"], segment.get("segment_type", ""))
+            about += (segment.get("stream", 0), segment.get("is_expandable", False))
+            for block in segment["blocks"]:
+                frames = block.get("frames") or (block.get("history") or [{}])[0].get("frames")
+                address = block.get("address", address)  # told since torch 2.1, before it blocks follow one another
+                requested = block.get("requested_size", -1)
+                rows.append((*about, address, block["size"], requested, block["state"], self._stacks.number(frames)))
+                address += block["size"]
+        names = ["device", "segment", "segment_bytes", "pool", "stream", "expandable", "address", "size_bytes"]
+        table = pd.DataFrame(rows, columns=[*names, "requested_bytes", "state", "stack"])
+        whole = ["device", "segment", "segment_bytes", "stream", "address", "size_bytes", "requested_bytes", "stack"]
+        return table.astype(dict.fromkeys(whole, "int64"))
+
+
+def _whole(values: list) -> np.ndarray:
+    """Whole numbers (n,); TypeError for others, which numpy would turn into some."""
+    array = np.array(values)
+    if array.dtype.kind not in "bi":
+        raise TypeError("no whole numbers")
+    return array
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _files(source: str | Path | Sequence[str | Path]) -> list[Path]:
+    if isinstance(source, (list, tuple)):
+        if not source:
+            raise ValueError("no snapshots in an empty list")
+        return [path for item in source for path in _files(item)]
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or directory")
+    if not path.is_dir():
+        return [path]
+    if not (paths := _in_folder(path)):
+        inside = [folder.name for folder in sorted(path.iterdir()) if folder.is_dir() and _in_folder(folder)]
+        hint = f"; its folders {', '.join(inside[:5])} have some" if inside else ""
+        raise ValueError(f"{path}: no memory snapshots ({', '.join(_SUFFIXES[:2])}) in this directory{hint}")
+    return paths
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIXES) and path.name[0] != ".")
+
+
+def _rank(path: Path) -> int | None:
+    """Rank in the name of a file, such as those of torchtitan, Megatron-LM and SGLang; None if it tells none.
+
+    >>> [_rank(Path(f"{name}.pickle")) for name in ("000003_step_10", "snapshot_oom_rank_2", "snapshot_7", "dump")]
+    [3, 2, 7, None]
+    """
+    number = rank_in_name(path)
+    other = re.match(r"(\d+)_step_|snapshot_(\d+)\.", path.name)
+    return int(other[1] or other[2]) if number is None and other else number

@@ -1,0 +1,324 @@
+"""Memory snapshots: a drawn allocator whose every byte is known, real files, and pickles that want to do harm."""
+
+import copyreg
+import gzip
+import json
+import lzma
+import pickle
+import runpy
+import struct
+
+import numpy as np
+import pytest
+from support import local_or_skip
+
+from madmax_lib.traces import (
+    fragmentation,
+    out_of_memory,
+    read_snapshot,
+    snapshot_diff,
+    snapshot_held,
+    snapshot_peak,
+    snapshot_timeline,
+)
+from madmax_lib.traces.read.plain_pickles import load_plain
+
+MIB = 1 << 20
+LEVELS = ["reserved", "requested", "active", "allocated"]
+SITES = ["forward", "backward", "step", "__init__", "wait"]
+PHASES = dict(zip(SITES, ["forward", "backward", "optimizer", "initialization", "other"], strict=True))
+
+
+@pytest.fixture(scope="module")
+def maker():
+    return runpy.run_path(str(local_or_skip("snapshots/make.py")))
+
+
+@pytest.fixture(scope="module")
+def made(maker, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("snapshots")
+    maker["main"](folder)
+    return folder
+
+
+def drawn(maker, seed: int, *, expandable=False, device=0, events=400):
+    """An allocator after random requests of all pools and two streams, and the sizes that live in it by site."""
+    random = np.random.default_rng(seed)
+    allocator = maker["Allocator"](1 << 36, expandable=expandable, device=device, base=0x7F0000000000 + (device << 44))
+    live, pending = {}, []
+    while len(allocator.events) < events:
+        move = random.random()
+        if move < 0.55 or not live:
+            site = SITES[random.integers(len(SITES))]
+            size = int(2 ** random.uniform(0, 26))
+            address = allocator.alloc(size, maker["frames"](site, "main"), stream=int(random.random() < 0.2))
+            live[address] = site
+        elif move < 0.97:
+            address = list(live)[random.integers(len(live))]
+            other = bool(random.random() < 0.2)
+            allocator.free(address, maker["frames"]("wait"), other_stream=other)
+            pending += [address] * other
+            del live[address]
+        elif pending:
+            allocator.complete(pending.pop(0))
+        else:
+            allocator.release()
+    return allocator, live
+
+
+def levels(snapshot, device=0):
+    table = snapshot_timeline(snapshot).query("device == @name", local_dict={"name": f"cuda:{device}"})
+    table = table.assign(active_bytes=table["requested_bytes"] + table["pending_bytes"])
+    return {name: table[f"{name}_bytes"].astype(int).tolist() for name in LEVELS}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("keep", [None, 150])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_drawn_history_is_told_to_the_byte(maker, tmp_path, seed, keep, expandable, protocol):
+    """Whether it was recorded from the beginning or the ring buffer kept the end of it."""
+    allocator, live = drawn(maker, seed + 10 * protocol, expandable=expandable)
+    maker["write"](tmp_path, "drawn", [allocator], keep=keep, protocol=protocol)
+    snapshot = read_snapshot(tmp_path / "drawn.pickle")
+    truth = json.loads((tmp_path / "drawn.json").read_text())["0"]
+    assert levels(snapshot) == truth["series"]
+    peak, held = snapshot_peak(snapshot).iloc[0], snapshot_held(snapshot, top=None)
+    assert peak["exact"] and peak["peak_bytes"] == held["size_bytes"].sum()
+    assert peak["peak_bytes"] == max(truth["start"]["allocated"], *truth["series"]["allocated"])
+    if not keep:
+        _check_the_end(snapshot, allocator, live)
+
+
+def _check_the_end(snapshot, allocator, live):
+    """Holders by phase and the free blocks, against the blocks that the allocator has."""
+    blocks = [block for segment in allocator.segments for block in segment["blocks"]]
+    expected = {}
+    for address, size, _, state, _ in blocks:
+        if state == "active_allocated":
+            phase = PHASES[live[address]]
+            expected[phase] = expected.get(phase, 0) + size
+    assert snapshot_held(snapshot, "phase", "end").set_index("phase")["size_bytes"].to_dict() == expected
+    table, free = fragmentation(snapshot), [block[1] for block in blocks if block[3] == "inactive"]
+    assert (table["free_bytes"].sum(), table["largest_free_bytes"].max()) == (sum(free), max(free))
+    assert (table["active_bytes"] + table["free_bytes"] == table["reserved_bytes"]).all()
+    assert table["reserved_bytes"].sum() == allocator.reserved()
+    unused = [s for s in allocator.segments if all(block[3] == "inactive" for block in s["blocks"])]
+    assert table["releasable_bytes"].sum() == sum(segment["total_size"] for segment in unused)
+
+
+@pytest.mark.parametrize("name", ["train-torch20", "train-torch29", "record-stream", "two-devices", "oom"])
+def test_files_of_other_versions_and_devices(made, name):
+    snapshot = read_snapshot(made / f"{name}.pickle")
+    for device, truth in json.loads((made / f"{name}.json").read_text()).items():
+        assert levels(snapshot, device) == truth["series"]
+    assert snapshot_peak(snapshot)["exact"].all()
+
+
+def test_ranks_of_a_directory_are_told_by_name_and_packed_files_too(maker, tmp_path):
+    names, packed = ["snapshot_0", "000001_step_10", "rank2_memory_snapshot"], [bytes, gzip.compress, lzma.compress]
+    for seed, (name, pack) in enumerate(zip(names, packed, strict=True)):
+        maker["write"](tmp_path / ".", name, [drawn(maker, seed, events=50 + seed)[0]])
+        path = tmp_path / f"{name}.pickle"
+        suffix = ["", ".gz", ".xz"][seed]
+        content = pack(path.read_bytes())
+        path.unlink()
+        path.with_name(path.name + suffix).write_bytes(content)
+    snapshot = read_snapshot(tmp_path)
+    assert snapshot.events.groupby("rank").size().to_dict() == {0: 50, 1: 51, 2: 52}
+    alone = read_snapshot(tmp_path / "rank2_memory_snapshot.pickle.xz")
+    assert alone.events["rank"].unique().tolist() == [2]
+    assert snapshot_peak(snapshot)["peak_bytes"].tolist()[2:] == snapshot_peak(alone)["peak_bytes"].tolist()
+    (tmp_path / "snapshot_2.pickle").write_bytes((tmp_path / "snapshot_0.pickle").read_bytes())
+    with pytest.raises(ValueError, match="two snapshots of rank 2"):
+        read_snapshot(tmp_path)
+
+
+def test_of_two_moments_the_difference_is_what_was_allocated_between(maker, tmp_path):
+    allocator, _ = drawn(maker, 1)
+    maker["write"](tmp_path, "a", [allocator])
+    for _ in range(3):
+        allocator.alloc(5 * MIB, maker["frames"]("forward", "main"))
+    maker["write"](tmp_path, "b", [allocator])
+    a, b = (read_snapshot(tmp_path / f"{name}.pickle") for name in "ab")
+    differences = snapshot_diff(a, b, "phase", "end").set_index("phase")["difference_bytes"]
+    assert differences.pop("forward") == sum(snapshot_peak_end(b)) - sum(snapshot_peak_end(a)) >= 15 * MIB
+    assert not differences.any() and not snapshot_diff(a, a)["difference_bytes"].any()
+
+
+def snapshot_peak_end(snapshot):
+    return snapshot_held(snapshot, at="end")["size_bytes"]
+
+
+def test_an_oom_is_full_or_fragmented(maker, made, tmp_path):
+    snapshot = read_snapshot(made / "oom.pickle")
+    truth = json.loads((made / "oom.json").read_text())["0"]["oom"][0]
+    oom = out_of_memory(snapshot).iloc[0]
+    asked = oom[["event", "asked_bytes", "device_free_bytes", "largest_free_bytes"]].tolist()
+    assert asked == [truth["event"], truth["size"], truth["device_free"], 1904128]
+    assert oom["cause"] == "fragmented"  # 18.9 MB of the device and 1.9 MB of a small segment for 4 MB
+    held = snapshot_held(snapshot, at="oom")["size_bytes"].sum()
+    assert held == oom["active_bytes"] == levels(snapshot)["allocated"][truth["event"]]
+    allocator = maker["Allocator"](30 * MIB)
+    kept = allocator.alloc(15 * MIB, maker["frames"]("forward"))
+    assert kept and allocator.alloc(25 * MIB, maker["frames"]("backward", "main")) is None
+    maker["write"](tmp_path, "full", [allocator])
+    assert out_of_memory(read_snapshot(tmp_path / "full.pickle"))["cause"].tolist() == ["full"]
+    with pytest.raises(ValueError, match="rank 0, cuda:0 did not run out of memory"):
+        snapshot_held(read_snapshot(made / "train.pickle"), at="oom")
+
+
+REAL = {"cs336-train-step": (13_628_553_216, 54_597_857_284, 54_802_667_524, 19_335),
+        "ftcourse-old": (1_095_725_248, 2_285_408_452, 5_876_132_840, 3_697)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_training_step_adds_up(name):
+    """Every block at the end comes out with its size; requested bytes as an independent reading had them."""
+    snapshot = read_snapshot(local_or_skip(f"snapshots/{name}.pickle.gz"))
+    table, peak = snapshot.replays[0, 0].levels, snapshot_peak(snapshot).iloc[0]
+    requested = table["requested_bytes"]
+    highest = requested + table["pending_bytes"]
+    assert (requested.iloc[0], requested.iloc[-1], highest.max(), highest.argmax() - 1) == REAL[name]
+    live = snapshot.blocks[snapshot.blocks["state"] == "active_allocated"]
+    assert peak["exact"] and table["allocated_bytes"].iloc[-1] == live["size_bytes"].sum()
+    for by in ("site", "module", "phase"):
+        assert snapshot_held(snapshot, by, top=3)["size_bytes"].sum() == peak["peak_bytes"]
+
+
+@pytest.mark.parametrize("lost", ["free_requested", "free_completed", "alloc"])
+def test_a_history_without_some_actions_is_refused(made, tmp_path, lost):
+    content = pickle.loads((made / "train.pickle").read_bytes())
+    content["device_traces"] = [[e for e in trace if e["action"] != lost] for trace in content["device_traces"]]
+    (tmp_path / "x.pickle").write_bytes(pickle.dumps(content))
+    snapshot = read_snapshot(tmp_path / "x.pickle")
+    if lost == "free_requested":  # what is free was let go then at the latest
+        assert levels(snapshot)["requested"][-1] == 72_000_060
+    else:
+        with pytest.raises(ValueError, match=r"rank 0, cuda:0: .*lacks actions \(skip_actions\)"):
+            snapshot_peak(snapshot)
+
+
+def _calls() -> dict[str, bytes]:
+    """Ways of a pickle to call os.system, or to get at what could."""
+    command, many = b"\x8c\x08touch /x", 1 << 20
+    system = {
+        "GLOBAL": b"cos\nsystem\n", "STACK_GLOBAL": b"\x8c\x02os\x8c\x06system\x93", "PERSID": b"Pos.system\n",
+        "BINPERSID": b"\x8c\x09os.system\x51", "EXT1": b"\x82\xf0", "EXT2": b"\x83\xf0\0", "EXT4": b"\x84\xf0\0\0\0",
+    }  # fmt: skip
+    calls = {"REDUCE": command + b"\x85R", "NEWOBJ": command + b"\x85\x81", "BUILD": b")R}b"}
+    calls |= {"NEWOBJ_EX": command + b"\x85}\x92", "memo": b"\x940" + b"h\x00" + command + b"\x85R"}
+    forms = {f"{name}-{call}": system[name] + calls[call] for name in system for call in calls}
+    forms |= {"INST": b"(" + command + b"ios\nsystem\n", "OBJ": b"(cos\nsystem\n" + command + b"o"}
+    forms |= {f"{call} of a text": b"\x8c\x02os" + calls[call] for call in ("REDUCE", "NEWOBJ", "BUILD", "NEWOBJ_EX")}
+    size = struct.pack("<Q", 1 << 62)
+    return forms | {
+        "frame": b"\x95" + size, "text": b"\x8d" + size, "bytes": b"\x8e" + size, "bytearray": b"\x96" + size,
+        "short text": b"X\xff\xff\xff\x7f", "long": b"\x8b\xff\xff\xff\x7f", "number": b"L" + b"9" * 9999 + b"L\n",
+        "memo": b"]r\xff\xff\xff\xff", "get": b"j\xff\xff\xff\xff", "buffer": b"\x97", "set": b"\x8f(N\x90",
+        "nested key": b"})" + b"\x85" * many + b"Ns", "nested key by memo": b"})" + b"\x85\x94" * many + b"Ns",
+        "nested pairs": b"})" + b"K\x01\x86" * many + b"Ns", "laughs": b"]" + b"\x94(" + b"h\x00" * 9 + b"e2a",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("form", _calls())
+def test_a_pickle_that_calls_or_asks_for_too_much_is_refused(tmp_path, form, protocol):
+    """Before any of its opcodes is obeyed: the memory it asks for is not taken either."""
+    copyreg._extension_cache[0xF0] = print  # what an extension would get without any import
+    path = tmp_path / "hostile.pickle"
+    path.write_bytes(b"\x80%c" % protocol + _calls()[form] + b".")
+    try:
+        with pytest.raises(ValueError, match=r"no record of plain values|no memory snapshot") as error:
+            read_snapshot(path)
+    finally:
+        copyreg.clear_extension_cache()
+    assert "\n" not in str(error.value) and str(path) in str(error.value)
+
+
+class _Calls:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def _own(depth: int = 0) -> list:
+    """A list in itself, or lists that grow by a factor of ten a level when they are walked."""
+    inner: list = []
+    for _ in range(depth):
+        inner = [inner] * 10
+    return inner or [inner]
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_only_looks_like_a_snapshot_is_refused(made, tmp_path, capsys, protocol):
+    path, own = tmp_path / "x.pickle", _own()
+    own.append(own)
+    event = {"action": "alloc", "addr": 1, "size": 1}
+    others = [
+        {"segments": [], "device_traces": [[event | {"frames": [_Calls()]}]]},
+        {"segments": own, "device_traces": []},
+        {"segments": [], "device_traces": own},
+        {"segments": [], "device_traces": [own]},
+        {"segments": [], "device_traces": _own(9)},
+        {"segments": [], "device_traces": [_own(9)]},
+        {"segments": [], "device_traces": [[event | {"frames": _own(9)}]]},
+        {"segments": [], "device_traces": [[event | {"frames": own}]]},
+        {"segments": [], "device_traces": [[event]] * 1000},
+        {"segments": [{"blocks": own}] * 1000, "device_traces": []},
+        {"segments": [], "device_traces": [[event | {"size": 1 << 70}]]},
+        {"segments": [], "device_traces": [[event | {"size": "1"}]]},
+        {"segments": [{"total_size": 1}], "device_traces": []},
+        {"segments": [], "device_traces": [[]]},
+        {"entries": []}, [1], None, 7,
+    ]  # fmt: skip
+    for other in others:
+        path.write_bytes(pickle.dumps(other, protocol))
+        with pytest.raises(ValueError, match=r"x\.pickle: "):
+            read_snapshot(path)
+    content = (made / "train.pickle").read_bytes()
+    for cut in range(0, len(content), 397):
+        path.write_bytes(content[:cut])
+        with pytest.raises(ValueError, match="no record of plain values"):
+            read_snapshot(path)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_a_plain_record_of_any_blocks_is_what_pickle_makes_of_it(tmp_path):
+    """Opcodes lie across the ends of the blocks that are checked."""
+    random = np.random.default_rng(0)
+    record = {}
+    for number in random.integers(-(1 << 40), 1 << 40, 50_000).tolist():
+        kinds = [
+            number,
+            str(number),
+            [number],
+            {"n": number % 300},
+            (number, None),
+            number / 7,
+            "x" * (number % 700),
+            (),
+        ]
+        record[number] = kinds[number % len(kinds)]
+    for protocol in range(2, 6):
+        path = tmp_path / f"{protocol}.pickle"
+        path.write_bytes(pickle.dumps(record, protocol))
+        assert path.stat().st_size > 5 << 19 and load_plain(path) == record
+
+
+def test_bad_requests_are_said_in_one_line(made, tmp_path):
+    snapshot = read_snapshot(made / "train.pickle")
+    for wrong, reason in (
+        ({"by": "line"}, "by='line' is none of"),
+        ({"at": "now"}, "at='now' is"),
+        ({"top": 0}, "top=0"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            snapshot_held(snapshot, **wrong)
+    with pytest.raises(ValueError, match=r"no memory snapshots .* in this directory; its folders step_10 have some"):
+        (tmp_path / "step_10").mkdir()
+        (tmp_path / "step_10" / "a.pickle").write_bytes((made / "train.pickle").read_bytes())
+        read_snapshot(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        read_snapshot(tmp_path / "none.pickle")
+    with pytest.raises(ValueError, match="empty list"):
+        read_snapshot([])
