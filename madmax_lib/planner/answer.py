@@ -55,8 +55,8 @@ class SearchResult:
         columns, and probability (of being the fastest of a hundred such), why (the part in which it saves most, in
         shares of their median step) and limit (the largest parts of its step beside compute; of communication what
         nothing hides).
-    evaluated: plans that were timed: legal, and launched by a stack.
-    feasible: those of them that fit.
+    evaluated: plans that were looked at: legal, and launched by a stack.
+    feasible: those of them that fit and were timed.
     seconds: of the search, wall clock.
     dropped: rule, count, of: degrees ("layouts") that no plan was made of, by rule, and plans that no stack launches or
         that do not fit.
@@ -111,7 +111,7 @@ class SearchResult:
     def _lines(self) -> list[str]:
         case, skipped = self.problem.case, self.dropped.loc[self.dropped["rule"].str.startswith("a stack"), "count"]
         cluster = f"{case.cluster.world_size:,} x {case.cluster.device.name}"
-        counts = f"{self.evaluated:,} plans timed in {self.seconds:.1f} s, {self.feasible:,} fit"
+        counts = f"{self.evaluated:,} plans in {self.seconds:.1f} s, {self.feasible:,} fit"
         lines = [f"{case.model.name} on {cluster}, batch {case.global_batch:,}: {counts}"]
         lines[0] += f", {skipped.sum():,} more launched by no stack" if skipped.sum() else ""
         if not len(self.table):

@@ -1,4 +1,4 @@
-"""What does a part of the space hold? Times and memory of all its plans, its best ones and its Pareto front.
+"""What does a part of the space hold? Memory of all its plans, times of those that fit, its best ones and Pareto front.
 
 The formulas are those of `mm.estimate` and `mm.memory`. The plans of some degrees come as products of two short lists
 (`space`), so millions of them are done per second in little memory. A plan counts if one of the stacks launches it and
@@ -20,7 +20,9 @@ from madmax_lib.plan_rules import SOFTWARE, STATED
 from madmax_lib.planner.space import SEARCHED, Degrees, Space, pass_choices, sharding_choices
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.memory.memory import plans_peak_bytes, table_peak_bytes
+from madmax_lib.simulator.memory.states import default_software
 from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator.step.alike import mapped
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.power import device_energy_j
 from madmax_lib.simulator.step.step_time import step_s, step_time
@@ -68,13 +70,13 @@ class Found:
     front: dict[str, np.ndarray]  # Pareto front so far, in time and memory
     ways: dict[str, np.ndarray]  # the best plan so far of each `WAY` to split the model
     idle: int  # plans that no stack launches
-    evaluated: int  # the others, which were timed
+    evaluated: int  # the others
     feasible: int  # those of them that fit
     least_bytes: float  # memory of the smallest plan
 
 
 def evaluate(problem: SearchProblem, part: Iterable[Degrees]) -> Found:
-    """Times all plans of some degrees."""
+    """Looks at all plans of some degrees."""
     return merged(problem, [block for degrees in part for block in _blocks_of(problem, degrees)])
 
 
@@ -99,23 +101,35 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[Found]:
     columns = sharding_choices(problem.space, degrees, problem.case)
     if not rows or not columns:
         return
-    every = Plans(**vars(degrees), **rows, **columns)
-    launched = [~broken for broken in _refused(every, problem)] or [np.ones((1, 1), bool)]
-    kept = [np.logical_or.reduce([np.broadcast_to(mask.any(axis), every.shape[1 - axis]) for mask in launched])
-            for axis in (1, 0)]  # fmt: skip
-    rows, columns = ({n: c[kept[0]] for n, c in rows.items()}, {n: c[:, kept[1]] for n, c in columns.items()})
-    count, width = int(kept[0].sum()), int(kept[1].sum())
-    launched = [mask[kept[0]] if len(mask) > 1 else mask for mask in launched]
-    launched = [mask[:, kept[1]] if mask.shape[1] > 1 else mask for mask in launched]
-    size = max(_BLOCK // max(width, 1), 1)
-    skipped = every.shape[0] * every.shape[1] - count * width
-    if not count or not width:
+    plans = Plans(**vars(degrees), **rows, **columns)
+    masks = tuple(~broken for broken in _refused(plans, problem)) or (np.ones((1, 1), bool),)
+    place = np.arange(plans.shape[0] * plans.shape[1]).reshape(plans.shape)
+    rows, columns = _touched(reduce(or_, masks), plans.shape)
+    skipped = place.size - len(rows) * len(columns)
+    if not len(rows):
         yield Found({}, {}, {}, skipped, 0, 0, float("inf"))
-    for first in range(0, count if width else 0, size):
-        part = {name: choice[first : first + size] for name, choice in rows.items()}
-        masks = [mask[first : first + size] if len(mask) > 1 else mask for mask in launched]
-        yield _evaluated(problem, Plans(**vars(degrees), **part, **columns), first * width, masks, skipped)
+        return
+    size = max(_BLOCK // len(columns), 1)
+    for part in np.split(rows, range(size, len(rows), size)):
+        yield _evaluated(problem, *_some((plans, place, masks), part, columns), skipped)
         skipped = 0
+
+
+def _touched(mask: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of a product in which a mask is true somewhere."""
+    return tuple(np.flatnonzero(np.broadcast_to(mask.any(axis), shape[1 - axis])) for axis in (1, 0))
+
+
+def _some(items, rows: np.ndarray, columns: np.ndarray):
+    """Some rows and columns of plans and arrays that broadcast to a product."""
+
+    def cut(values):
+        if np.ndim(values) < 2:
+            return values
+        values = values[rows] if len(values) > 1 else values
+        return values[:, columns] if values.shape[1] > 1 else values
+
+    return mapped(cut, items)
 
 
 def _refused(plans: Plans, problem: SearchProblem) -> list[np.ndarray]:
@@ -139,29 +153,46 @@ def launched_by(plans: Plans, problem: SearchProblem) -> list[str]:
     return [" ".join(name for name, run in zip(names, row, strict=True) if run) for row in zip(*runs, strict=True)]
 
 
-def _evaluated(problem: SearchProblem, plans: Plans, place: int, masks: list[np.ndarray], skipped: int) -> Found:
-    """A product of plans. place: of its first plan among all of the same degrees; masks: what each stack launches."""
-    case, runs = replace(problem.case, plan=plans), np.broadcast_to(reduce(or_, masks), plans.shape)
-    memory, steps = _rounded(plans_peak_bytes(case)), Steps.of(case)
-    values = {"step_s": np.broadcast_to(_rounded(step_s(steps, problem.parameters)), runs.shape)}
-    values["memory_bytes"] = memory = np.broadcast_to(memory, runs.shape)
-    values["cost_usd"] = values["step_s"] * (case.cluster.world_size * problem.usd_per_hour / 3600)
-    if problem.objective == "energy":
-        values["energy_j"] = np.broadcast_to(energy_j(case, problem.parameters), runs.shape)
+def _evaluated(
+    problem: SearchProblem, plans: Plans, place: np.ndarray, masks: tuple[np.ndarray, ...], skipped: int
+) -> Found:
+    """A product of plans; those that fit are timed. place: among all of the same degrees; masks: of each stack."""
+    runs = np.broadcast_to(reduce(or_, masks), plans.shape)
+    memory = np.broadcast_to(_rounded(plans_peak_bytes(replace(problem.case, plan=plans))), plans.shape)
     fits = (memory <= problem.room_bytes) & runs
-    if problem.stacks and not case.software and fits.any():  # also in the memory of a stack that launches it
-        held = (plans_peak_bytes(replace(case, software=stack)) for stack in problem.stacks)
-        roomy = (mask & (size <= problem.room_bytes) for mask, size in zip(masks, held, strict=True))
-        fits = fits & reduce(or_, roomy)
+    if problem.stacks and not problem.case.software:  # also in the memory of a stack that launches it
+        fits = _roomy(problem, plans, masks, fits)
+    launched, least_bytes = int(runs.sum()), float(memory.min(where=runs, initial=np.inf))
+    counts = skipped + runs.size - launched, launched, int(fits.sum()), least_bytes
+    rows, columns = _touched(fits, fits.shape)
+    if not len(rows):
+        return Found({}, {}, {}, *counts)
+    plans, place, memory, fits = _some((plans, place, memory, fits), rows, columns)
+    case = replace(problem.case, plan=plans)
+    times = np.broadcast_to(_rounded(step_s(Steps.of(case), problem.parameters)), fits.shape)
+    values = {"step_s": times, "memory_bytes": memory}
+    values["cost_usd"] = times * (case.cluster.world_size * problem.usd_per_hour / 3600)
+    if problem.objective == "energy":
+        values["energy_j"] = np.broadcast_to(energy_j(case, problem.parameters), fits.shape)
     objective = np.where(fits, values[_OBJECTIVES[problem.objective]], np.inf)
-    best, ties = _smallest(objective, memory, values["step_s"], problem.top)
-    front = _front(values["step_s"], memory, fits)
-    ways = np.array(list(_best_of_ways(plans, objective, memory, values["step_s"])), int)
-    tables = [_columns(plans, values, chosen, place) for chosen in (best, front, ways)]
-    tables[0]["ties"] = ties
-    launched = int(runs.sum())
-    least_bytes = float(memory.min(where=runs, initial=np.inf))
-    return Found(*tables, skipped + runs.size - launched, launched, int(fits.sum()), least_bytes)
+    best, ties = _smallest(objective, memory, times, problem.top)
+    ways = np.array(list(_best_of_ways(plans, objective, memory, times)), int)
+    chosen = best, _front(times, memory, fits), ways
+    table, front, ways = (_columns(plans, values | {"place": place}, at) for at in chosen)
+    return Found(table | {"ties": ties}, front, ways, *counts)
+
+
+def _roomy(problem: SearchProblem, plans: Plans, masks: tuple[np.ndarray, ...], fits: np.ndarray) -> np.ndarray:
+    """Which of the plans that fit do so in the memory of a stack that launches them too."""
+    roomy, usual = np.zeros(fits.shape, bool), plans.tp * plans.pp * plans.ep > 1 and default_software(plans)
+    for stack, mask in zip(problem.stacks, masks, strict=True):
+        wanted = fits & mask & ~roomy
+        if stack.name != usual and wanted.any():  # the usual one's memory is known
+            part = _touched(wanted, fits.shape)
+            held = plans_peak_bytes(replace(problem.case, plan=_some(plans, *part), software=stack))
+            wanted[np.ix_(*part)] &= held <= problem.room_bytes
+        roomy |= wanted
+    return roomy
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
@@ -230,12 +261,12 @@ def _front(step_s: np.ndarray, memory: np.ndarray, fits: np.ndarray) -> np.ndarr
     return at[sizes[at] < np.minimum.accumulate(np.r_[np.inf, sizes[at][:-1]])]
 
 
-def _columns(plans: Plans, values: dict, chosen: np.ndarray, place: int) -> dict[str, np.ndarray]:
-    """Chosen plans of a product as columns; place counts the plans of the same degrees in order."""
-    shape = values["memory_bytes"].shape
+def _columns(plans: Plans, values: dict, chosen: np.ndarray) -> dict[str, np.ndarray]:
+    """Chosen plans of a product as columns."""
+    shape = values["place"].shape
     row, column = np.unravel_index(chosen, shape)
     every = {name: np.broadcast_to(getattr(plans, name), shape) for name in SEARCHED} | values
-    return {name: value[row, column] for name, value in every.items()} | {"place": place + chosen, "ties": 0 * chosen}
+    return {name: value[row, column] for name, value in every.items()} | {"ties": 0 * chosen}
 
 
 def _joined(parts: list[dict[str, np.ndarray]], *order: str) -> dict[str, np.ndarray]:

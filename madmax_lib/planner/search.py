@@ -1,4 +1,4 @@
-"""Which plan is best? Every legal plan of a space is timed and its memory checked; the best, and the Pareto front.
+"""Which plan is best? Of every legal plan of a space the memory, of those that fit the time; the best, and the front.
 
 A search deals the degrees of a `space` out in parts (`distribute`), each of which is worked out by `evaluate`.
 """
