@@ -93,16 +93,8 @@ class Sweeper:
         """Memory of the tables."""
         return sum(part.nbytes for stages in self.stages.values() for part in stages.parts)
 
-    def bottleneck(self, part: int) -> float:
-        """Least possible largest value of a part (0 stage, 1 gradients, 2 optimizer) over all chains."""
-        values = {}
-        for key, stages in self.stages.items():
-            possible = np.where(np.isfinite(stages.parts[0]), stages.parts[part], np.inf)
-            values[key] = possible + self.sends_s[key] * (part == 0)
-        return self._descend(values, np.maximum).total
-
     def chain(self, corner: tuple[float, float, float], *, bottleneck: bool = False) -> Chain | None:
-        """The chain of least total among those whose parts are at most the corner's; None if there is none."""
+        """The chain of least total, or longest period, of those whose parts are at most the corner's; None if none."""
         values = {}
         for key, stages in self.stages.items():
             time_s, gradients_s, optimizer_s = stages.parts
@@ -167,7 +159,7 @@ class Sweeper:
         classes = [stages.least(value, self.table.classes) for value in values]
         for band in self.bands:
             group = self.table.group[band, : 1 + int(self.ending[band].max())]
-            finite = np.isfinite(classes[0][np.unique(group)]).any(axis=0)
+            finite = np.isfinite(np.min(classes, axis=0)[np.unique(group)]).any(axis=0)
             count = len(finite) if not self.table.grid.alike else int(np.max(np.flatnonzero(finite), initial=-1)) + 1
             of_kinds = [np.ascontiguousarray(least[:, :count].T)[:, group] for least in classes]
             blocks.append(of_kinds[0][None] if len(of_kinds) == 1 else np.stack(of_kinds))

@@ -15,7 +15,7 @@ from itertools import count
 
 import numpy as np
 
-from madmax_lib.planner.hetero.sweep import OPEN, Chain, Sweeper
+from madmax_lib.planner.hetero.sweep import Chain, Sweeper
 
 __all__ = ["Search"]
 
@@ -70,7 +70,9 @@ class Search:
         return self
 
     def _run(self) -> None:
-        chains = {space: chain for space in range(len(self.makers)) if (chain := self._chain(space, OPEN))}
+        chains = {
+            space: chain for space in range(len(self.makers)) if (chain := self._chain(space, self._corner(space)))
+        }
         for space in sorted(chains, key=lambda space: chains[space].total):
             self._open(space, chains[space])
         while self._queue:
@@ -84,6 +86,10 @@ class Search:
 
     def _goal(self) -> float:
         return self.cost_s * (1 - self.goal_gap)
+
+    def _corner(self, space: int) -> tuple[float, float, float]:
+        """Thresholds that every better plan of a space keeps: its longest period counts once more than its weight."""
+        return tuple(self._goal() / (self.weights[space] + [1.0, 0.0, 0.0]))
 
     def _sweeper(self, space: int) -> Sweeper:
         sweeper = self._kept.pop(space, None) or self.makers[space]()
@@ -103,16 +109,15 @@ class Search:
         return chain
 
     def _open(self, space: int, chain: Chain) -> None:
-        """The first box of a space: from the least bottlenecks to no limit."""
-        low, weights = np.zeros(3), self.weights[space]
-        for part in range(3):
-            low[part] = self._sweeper(space).bottleneck(part)
-            self.sweeps += 1
-            if weights @ low + chain.total >= self._goal():
-                return
-            if part == 0:
-                self._chain(space, (_NEAR * low[0], np.inf, np.inf))
-        self._push(self._box(space, low, np.full(3, np.inf), chain))
+        """The first box of a space: from the least longest period to no limit."""
+        least = self._sweeper(space).chain(self._corner(space), bottleneck=True)
+        self.sweeps += 1
+        if least is None:  # by now another space has a better plan than any of this one
+            return
+        low = np.array([least.total, 0.0, 0.0])
+        if self.weights[space] @ low + chain.total < self._goal():
+            self._chain(space, (_NEAR * least.total, *self._corner(space)[1:]))
+            self._push(self._box(space, low, np.full(3, np.inf), chain))
 
     def _push(self, box: _Box) -> None:
         if box.bound_s < self._goal():
