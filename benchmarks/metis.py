@@ -13,8 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from madmax_lib.papers.metis import generate_profiles, search, studies
-from madmax_lib.planner.hetero import write_cluster, write_profiles
+from madmax_lib.papers.metis import generate_profiles, search, studies, write_cluster, write_profiles
 
 ABOUT_S = {4: 1800.0}
 

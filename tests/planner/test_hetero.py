@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import local_or_skip
 
-from madmax_lib.papers.metis import generate_profiles
+from madmax_lib.papers.metis import generate_profiles, write_cluster, write_profiles
 from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero import CostRules, HeteroPlan, HeteroProblem, Node, PlanCost
 from madmax_lib.planner.hetero.costs import shares
@@ -259,8 +259,8 @@ def test_tp_within_a_node():
 
 
 def test_files_and_values_give_the_same(tmp_path):
-    hetero.write_profiles(TINY["profiles"], tmp_path / "profiles")
-    hetero.write_cluster(TINY["cluster"], tmp_path / "hosts", tmp_path / "cluster.json")
+    write_profiles(TINY["profiles"], tmp_path / "profiles")
+    write_cluster(TINY["cluster"], tmp_path / "hosts", tmp_path / "cluster.json")
     names = {"profiles": "profiles", "hostfile": "hosts", "clusterfile": "cluster.json"}
     files = {"layers": 6, "global_batch": 8, **{key: tmp_path / name for key, name in names.items()}}
     best = hetero.plan(**files, progress=False)

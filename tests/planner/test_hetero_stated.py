@@ -9,6 +9,7 @@ from support import local_or_skip
 
 import madmax_lib as mm
 from madmax_lib import catalog
+from madmax_lib.papers.metis import write_profiles
 from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero import Profiles
 from madmax_lib.planner.hetero.profiles import LayerProfile
@@ -124,7 +125,7 @@ def test_profiles_take_the_place_of_the_simulators_prices(tmp_path):
     row = MIXED | {"micro_batch": 2}
     assert seconds(row, profiles=measured(row)) == pytest.approx(seconds(row), rel=1e-9)
     assert seconds(row, profiles=measured(row, 2.0)) > seconds(row)
-    hetero.write_profiles(measured(row), tmp_path)
+    write_profiles(measured(row), tmp_path)
     rows = tmp_path / "rows.csv"
     pd.DataFrame([row]).to_csv(rows, index=False)
     table = hetero.predict(rows, profiles=tmp_path)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support import local_or_skip
 
-from madmax_lib.papers.metis import generate_profiles
-from madmax_lib.planner.hetero import Node, load_cluster, load_profiles, write_cluster, write_profiles
+from madmax_lib.papers.metis import generate_profiles, write_cluster, write_profiles
+from madmax_lib.planner.hetero import Node, load_cluster, load_profiles
 from madmax_lib.planner.hetero.profiles import plain_sum
 
 NODE = Node.of_file("10.0.0.1", "A100", 4, 80, 46, 10)

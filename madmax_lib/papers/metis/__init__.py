@@ -7,7 +7,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from madmax_lib.papers.metis import plots as plots, studies as studies
     from madmax_lib.papers.metis.defects import DEFECTS as DEFECTS, defect_table as defect_table
-    from madmax_lib.papers.metis.generate import generate_profiles as generate_profiles
+    from madmax_lib.papers.metis.generate import (
+        generate_profiles as generate_profiles,
+        write_cluster as write_cluster,
+        write_profiles as write_profiles,
+    )
     from madmax_lib.papers.metis.walk import MetisResult as MetisResult, search as search
 
 __all__ = open_room(__name__)

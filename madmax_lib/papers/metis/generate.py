@@ -4,14 +4,20 @@ Nine measured files of an A100 (`data/profiles.csv`) scaled as the script of Met
 (github.com/livingshade/Metis, behaviour recorded): in its order of operations, so that the numbers are its own.
 """
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from madmax_lib import catalog
+from madmax_lib.atomic import write_text
+from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.profiles import TIMES, LayerProfile, Profiles, plain_sum
 
-__all__ = ["generate_profiles"]
+__all__ = ["generate_profiles", "write_cluster", "write_profiles"]
+
+_IN_FILE = {"memory": "memory_gb", "intra_bandwidth": "intra_gb_per_s", "inter_bandwidth": "inter_gb_per_s"}
 
 
 def generate_profiles(
@@ -41,6 +47,40 @@ def generate_profiles(
     factors = {"A100": 1.0, "V100": 3.5} if slowdown is None else slowdown
     every = [_slower(profile, device, factor) for device, factor in factors.items() for profile in scaled.values()]
     return Profiles({(p.device, p.tp, p.batch): p for p in sorted(every, key=lambda p: p.name)})
+
+
+def write_profiles(profiles: Profiles, directory: str | Path) -> None:
+    """One file per profile, as `load_profiles` reads it."""
+    for profile in profiles.table.values():
+        sizes = profile.parameters_bytes
+        content = {
+            "model": {
+                "model_name": profile.model_name,
+                "num_layers": profile.layers,
+                "parameters": {"total_parameters_bytes": plain_sum(sizes), "parameters_per_layer_bytes": sizes},
+                "num_MHA_layers": profile.layers - 2,
+            },
+            "execution_time": {
+                **{name: getattr(profile, key) for key, name in TIMES.items()},
+                "layer_compute_total_ms": profile.layer_ms,
+                "between_forward_backward_time_ms": profile.between_ms,
+            },
+            "execution_memory": {
+                "total_memory": plain_sum(profile.memory_mb),
+                "layer_memory_total_mb": profile.memory_mb,
+            },
+        }
+        write_text(Path(directory) / f"{profile.name}.json", json.dumps(content, indent=2))
+
+
+def write_cluster(nodes: Iterable[Node], hostfile: str | Path, clusterfile: str | Path) -> None:
+    """The host file and the cluster file of nodes, as `load_cluster` reads them."""
+    hosts, types = "", {}
+    for node in nodes:
+        hosts, about = f"{hosts}{node.address} slots={node.gpus}\n", node.in_file()
+        types[node.address] = {"instance_type": node.device} | {key: about[name] for key, name in _IN_FILE.items()}
+    write_text(hostfile, hosts)
+    write_text(clusterfile, json.dumps(types, indent=4))
 
 
 def _measured(layers: int, memory: str) -> Iterable[LayerProfile]:

@@ -4,17 +4,14 @@ Host file ("ADDRESS slots=N" a line) and cluster file (JSON by address) of Metis
 and GB/s become bytes and bytes/s here, at the door.
 """
 
-import json
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from madmax_lib.atomic import write_text
 from madmax_lib.planner.hetero.profiles import read_json
 
-__all__ = ["Node", "load_cluster", "write_cluster"]
+__all__ = ["Node", "load_cluster"]
 
 _GB_BYTES = 2.0**30
 _GB_PER_S = 2.0**20 * 1e3  # bytes/s: Metis takes 1 GB/s for 2^20 bytes a millisecond
@@ -106,15 +103,3 @@ def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, .
     if not nodes:
         raise ValueError(f"{hostfile}: no line such as '10.0.0.1 slots=4'")
     return tuple(nodes)
-
-
-def write_cluster(nodes: Iterable[Node], hostfile: str | Path, clusterfile: str | Path) -> None:
-    """The host file and the cluster file of nodes, as `load_cluster` reads them."""
-    nodes = list(nodes)
-    types = {
-        node.address: {"instance_type": node.device}
-        | {_FIELDS[argument][0]: value for argument, value in node.in_file().items()}
-        for node in nodes
-    }
-    write_text(hostfile, "".join(f"{node.address} slots={node.gpus}\n" for node in nodes))
-    write_text(clusterfile, json.dumps(types, indent=4))

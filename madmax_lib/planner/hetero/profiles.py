@@ -15,9 +15,7 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 
-from madmax_lib.atomic import write_text
-
-__all__ = ["TIMES", "LayerProfile", "Profiles", "load_profiles", "plain_sum", "read_json", "write_profiles"]
+__all__ = ["TIMES", "LayerProfile", "Profiles", "load_profiles", "plain_sum", "read_json"]
 
 _NAME = re.compile(r"DeviceType\.(?P<device>.+)_tp(?P<tp>\d+)_bs(?P<batch>\d+)\.json")
 _SLIP = 100.0  # an optimizer time that far from those at other batches is in another unit
@@ -155,30 +153,6 @@ def load_profiles(directory: str | Path) -> Profiles:
     if not paths:
         raise FileNotFoundError(f"{directory} holds no DeviceType.TYPE_tpN_bsN.json")
     return Profiles({(p.device, p.tp, p.batch): p for p in map(_read_profile, paths)})
-
-
-def write_profiles(profiles: Profiles, directory: str | Path) -> None:
-    """One file per profile, as `load_profiles` reads it."""
-    for profile in profiles.table.values():
-        sizes = profile.parameters_bytes
-        content = {
-            "model": {
-                "model_name": profile.model_name,
-                "num_layers": profile.layers,
-                "parameters": {"total_parameters_bytes": plain_sum(sizes), "parameters_per_layer_bytes": sizes},
-                "num_MHA_layers": profile.layers - 2,
-            },
-            "execution_time": {
-                **{name: getattr(profile, key) for key, name in TIMES.items()},
-                "layer_compute_total_ms": profile.layer_ms,
-                "between_forward_backward_time_ms": profile.between_ms,
-            },
-            "execution_memory": {
-                "total_memory": plain_sum(profile.memory_mb),
-                "layer_memory_total_mb": profile.memory_mb,
-            },
-        }
-        write_text(Path(directory) / f"{profile.name}.json", json.dumps(content, indent=2))
 
 
 def read_json(path: Path) -> dict:
