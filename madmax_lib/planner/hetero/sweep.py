@@ -20,6 +20,7 @@ from madmax_lib.planner.hetero.stages import Grid, StageTable
 __all__ = ["OPEN", "Chain", "Sweeper"]
 
 OPEN = (math.inf, math.inf, math.inf)  # no threshold for any part
+_NONE = (0.0, 0.0, 0.0)
 _BLOCK_BYTES = 2**20  # up to here all group sizes are swept at once, beyond one by one: blocks stay in the cache
 
 
@@ -28,7 +29,8 @@ class Chain:
     """Stages from the first layer to the last."""
 
     total: float  # what the sweep added up, or the largest of it
-    largest: tuple[float, float, float]  # period, gradient all-reduce and optimizer of the slowest stages in s
+    largest: np.ndarray  # (3,) period, gradient all-reduce and optimizer of the slowest stages in s
+    mean: np.ndarray  # (3,) of these over layers, of every stage at least what the sweep took for the least
     plan: HeteroPlan  # the stages as a plan
 
 
@@ -93,18 +95,29 @@ class Sweeper:
         """Memory of the tables."""
         return sum(part.nbytes for stages in self.stages.values() for part in stages.parts)
 
-    def chain(self, corner: tuple[float, float, float], *, bottleneck: bool = False) -> Chain | None:
-        """The chain of least total, or longest period, of those whose parts are at most the corner's; None if none."""
+    def chain(
+        self, high=OPEN, low=(0.0, 0.0, 0.0), weights=(0.0, 0.0, 0.0), *, bottleneck: bool = False
+    ) -> Chain | None:
+        """The chain of least total, or longest period, of those whose parts are at most high; None if there is none.
+
+        The total has weights times the mean of each part over layers, of every stage at least low. So it bounds from
+        below what chains cost whose largest parts lie between low and high: a mean is at most the largest.
+        """
         values = {}
         for key, stages in self.stages.items():
-            time_s, gradients_s, optimizer_s = stages.parts
-            inside = (gradients_s <= corner[1]) & (optimizer_s <= corner[2])
+            time_s, *updates_s = stages.parts
+            inside = np.logical_and.reduce([part <= most for part, most in zip(updates_s, high[1:], strict=True)])
             period_s = np.where(inside, time_s, np.inf) + self.sends_s[key]
-            np.putmask(period_s, period_s > corner[0], np.inf)
-            values[key] = period_s if bottleneck else period_s + stages.extra_s[:, None]
+            np.putmask(period_s, period_s > high[0], np.inf)
+            if not bottleneck:
+                begin, end = getattr(self.table.grid, key[0])
+                parts = zip(weights, (period_s, *updates_s), low, strict=True)
+                means_s = sum(weight * np.maximum(part, least) for weight, part, least in parts if weight)
+                period_s = period_s + (end - begin) / self.table.grid.layers * means_s + stages.extra_s[:, None]
+            values[key] = period_s
         combine = np.maximum if bottleneck else np.add
         state = self._descend(values, combine)
-        return self._path(state, values, combine) if np.isfinite(state.total) else None
+        return self._path(state, values, combine, low) if np.isfinite(state.total) else None
 
     def _descend(self, values: dict, combine) -> _State:
         grid, kind, kinds = self.table.grid, self.table.kind, len(self.table.kinds)
@@ -175,7 +188,7 @@ class Sweeper:
         last = (level,) if level == self.levels - 1 else ()
         return (*last, level - 1) if level else last
 
-    def _path(self, state: _State, values: dict, combine) -> Chain:
+    def _path(self, state: _State, values: dict, combine, low) -> Chain:
         """The chain behind a total: at each stage the option of least value, the first on ties."""
         option = self._first_option(state)
         begin, place = 0, 0
@@ -189,8 +202,8 @@ class Sweeper:
                 break
             begin, place = option.end, place + int(self.table.grid.steps[option.size])
             option = self._next_option(state, option, place, combine)
-        largest = tuple(float(value) for value in np.max(parts, axis=0))
-        return Chain(state.total, largest, self._plan(cuts, entries))
+        mean = np.diff(cuts) / cuts[-1] @ np.maximum(parts, low)
+        return Chain(state.total, np.max(parts, axis=0), mean, self._plan(cuts, entries))
 
     def _first_option(self, state: _State) -> _Option:
         best = state.whole

@@ -1,15 +1,16 @@
 """Which plan is best of all? Best-first search over thresholds, exact to a stated gap.
 
-The cost has three maxima over stages: (batches - 1) x stage time, gradient all-reduce and optimizer. Below a corner of
-thresholds for them a sweep gives the least rest, and a plan whose actual maxima bound its cost from above; the lower
-corner of a box of thresholds bounds it from below. Boxes of all type orders and numbers of micro-batches wait in one
-queue, the most promising first.
+The cost has three maxima over stages: (batches - 1) x period, gradient all-reduce and optimizer. With their means over
+layers in place of them a sweep finds the chain that bounds the cost of all from below; its own maxima bound that of the
+best from above. A box of thresholds between which the maxima lie is cut until the two meet: below the upper ones fewer
+stages are left, and no stage counts less than the lower ones. Boxes of all type orders and numbers of micro-batches
+wait in one queue, the most promising first.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -19,21 +20,18 @@ from madmax_lib.planner.hetero.sweep import Chain, Sweeper
 
 __all__ = ["Search"]
 
-_NEAR = 1.02  # of the least bottleneck: a corner at which the second trial plan of a space is looked for
-_CUT = 0.9  # of the way to the actual maximum, where a box is cut: what lies above is soon dearer than the best
 _KEPT_BYTES = 256e6  # of tables; the others are built again when needed
 
 
 @dataclass(order=True)
 class _Box:
-    """Thresholds of one space that are still to be searched, by the least cost below them."""
+    """Thresholds of one space that are still to be searched, by the least cost between them."""
 
     bound_s: float
     number: int
     space: int = field(compare=False)
-    low: np.ndarray = field(compare=False)  # (3,) of stage time, gradient all-reduce and optimizer
+    low: np.ndarray = field(compare=False)  # (3,) of period, gradient all-reduce and optimizer
     high: np.ndarray = field(compare=False)
-    chain: Chain = field(compare=False)  # the best below high, or further up
 
 
 class Search:
@@ -70,26 +68,22 @@ class Search:
         return self
 
     def _run(self) -> None:
-        chains = {
-            space: chain for space in range(len(self.makers)) if (chain := self._chain(space, self._corner(space)))
-        }
-        for space in sorted(chains, key=lambda space: chains[space].total):
-            self._open(space, chains[space])
+        for space in range(len(self.makers)):
+            self._push(0.0, space, np.zeros(3), np.full(3, np.inf))
         while self._queue:
             box = heapq.heappop(self._queue)
             self.bound_s = min(box.bound_s, self.cost_s)
             if box.bound_s >= self._goal():
                 return
-            for part in self._parts(box):
-                self._push(part)
+            self._search(box)
         self.bound_s = self.cost_s
 
     def _goal(self) -> float:
         return self.cost_s * (1 - self.goal_gap)
 
-    def _corner(self, space: int) -> tuple[float, float, float]:
-        """Thresholds that every better plan of a space keeps: its longest period counts once more than its weight."""
-        return tuple(self._goal() / (self.weights[space] + [1.0, 0.0, 0.0]))
+    def _push(self, bound_s: float, *box) -> None:
+        if bound_s < self._goal():
+            heapq.heappush(self._queue, _Box(bound_s, next(self._number), *box))
 
     def _sweeper(self, space: int) -> Sweeper:
         sweeper = self._kept.pop(space, None) or self.makers[space]()
@@ -98,47 +92,20 @@ class Search:
             del self._kept[next(iter(self._kept))]
         return sweeper
 
-    def _chain(self, space: int, corner) -> Chain | None:
-        chain = self._sweeper(space).chain(tuple(corner))
+    def _search(self, box: _Box) -> None:
+        """The best chain of a box, and smaller boxes that hold every better plan."""
+        weights = self.weights[box.space]
+        each = weights + np.array([1.0, 0.0, 0.0])  # the longest period counts once more, among all
+        high = np.minimum(box.high, box.low + (self._goal() - each @ box.low) / each)
+        chain = self._sweeper(box.space).chain(high, box.low, weights)
         self.sweeps += 1
         if chain is not None:
-            cost_s = chain.total + float(self.weights[space] @ chain.largest)
-            if cost_s < self.cost_s:
-                self.chain, self.cost_s = chain, cost_s
+            more = weights * (chain.largest - chain.mean)
+            if chain.total + more.sum() < self.cost_s:
+                self.chain, self.cost_s = chain, chain.total + float(more.sum())
+            axis, bound_s = int(more.argmax()), max(box.bound_s, chain.total)
+            upper_low, lower_high = box.low.copy(), high.copy()
+            upper_low[axis] = lower_high[axis] = (1 - self.goal_gap) * chain.largest[axis]
+            self._push(bound_s, box.space, box.low, lower_high)
+            self._push(bound_s, box.space, upper_low, high)
         self.tick(self)
-        return chain
-
-    def _open(self, space: int, chain: Chain) -> None:
-        """The first box of a space: from the least longest period to no limit."""
-        least = self._sweeper(space).chain(self._corner(space), bottleneck=True)
-        self.sweeps += 1
-        if least is None:  # by now another space has a better plan than any of this one
-            return
-        low = np.array([least.total, 0.0, 0.0])
-        if self.weights[space] @ low + chain.total < self._goal():
-            self._chain(space, (_NEAR * least.total, *self._corner(space)[1:]))
-            self._push(self._box(space, low, np.full(3, np.inf), chain))
-
-    def _push(self, box: _Box) -> None:
-        if box.bound_s < self._goal():
-            heapq.heappush(self._queue, box)
-
-    def _parts(self, box: _Box) -> Iterator[_Box]:
-        """Smaller boxes that hold every better plan of a box."""
-        weights = self.weights[box.space]
-        with np.errstate(divide="ignore"):
-            cut = np.where(weights > 0, box.low + (self.cost_s - box.bound_s) / weights, np.inf)
-        high = np.minimum(box.high, cut)
-        if (high < box.chain.largest).any():
-            if (chain := self._chain(box.space, high)) is not None:
-                yield self._box(box.space, box.low, high, chain)
-            return
-        axis = int((weights * (box.chain.largest - box.low)).argmax())
-        upper_low, lower_high = box.low.copy(), high.copy()
-        upper_low[axis] = lower_high[axis] = (1 - _CUT) * box.low[axis] + _CUT * box.chain.largest[axis]
-        yield self._box(box.space, upper_low, high, box.chain)
-        if (chain := self._chain(box.space, lower_high)) is not None:
-            yield self._box(box.space, box.low, lower_high, chain)
-
-    def _box(self, space: int, low: np.ndarray, high: np.ndarray, chain: Chain) -> _Box:
-        return _Box(float(self.weights[space] @ low + chain.total), next(self._number), space, low, high, chain)
