@@ -19,7 +19,8 @@ from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.step.step_time import step_time
 from madmax_lib.simulator.step.uncertainty import log_width
 
-README_KINDS = {
+PAGE = PROJECT / "docs" / "how-accurate-is-it.md"
+PAGE_KINDS = {
     "dense": "dense models",
     "mixture": "mixtures of experts",
     "vision": "vision transformers",
@@ -164,20 +165,19 @@ def test_folds_keep_source_and_model_together_and_stay_as_good_as_they_are(held_
         folds(held_out, by="day")
 
 
-def test_the_readme_tells_these_errors(left_out):
+def test_the_page_tells_these_errors(left_out):
     """Of sources left out; where all rows behind the constants are at hand."""
     if not left_out["source"].str.contains("ultrascale").any():
-        pytest.skip("the table of README includes measurements that are not on this machine")
-    readme = (PROJECT / "README.md").read_text()
-    assert not [line for line in readme_lines(left_out) if line not in readme]
+        pytest.skip("the table of docs includes measurements that are not on this machine")
+    assert not [line for line in page_lines(left_out) if line not in PAGE.read_text()]
 
 
-def readme_lines(left_out):
+def page_lines(left_out):
     """Rows of its table, by kind and of the sweep. `PYTHONPATH=tests python` of this file writes them."""
     table = left_out.assign(error=np.abs(np.expm1(-left_out["log_error"])), **coverage(left_out))
     table = table[slowness(left_out) <= ORDINARY]
     swept = table["source"].str.contains("ultrascale")
-    parts = {name: table[~swept & (table["kind"] == kind)] for kind, name in README_KINDS.items()}
+    parts = {name: table[~swept & (table["kind"] == kind)] for kind, name in PAGE_KINDS.items()}
     parts["a sweep of layouts of one stack, those within 1.5 x of the best"] = table[swept]
     return [f"| {name} | {columns(part)} |" for name, part in parts.items()]
 
@@ -235,7 +235,7 @@ def test_the_table_of_the_data_directory(predicted):
 
 
 if __name__ == "__main__":
-    text = (PROJECT / "README.md").read_text()
-    for line in readme_lines(folds(known_rows(), by="source")):
+    text = PAGE.read_text()
+    for line in page_lines(folds(known_rows(), by="source")):
         text = re.sub(rf"^{re.escape(line.split(' | ')[0])} \|.*$", line, text, flags=re.M)
-    (PROJECT / "README.md").write_text(text)
+    PAGE.write_text(text)

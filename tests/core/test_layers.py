@@ -219,11 +219,11 @@ def words_of(path):
 
 
 def test_public_names_have_users():
-    """A public function or constant is a call of a room or used by another module, a notebook, a benchmark, the README.
+    """A public function or constant is a call of a room or used by another module, a notebook, a benchmark or docs.
 
     Classes may be public for what functions return, exceptions for what they raise.
     """
-    users = [*PACKAGE.rglob("*.py"), PROJECT / "README.md"]
+    users = [*PACKAGE.rglob("*.py"), PROJECT / "README.md", *PROJECT.glob("docs/*.md")]
     users += [path for folder in ("notebooks", "benchmarks", "traces") for path in (PROJECT / folder).rglob("*.*")
               if path.suffix in (".py", ".ipynb")]  # fmt: skip
     words = {path: words_of(path) for path in users if path.name != "__init__.py"}

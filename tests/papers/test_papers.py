@@ -1,6 +1,6 @@
-"""Which published numbers reproduce, and which do not? The claims of claims.csv, a test for each, and README's table.
+"""Which published numbers reproduce, and which do not? The claims of claims.csv, a test for each, and docs' table.
 
-`python tests/papers/test_papers.py` writes the table between its two marks in README.md. Both numbers of a claim come
+`python tests/papers/test_papers.py` writes the table of docs/which-papers-reproduce.md. Both numbers of a claim come
 from the function that its notebook calls or, where that takes more than about 2 s, from the data of a figure that the
 notebook drew (`drawn`), which tests/view/test_notebooks.py compares with a fresh run.
 """
@@ -27,7 +27,8 @@ from madmax_lib.papers.vtrain import studies as vtrain_studies
 
 CLOSE = 0.05  # a claim that keeps this relative error reproduces: a declared miss that does is to be moved
 Pair = Callable[[], tuple[float, float]]  # theirs and ours
-README, START, END = PROJECT / "README.md", "<!-- claims -->", "<!-- /claims -->"
+PAGE = PROJECT / "docs" / "which-papers-reproduce.md"
+START, END = "<!-- claims -->", "<!-- /claims -->"
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def table() -> str:
         for claim in claims:
             text = f"{claim.text} (*{claim.why}*)" if claim.why else claim.text
             numbers = " | ".join(_shown(value, claim.unit) for value in claim.values())
-            link = f"[`{claim.notebook}`](notebooks/{claim.notebook}.ipynb)"
+            link = f"[`{claim.notebook}`](../notebooks/{claim.notebook}.ipynb)"
             lines.append(f"| {text} | {numbers} | {_error(claim)} | {link} |")
     return "\n".join(lines)
 
@@ -234,12 +235,12 @@ def _block(text: str) -> re.Match:
     """What stands between the marks. Raises ValueError unless there is one such place."""
     found = list(re.finditer(f"(?<={START}\n\n).*?(?=\n\n{END})", text, re.S))
     if len(found) != 1:
-        raise ValueError(f"{README}: {len(found)} blocks between {START} and {END}, expected one")
+        raise ValueError(f"{PAGE}: {len(found)} blocks between {START} and {END}, expected one")
     return found[0]
 
 
-def test_readme_shows_every_claim():
-    assert _block(README.read_text())[0] == table(), "run python tests/papers/test_papers.py"
+def test_the_page_shows_every_claim():
+    assert _block(PAGE.read_text())[0] == table(), "run python tests/papers/test_papers.py"
 
 
 def test_numbers_are_shown_as_printed():
@@ -255,11 +256,11 @@ def test_errors_that_round_to_nothing_have_no_sign():
 
 
 def main() -> None:
-    """Rewrite the block of README.md."""
+    """Rewrite the block of the page."""
     new = table()
-    text = README.read_text()
+    text = PAGE.read_text()
     place = _block(text)
-    with replacing(README) as temporary:
+    with replacing(PAGE) as temporary:
         temporary.write_text(text[: place.start()] + new + text[place.end() :])
 
 

@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import subprocess
-from pathlib import Path
 
 import nbformat
 import pandas as pd
@@ -86,8 +85,3 @@ def test_what_only_an_if_binds_is_used_only_under_it(name):
         bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
         under |= dict.fromkeys(bound - always, test) if test else {}
         always |= set() if test else bound
-
-
-def test_readme_pictures_come_from_a_run():
-    for link in re.findall(r"\]\((figures/[^)]+\.svg)\)", (PROJECT / "README.md").read_text()):
-        assert (PROJECT / link).exists() and Path(PROJECT / link).with_suffix(".csv").exists(), link

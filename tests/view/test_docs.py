@@ -1,0 +1,145 @@
+"""README and docs/: links resolve, commands parse, a `$ command` prints what is shown, examples run.
+
+A `console` block is run and compared, numbers to 2 %, `...` for what is left out; an `sh` block is parsed; a `python`
+block is run, a `py` block compiled. `python tests/view/test_docs.py` writes the outputs anew.
+"""
+
+import contextlib
+import io
+import itertools
+import re
+import shlex
+import warnings
+
+import pytest
+from matplotlib import pyplot as plt
+
+from madmax_lib import __main__
+from madmax_lib.datasets import PROJECT
+
+PAGES = {path.stem: path for path in [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("[a-z]*.md"))]}
+INDEX = PROJECT / "docs" / "README.md"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
+
+
+def blocks(path, language):
+    return [code for name, code in BLOCK.findall(path.read_text()) if name == language]
+
+
+def having(language):
+    return [name for name, path in PAGES.items() if blocks(path, language)]
+
+
+def examples(path):
+    """(command, lines of its output) of the console blocks."""
+    for block in blocks(path, "console"):
+        for part in block.removeprefix("$ ").split("\n$ "):
+            command, _, shown = part.partition("\n")
+            yield command, shown.splitlines()
+
+
+def prints(command):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        __main__.main(shlex.split(command)[1:])
+    return out.getvalue().splitlines()
+
+
+def alike(shown, line):
+    """Whether the words of a shown line begin, or are, those of a printed one; numbers to 2 %."""
+    shown, line = shown.split(), line.split()
+    if shown[-1:] == ["..."]:
+        shown, line = shown[:-1], line[: len(shown) - 1]
+    return len(shown) == len(line) and all(map(same, shown, line))
+
+
+def same(shown, word):
+    try:
+        return float(shown.replace(",", "")) == pytest.approx(float(word.replace(",", "")), rel=0.02, abs=1e-6)
+    except ValueError:
+        return shown == word
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """An empty working folder in which `traces/` is there, as in a clone."""
+    (tmp_path / "traces").symlink_to(PROJECT / "traces")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", having("console"))
+def test_commands_print_what_is_shown(project, name):
+    for command, shown in examples(PAGES[name]):
+        printed = prints(command)
+        if shown[-1:] == ["..."]:
+            shown, printed = shown[:-1], printed[: len(shown) - 1]
+        assert len(shown) == len(printed) and all(map(alike, shown, printed)), f"{command}\n" + "\n".join(printed)
+
+
+@pytest.mark.parametrize("name", [*having("sh"), *having("yaml")])
+def test_commands_parse(name):
+    lines = "".join(blocks(PAGES[name], "sh") + blocks(PAGES[name], "yaml")).splitlines()
+    commands = [line[line.index("madmax ") :] for line in lines if re.match(r"(- run: )?madmax ", line)]
+    for command in commands:
+        words = list(itertools.takewhile(lambda word: word != ">>", shlex.split(command, comments=True)))[1:]
+        assert __main__._parser(words[:1]).parse_args(words).command
+
+
+@pytest.mark.parametrize("name", [*having("python"), *having("py")])
+def test_examples_run(project, name):
+    namespace = {}
+    for code in blocks(PAGES[name], "python"):
+        exec(compile(code, name, "exec"), namespace)
+    plt.close("all")
+    for code in blocks(PAGES[name], "py"):
+        compile(code, name, "exec")
+        import madmax_lib as mm
+
+        assert all(hasattr(mm, call) for call in re.findall(r"\bmm\.(\w+)", code))
+
+
+@pytest.mark.parametrize("path", [*PAGES.values(), INDEX], ids=lambda path: path.parent.name + "/" + path.stem)
+def test_links_lead_somewhere(path):
+    """Pictures of a notebook with the table they show beside them."""
+    for link in re.findall(r"\]\(([^):]+)\)", path.read_text()):
+        target = path.parent / link
+        assert target.exists() and (target.suffix != ".svg" or target.with_suffix(".csv").exists()), link
+
+
+def test_a_page_is_a_question_that_the_index_asks():
+    index = INDEX.read_text()
+    for name, path in PAGES.items():
+        if path.parent == INDEX.parent:
+            title = path.read_text().partition("\n")[0].removeprefix("# ")
+            assert title.rstrip(". ").endswith("?") and f"- [{title}]({name}.md)" in index
+
+
+def test_the_readme_is_short_and_its_tables_are_those_of_the_pages():
+    readme = PAGES["README"].read_text()
+    assert len(readme.split()) <= 1400 and len(readme.splitlines()) <= 150
+    pages = [path.read_text() for path in PAGES.values() if path != PAGES["README"]]
+    rows = [line.removesuffix(" |") for line in readme.splitlines() if re.match(r"\| [^|]+ \| .*\d", line)]
+    assert rows and not [row for row in rows if not any(row in re.sub(r" \(\*.*?\*\)", "", page) for page in pages)]
+
+
+def anew(path):
+    """The page with the present outputs of its commands, in the length that is shown."""
+    text = path.read_text()
+    for command, shown in examples(path):
+        lines = [line.rstrip() for line in prints(command)]
+        if shown[-1:] == ["..."]:
+            lines = [*lines[: len(shown) - 1], "..."]
+        cut = [len(old.split()) - 1 if old.endswith(" ...") else None for old in shown]
+        cut += [None] * (len(lines) - len(cut))
+        lines = [
+            line if n is None else re.match(rf"(\S+\s+){{{n}}}", line)[0] + "..."
+            for line, n in zip(lines, cut, strict=False)
+        ]
+        old, new = ("\n".join([command, *part, ""]) for part in (shown, lines))
+        text = text.replace("$ " + old, "$ " + new)
+    return text
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    for page in PAGES.values():
+        page.write_text(anew(page))
