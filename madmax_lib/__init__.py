@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from madmax_lib.calibration.calibrate import calibrate as calibrate
     from madmax_lib.calibration.expect import expect as expect
     from madmax_lib.calibration.machine import machine as machine
-    from madmax_lib.catalog import cluster as cluster, clusters as clusters, model as model, models as models
+    from madmax_lib.catalog import cluster as cluster, model as model
     from madmax_lib.datasets import dataset as dataset
+    from madmax_lib.listing import clusters as clusters, devices as devices, models as models
     from madmax_lib.plan import Plan as Plan
     from madmax_lib.planner.search import search as search
     from madmax_lib.planner.tune import tune as tune

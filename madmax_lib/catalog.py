@@ -24,14 +24,16 @@ from madmax_lib.hugging_face import read_config
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Device, Host, Link, Model, Transformer
 
-__all__ = ["USER_FOLDER", "cluster", "cluster_with", "clusters", "data_file", "device", "device_named", "model"]
-__all__ += ["models", "software", "table"]
+__all__ = ["USER_FOLDER", "cluster", "cluster_with", "data_file", "device", "device_named", "model", "names"]
+__all__ += ["software", "table"]
 
 _UNITS = {"": 1.0, "MiB": 2.0**20, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0, "us": 1e-6}
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
 _DEVICE_CLASSES = ("family", "rate_class")  # text, no number
 USER_FOLDER = "MADMAX_CATALOG"
-_OWNER = re.compile(r"^[\w.-]+/(?=[a-z])|-(hf|base|instruct|chat|v0\.\d)$")  # of a repository; what training adds
+_OWNER = re.compile(
+    r"^[\w.-]+/(?=[a-z])|(-(hf|base|instruct|chat|it|pt|v0\.\d|\d{4}))+$"
+)  # of a repository; of a checkpoint
 _LLAMA = re.compile(r"^(?:meta-)?llama-?([23])(?:\.\d)?-")  # llama-3.1-8b has the shape of llama3-8b
 _MAKERS = re.compile(r"\b(nvidia|amd|instinct|tesla|geforce|intel|google|cloud|(?<!p100-)sxm\d*|oam|hbm\d\w?)\b")
 
@@ -63,14 +65,9 @@ def _read(path: Path | Traversable, numbers: bool) -> pd.DataFrame:
         return pd.read_csv(file, **({} if numbers else {"dtype": str, "keep_default_na": False}))
 
 
-def clusters() -> list[str]:
-    """Names of all clusters."""
-    return sorted(table("clusters")["name"].unique())
-
-
-def models() -> list[str]:
-    """Names of all models."""
-    return sorted(table("models")["name"].unique())
+def names(file: str) -> list[str]:
+    """Names in one of our tables: models, clusters, devices or links."""
+    return sorted(table(file)["name"].unique())
 
 
 def device(name: str) -> Device:
@@ -95,12 +92,15 @@ def device_named(text: str) -> Device | None:
 def cluster(name: str | Path | Cluster, nodes: int | None = None, devices: int | None = None) -> Cluster:
     """A cluster by name, or that of a `machine.json` that a calibration wrote; a Cluster stays what it is.
 
+    The name of a device stands for the first cluster that has it: H100 is dgx-h100.
+
     nodes: how many (default: the catalog's). devices: over all nodes, which shrink to hold no more (default: whole).
     Raises ValueError for an unknown name, or numbers that do not go together, OSError for a file that is not there.
     """
     if isinstance(name, Cluster) and nodes is devices is None:
         return name
     own = _from_machine(Path(name)) if str(name).endswith(".json") else None
+    name = _cluster_name(name) if isinstance(name, str) and not own else name
     name, (*_, row) = (own.name, [vars(own)]) if own else _rows("cluster", name)
     full = used = int(row["devices_per_node"])
     nodes = None if nodes is None else whole(f"{name}: nodes", nodes, 1)
@@ -117,6 +117,12 @@ def cluster(name: str | Path | Cluster, nodes: int | None = None, devices: int |
     links = [_link(row[place], used) for place in ("intra", "inter")]
     nics = math.ceil(int(row["nics_per_node"]) * used / full) if row["nics_per_node"] else None
     return Cluster(name, device(row["device"]), used, nodes, *links, _host(name), nics)
+
+
+def _cluster_name(name: str) -> str:
+    known = (_index.__wrapped__ if os.environ.get(USER_FOLDER) else _index)("cluster", "clusters")[0]
+    one = None if _plain("cluster", name) in known else device_named(name)
+    return cluster_with(one) if one else name
 
 
 def cluster_with(device: Device, gpus: int = 0) -> str:
@@ -136,6 +142,8 @@ def cluster_with(device: Device, gpus: int = 0) -> str:
 
 def _from_machine(path: Path) -> Cluster:
     """The cluster in a file that a calibration wrote. Raises ValueError for other content."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; `python -m madmax_lib calibrate` writes a machine.json")
     try:
         fields = json.loads(path.read_text())["cluster"]
         links = (Link(**fields[place]) for place in ("intra", "inter"))
@@ -147,7 +155,7 @@ def _from_machine(path: Path) -> Cluster:
 
 
 def model(name: str | Path | Model) -> Model:
-    """A model by name or alias, or from a Hugging Face `config.json`; a Model stays what it is.
+    """A model by name or alias, or from a Hugging Face `config.json` or the folder of one; a Model stays what it is.
 
     sequence is that of the pre-training; where a configuration has only a context above 64 K tokens it is 0, and the
     calls then ask for it.
@@ -159,11 +167,12 @@ def model(name: str | Path | Model) -> Model:
     if isinstance(name, Model):
         return name
     name = str(name) if isinstance(name, Path) else name
+    if isinstance(name, str) and name and (path := Path(name)).is_dir():
+        name = str(path / "config.json")
     if isinstance(name, str) and name.endswith(".json"):
         return read_config(Path(name), table("hugging_face"))
-    name, rows = _rows("model", name)
-    values = {row["field"]: row["value"] for row in rows}
-    kind = values.pop("kind")
+    name, values = _fields("model", name)
+    kind = values.pop("kind", None)
     if kind not in _KINDS:
         raise ValueError(f"model {name}: kind={kind!r} is not one of {', '.join(_KINDS)}")
     return _KINDS[kind](name, **typed(_KINDS[kind], values, f"model {name}"))
@@ -177,10 +186,18 @@ def software(name: str | Software | None) -> Software:
     """
     if isinstance(name, Software):
         return name
-    name, rows = _rows("software", "none" if name is None else name)
+    name, values = _fields("software", "none" if name is None else name)
+    return Software(name=name, **typed(Software, values, f"software {name}"))
+
+
+def _fields(what: str, name: str, *below: str) -> tuple[str, dict[str, str]]:
+    """The catalog's spelling of a name and its fields, after those of what it is `like`."""
+    name, rows = _rows(what, name)
+    if name in below:
+        raise ValueError(f"{what} {name} is like itself, by {', '.join(below)}")
     values = {row["field"]: row["value"] for row in rows}
-    base = software(values.pop("like")) if "like" in values else Software()
-    return replace(base, name=name, **typed(Software, values, f"software {name}"))
+    like = values.pop("like", "")
+    return name, (_fields(what, like, name, *below)[1] if like else {}) | values
 
 
 def _rows(what: str, name: str) -> tuple[str, list[dict]]:
@@ -213,10 +230,13 @@ def _index(what: str, file: str) -> tuple[dict[str, str], dict[str, list[dict]]]
 
 def _plain(what: str, name: str) -> str:
     """A name in lower case; of hardware without its maker, and separators only where two numbers meet."""
-    if what in ("model", "software"):
-        text = re.sub(r"[\s_]+", "-", name.strip().lower())
-        return _LLAMA.sub(r"llama\1-", _OWNER.sub("", text)) if what == "model" else text
-    text = _MAKERS.sub("", re.sub(r"(\d)\s*gi?b\b", r"\1", name.lower().replace("_", "-")))
+    if what == "software":
+        return re.sub(r"[\s_]+", "-", name.strip().lower())
+    if what == "model":
+        text = _OWNER.sub("", re.sub(r"[\s_]+", "-", name.strip().lower()))
+        text = _LLAMA.sub(r"llama\1-", text)
+    else:
+        text = _MAKERS.sub("", re.sub(r"(\d)\s*gi?b\b", r"\1", name.lower().replace("_", "-")))
     return re.sub(r"(?<!\d)-|-(?!\d)", "", re.sub(r"[^a-z0-9.]+", "-", text))
 
 

@@ -7,13 +7,14 @@ import pytest
 from support import local_or_skip
 
 from madmax_lib import catalog
+from madmax_lib.listing import clusters, devices, models
 from madmax_lib.simulator import bounds
 
 # exact ones, deepseek-v3's without the multi-token module; of others only a rounded number is published
 PUBLISHED = pd.read_csv(Path(__file__).with_name("published_parameters.csv"), index_col="name")
 
 
-@pytest.mark.parametrize("name", catalog.models())
+@pytest.mark.parametrize("name", catalog.names("models"))
 def test_models_have_the_published_parameters(name):
     model = catalog.model(name)
     assert model.name == name and model.forward_flops(1) > 0
@@ -23,16 +24,27 @@ def test_models_have_the_published_parameters(name):
 
 
 def test_published_models_are_in_the_catalog():
-    assert set(PUBLISHED.index) <= set(catalog.models())
+    assert set(PUBLISHED.index) <= set(catalog.names("models"))
 
 
-@pytest.mark.parametrize("name", catalog.clusters())
+def test_tables_of_the_catalog_hold_si_numbers_and_read_well():
+    for table in (models(), clusters(), devices()):
+        assert table.index.is_monotonic_increasing and (table[["source", "date"]] != "").all(axis=None)
+        assert not re.search(r"e\+\d|\d{9}|nan", table._repr_html_()) and type(table[:1]) is type(table)
+    priced = devices().query("usd_per_hour > 0")
+    assert len(priced) and priced["price_date"].str.match(r"20\d\d-\d\d$").all()
+    assert devices().loc["h100-80", "bf16_flops"] == 989.4e12 and "989.4 TFLOP/s" in repr(devices())
+    assert clusters().loc["p3", "inter_bytes_per_s"] == catalog.cluster("p3").inter.bandwidth_bytes_per_s
+    assert models().loc["gpt2-large", "parameters"] == 774_030_080 and "774 M" in repr(models())
+
+
+@pytest.mark.parametrize("name", catalog.names("clusters"))
 def test_every_cluster_can_be_made(name):
     cluster = catalog.cluster(name, nodes=3)
     assert cluster.nodes == 3 and cluster.intra.bandwidth_bytes_per_s >= cluster.inter.bandwidth_bytes_per_s
 
 
-@pytest.mark.parametrize("name", catalog.table("devices")["name"].unique())
+@pytest.mark.parametrize("name", catalog.names("devices"))
 def test_every_device_has_peaks_in_order(name):
     device = catalog.device(name)
     peaks = [device.peak_flops[d] for d in ("fp32", "tf32", "bf16", "fp8", "nvfp4") if d in device.peak_flops]
@@ -40,7 +52,7 @@ def test_every_device_has_peaks_in_order(name):
 
 
 def test_every_device_has_a_cluster_no_faster_than_its_links():
-    clusters = [catalog.cluster(name) for name in catalog.clusters()]
+    clusters = [catalog.cluster(name) for name in catalog.names("clusters")]
     assert {cluster.device.name for cluster in clusters} >= set(catalog.table("devices")["name"].unique()) - {"h100-96"}
     for cluster in clusters:
         if rate := cluster.device.scale_up_bytes_per_s:
@@ -103,6 +115,9 @@ def test_dgx_a100_is_what_the_design_says():
      ("meta-llama/Llama-3.1-8B", "model", "llama3-8b"), ("llama-2-7b-hf", "model", "llama2-7b"),
      ("mistralai/Mixtral-8x7B-v0.1", "model", "mixtral-8x7b"), ("vit-huge/14", "model", "vit-huge"),
      ("meta-llama/Llama-3.1-70B-Instruct", "model", "llama3-70b"), ("openai/gpt-oss-120b", "model", "gpt-oss-120b"),
+     ("Qwen/Qwen2.5-7B-Instruct", "model", "qwen2.5-7b"), ("microsoft/phi-4", "model", "phi-4"),
+     ("llama3.1-8b", "model", "llama3-8b"), ("google/gemma-2-9b-it", "model", "gemma2-9b"),
+     ("mistralai/Mistral-7B-Instruct-v0.2", "model", "mistral-7b"), ("meta-llama/Llama-3.2-1B", "model", "llama3.2-1b"),
      ("p4d.24xlarge", "cluster", "p4d"), ("DGX_H100", "cluster", "dgx-h100"), ("HGX B200", "cluster", "dgx-b200")],
 )  # fmt: skip
 def test_spellings_of_the_field(spelling, what, name):
@@ -112,7 +127,7 @@ def test_spellings_of_the_field(spelling, what, name):
 @pytest.mark.parametrize(
     ("what", "name", "nearest", "own"),
     [("model", "gtp3", "gpt3", "a Model of your own"), ("cluster", "dgx-a10", "dgx-a100", "a Cluster"),
-     ("model", "llama3-3b", "llama3-8b, llama-33b", "a Model"), ("device", "v100-24", "v100-32", "a Device")],
+     ("model", "llama3-7b", "llama3-70b, llama3-8b", "a Model"), ("device", "v100-24", "v100-32", "a Device")],
 )  # fmt: skip
 def test_unknown_names_give_the_nearest_and_the_way_to_add_one(what, name, nearest, own):
     message = f"unknown {what} '{name}'; nearest: {nearest}.*; add it to {what}s.csv in .* or pass {own}"
@@ -122,7 +137,7 @@ def test_unknown_names_give_the_nearest_and_the_way_to_add_one(what, name, neare
 
 def test_spellings_do_not_collide():
     """What differs in the tables differs after its spelling is made plain."""
-    for what in ("device", "cluster", "link"):
+    for what in ("device", "cluster", "link", "model"):
         names = catalog.table(f"{what}s")["name"].unique()
         for name in names:
             assert catalog._rows(what, name)[0] == name
@@ -176,7 +191,7 @@ def test_user_tables_override(tmp_path, monkeypatch):
     monkeypatch.setenv("MADMAX_CATALOG", str(tmp_path))
     assert catalog.device("a100-80").memory_bandwidth_bytes_per_s == 1.9e12
     assert catalog.device("a100-80").memory_bytes == 80e9
-    assert catalog.model("mine").layers == 2 and "mine" in catalog.models()
+    assert catalog.model("mine").layers == 2 and "mine" in catalog.names("models")
     (tmp_path / "models.csv").write_text("name,value\nmine,2\n")
     with pytest.raises(ValueError, match=r"models.csv: column.s. field missing"):
         catalog.model("mine")

@@ -14,7 +14,7 @@ from madmax_lib.datasets import PROJECT
 
 PACKAGE = Path(madmax_lib.__file__).parent
 LAYERS = [
-    {"units", "intervals", "atomic", "side_tables", "doors", "fields", "hardware", "software"},
+    {"units", "intervals", "atomic", "side_tables", "doors", "fields", "progress", "hardware", "software"},
     {
         "specs",
         "case",
@@ -27,7 +27,7 @@ LAYERS = [
         "software_rules",
         "timeline",
     },
-    {"kinds", "catalog", "hugging_face", "collectives", "datasets", "accounting", "row_facts"},
+    {"kinds", "catalog", "hugging_face", "collectives", "datasets", "accounting", "row_facts", "listing"},
     {"simulator", "traces", "runs"},
     {"calibration", "planner"},
     {"view"},

@@ -19,7 +19,7 @@ IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 def test_parameters_are_the_catalogs(name):
     spec = models.spec(name)
     assert sum(p.numel() for p in Network(spec).parameters()) == spec.parameters
-    if name in catalog.models():
+    if name in catalog.names("models"):
         assert spec == catalog.model(name)
 
 

@@ -138,7 +138,7 @@ class StepExplorer(WorkloadExplorer):
         turned = {name: getattr(plan, name) for name in (*_DEGREES, *_CHOICES)}
         return {
             "model": w.Dropdown(options=sorted({p["model"], *transformers()}), value=p["model"]),
-            "cluster": w.Dropdown(options=sorted({p["cluster"], *catalog.clusters()}), value=p["cluster"]),
+            "cluster": w.Dropdown(options=sorted({p["cluster"], *catalog.names("clusters")}), value=p["cluster"]),
             "nodes": slider(doublings(1, 1024), p["nodes"]),
             "global_batch": slider(doublings(1, 8192), p["global_batch"]),
             "sequence": slider([0, *doublings(512, 131072)], p["sequence"]),
@@ -171,7 +171,7 @@ class StepExplorer(WorkloadExplorer):
 @lru_cache(maxsize=1)
 def transformers() -> list[str]:
     """Names of the models that have a closed form: all but recommendation models."""
-    return [name for name in catalog.models() if isinstance(catalog.model(name), Transformer)]
+    return [name for name in catalog.names("models") if isinstance(catalog.model(name), Transformer)]
 
 
 def _filling(plan: Plan, world_size: int, changes: dict) -> Plan:
