@@ -136,7 +136,7 @@ def _batches(trace: RawTrace, pieces: Iterator[list[Event]]) -> Iterator[list[Ev
     rows: list[Event] = []
     for events in pieces:
         rows += complete(events)
-        trace.nameless += sum(event.cat is None and event.dur is not None for event in events)
+        trace.nameless += len([1 for event in events if event.cat is None and event.dur is not None])
         if len(rows) >= _BATCH:
             yield rows
             rows = []
@@ -167,7 +167,14 @@ class _Parts:
 
 
 def complete(events: list[Event]) -> list[Event]:
-    """The events that last some time; one span each, if their times are numbers."""
+    """The events that last some time; one span each, if their times are numbers.
+
+    Ascend's profiler names no category: its tasks have a type and belong to the host's call with their connection.
+    """
+    for e in [e for e in events if e.cat is None and e.dur is not None]:
+        if e.args is not None and e.args.connection is not None:
+            e.cat = "runtime" if e.args.task is None else "kernel"
+            e.args = type(e.args)(correlation=e.args.connection)
     return [e for e in events if e.dur is not None and e.cat is not None and e.cat != "Trace" and e.ph in ("X", None)]
 
 

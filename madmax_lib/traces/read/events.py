@@ -52,6 +52,8 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     group: Any = msgspec.field(default=None, name="Process Group Name")
     group_rank: Any = msgspec.field(default=None, name="Rank")
     group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
+    connection: Any = msgspec.field(default=None, name="connection_id")  # this and the next: Ascend's, without category
+    task: Any = msgspec.field(default=None, name="Task Type")
 
 
 class Event(msgspec.Struct, gc=False):
