@@ -1,6 +1,7 @@
 import json
 from math import isnan, prod
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -41,15 +42,16 @@ RECORDED = {
 }
 
 
-def cost_of(name, shapes, types="", inputs=""):
+def cost_of(name, shapes, types="", inputs="", strides=""):
     """The only row of `operator_costs`, from the texts of a trace."""
-    call = pd.DataFrame({"name": [name], "shapes": [shapes], "types": [types], "inputs": [inputs]})
-    return next(operator_costs(call).itertuples(index=False))
+    call = {"name": name, "shapes": shapes, "types": types, "inputs": inputs, "strides": strides}
+    return next(operator_costs(pd.DataFrame([call])).itertuples(index=False))
 
 
-def cost(name, shapes, dtype="float", types=None, numbers=()):
+def cost(name, shapes, dtype="float", types=None, numbers=(), strides=()):
     types = types or [dtype if shape else "Scalar" for shape in shapes]
-    return cost_of(name, json.dumps(shapes), json.dumps(types), json.dumps(numbers) if numbers else "")
+    texts = [json.dumps(each) if each else "" for each in (numbers, strides)]
+    return cost_of(name, json.dumps(shapes), json.dumps(types), *texts)
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -156,6 +158,22 @@ def test_bytes_are_inputs_and_output(name, shapes, moved):
     assert cost(name, shapes).moved_bytes == moved
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_strides_span_what_is_read(seed):
+    """Of a tensor that torch expands, slices, transposes or unfolds, a copy reads the elements that are in memory."""
+    draw = np.random.default_rng(seed)
+    base = torch.arange(int(draw.integers(20, 60)), dtype=torch.float32)
+    windows = base.unfold(0, int(draw.integers(1, 9)), int(draw.integers(1, 9)))
+    view = (windows.T if seed % 2 else windows).expand(int(draw.integers(1, 5)), -1, -1)
+    shapes = [list(view.shape), list(view.shape), []]
+    strides = [list(torch.empty(view.shape).stride()), list(view.stride()), []]
+    moved = cost("aten::copy_", shapes, strides=strides).moved_bytes
+    assert moved == 4 * (view.numel() + len(view.unique()))
+    softmax = cost("aten::_softmax", shapes[1:], strides=strides[1:]).moved_bytes  # its output is not expanded
+    assert softmax == moved and cost("aten::_softmax", shapes[1:]).moved_bytes == 8 * view.numel()
+    assert cost("aten::copy_", shapes, strides=[[1], "x", None]).moved_bytes == 8 * view.numel()
+
+
 @pytest.mark.parametrize(
     ("name", "shapes", "types", "numbers", "moved"),
     [
@@ -215,7 +233,9 @@ def test_what_has_no_formula_or_makes_no_sense_is_unknown(name, shapes, types, i
 def test_costs_of_a_table_keep_its_order_and_index():
     names = ["aten::mm", "aten::view", "aten::mm", "aten::mm"]
     shapes = ["[[4,8],[8,2]]", "[[4,8]]", "[[1,2],[2,3]]", "[[4,8],[8,2]]"]
-    table = pd.DataFrame({"name": names, "shapes": shapes, "types": "", "inputs": ""}, index=[7, 5, 3, 1])
+    table = pd.DataFrame(
+        {"name": names, "shapes": shapes, "types": "", "inputs": "", "strides": ""}, index=[7, 5, 3, 1]
+    )
     costs = operator_costs(table)
     assert costs.index.tolist() == [7, 5, 3, 1]
     assert costs["flops"].fillna(-1).tolist() == [128, -1, 12, 128]

@@ -2,8 +2,9 @@
 
 FLOPs count as torch.utils.flop_counter does: 2 per multiply-add of matrix products, convolutions and attention (causal
 attention counted dense), nothing else. Bytes are the inputs' plus the outputs' where these follow from the shapes: what
-a kernel moves that reads and writes every tensor once. Caches, repeated reads and tensors expanded with stride 0 are
-not seen, and of reductions only the inputs count. Traces have shapes when they were made with `record_shapes=True`.
+a kernel moves that reads and writes every tensor once: one that is expanded, or whose windows overlap, has no more
+bytes than its strides span. Caches and repeated reads are not seen, and of reductions only the inputs count. Traces
+have shapes when they were made with `record_shapes=True`.
 """
 
 import json
@@ -69,11 +70,12 @@ class _Cost(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Inputs of a call: shape and bytes per element of each (0 for what is no tensor), numbers as recorded."""
+    """Inputs of a call: shape and bytes per element of each (0 for what is no tensor), numbers as recorded, strides."""
 
     shapes: list
     sizes: list[int]
     inputs: list[str]
+    strides: list
 
     def elements(self, place: int) -> int:
         return prod(self.shapes[place]) if place < len(self.shapes) and self.sizes[place] else 0
@@ -81,7 +83,19 @@ class _Inputs(NamedTuple):
     def bytes(self, *places: int) -> float:
         """Bytes of the inputs at some places, of all inputs where none is named."""
         places = places or range(len(self.shapes))
-        return float(sum(self.elements(place) * self.sizes[place] for place in places if place < len(self.shapes)))
+        return float(sum(self._stored(place) * self.sizes[place] for place in places if place < len(self.shapes)))
+
+    def like(self, *places: int) -> float:
+        """Bytes of new tensors of the shapes and types of some inputs."""
+        return float(sum(self.elements(place) * self.sizes[place] for place in places))
+
+    def _stored(self, place: int) -> int:
+        """Elements in memory: an expanded dimension has stride 0, and windows that overlap share theirs."""
+        shape, strides = self.shapes[place], self.strides[place] if place < len(self.strides) else []
+        if not self.elements(place) or not _is_shape(strides) or len(strides) != len(shape):
+            return self.elements(place)
+        pairs = [(length, stride) for length, stride in zip(shape, strides, strict=True) if stride]
+        return min(prod(length for length, _ in pairs), 1 + sum((length - 1) * stride for length, stride in pairs))
 
     def number(self, place: int, default=None):
         """A recorded number, flag or list of them; the default where the operator has no such input."""
@@ -90,7 +104,7 @@ class _Inputs(NamedTuple):
         return json.loads(self.inputs[place].lower())
 
 
-def _operator_cost(name: str, shapes: str, types: str = "", inputs: str = "") -> _Cost:
+def _operator_cost(name: str, shapes: str, types: str = "", inputs: str = "", strides: str = "") -> _Cost:
     """Work of one call of an operator from the JSON texts of `Timeline.side_tables["operators"]`.
 
     All NaN for an operator without formula or with inputs that do not fit it; a convolution needs `inputs` (strides).
@@ -102,7 +116,7 @@ def _operator_cost(name: str, shapes: str, types: str = "", inputs: str = "") ->
     if library not in ("aten", "flash_attn") or bare not in _RULES:
         return _Cost()
     try:
-        call, dtype = _read(shapes, types, inputs)
+        call, dtype = _read(shapes, types, inputs, strides)
         flops, moved_bytes = _RULES[bare](bare, call)
         return _Cost(float(flops), float(moved_bytes) if dtype is not None else nan, dtype or "")
     except (ValueError, TypeError, IndexError, AttributeError, ArithmeticError, RecursionError, StopIteration):
@@ -110,13 +124,13 @@ def _operator_cost(name: str, shapes: str, types: str = "", inputs: str = "") ->
 
 
 def operator_costs(table: pd.DataFrame) -> pd.DataFrame:
-    """flops, moved_bytes and dtype (n,) of calls with the columns name, shapes, types and inputs, on the same index.
+    """flops, moved_bytes and dtype (n,) of calls (name, shapes, types, inputs, strides), on the same index.
 
     Each distinct call is worked out once: a long trace repeats a few hundred of them.
     """
     if not len(table):
         return pd.DataFrame({"flops": [], "moved_bytes": [], "dtype": pd.Series([], dtype=object)}, index=table.index)
-    keys = [table[column].astype("category") for column in ("name", "shapes", "types", "inputs")]
+    keys = [table[column].astype("category") for column in ("name", "shapes", "types", "inputs", "strides")]
     call = np.zeros(len(table), dtype=np.int64)
     for key in keys:
         call = np.unique(call * (len(key.cat.categories) + 1) + key.cat.codes.to_numpy() + 1, return_inverse=True)[1]
@@ -136,20 +150,21 @@ def served_attention(table: pd.DataFrame, batch: list[str]) -> pd.DataFrame:
         if not (_SERVES.search(name) and (told := _BATCH.search(around)) and table.at[row, "shapes"]):
             continue
         prefilled, first, decoded, second = map(int, told.groups())
-        call, dtype = _read(table.at[row, "shapes"], table.at[row, "types"], "")
+        call, dtype = _read(table.at[row, "shapes"], table.at[row, "types"])
         tokens, heads, width = next((shape for shape in call.shapes if len(shape) == 3), (0, 0, 0))
         pairs = {prefilled: first, decoded: second, prefilled + decoded: first + second}.get(tokens, nan)
         rows[row] = (4.0 * pairs * heads * width, dtype or "")
     return pd.DataFrame.from_dict(rows, orient="index", columns=["flops", "dtype"])
 
 
-def _read(shapes: str, types: str, inputs: str) -> tuple[_Inputs, str | None]:
+def _read(shapes: str, types: str, inputs: str = "", strides: str = "") -> tuple[_Inputs, str | None]:
     """A call's inputs and its dtype: of the first tensor of floating point, None where types are not recorded."""
     sides = [side if _is_shape(side) else [] for side in json.loads(shapes)]
     kinds = [_dtype(kind) for kind in json.loads(types)] if types else []
     sizes = [size for _, size in kinds] if types else [1] * len(sides)
     dtype = next((kind for kind, _ in kinds if kind), "") if types else None
-    return _Inputs(sides, sizes, json.loads(inputs) if inputs else []), dtype
+    numbers, steps = (json.loads(text) if text else [] for text in (inputs, strides))
+    return _Inputs(sides, sizes, numbers, steps), dtype
 
 
 def _dtype(kind) -> tuple[str, int]:
@@ -227,7 +242,7 @@ def _convolution_backward(_: str, call: _Inputs) -> tuple[float, float]:
     to_input, to_weight, _ = call.number(10)
     gradient, image, weight = call.shapes[:3]
     places = image if call.number(7) else gradient
-    out_bytes = call.bytes(1) * to_input + call.bytes(2) * to_weight
+    out_bytes = call.like(1) * to_input + call.like(2) * to_weight
     return 2 * places[0] * prod(places[2:]) * prod(weight) * (to_input + to_weight), call.bytes() + out_bytes
 
 
@@ -246,7 +261,7 @@ def _attention(name: str, call: _Inputs) -> tuple[float, float]:
     batch, heads, tokens, width = query  # or tokens and heads
     pairs = 2 * batch * heads * tokens * key[2 if heads_first else 1]
     if backward:
-        return pairs * (3 * width + 2 * value[-1]), call.bytes() + call.bytes(1, 2, 3)
+        return pairs * (3 * width + 2 * value[-1]), call.bytes() + call.like(1, 2, 3)
     return pairs * (width + value[-1]), call.bytes() + batch * heads * tokens * value[-1] * call.sizes[0]
 
 
@@ -272,7 +287,7 @@ def _elements(name: str, call: _Inputs) -> tuple[float, float]:
 
 
 def _like_first(_: str, call: _Inputs) -> tuple[float, float]:
-    return nan, call.bytes() + call.bytes(next(place for place, size in enumerate(call.sizes) if size))
+    return nan, call.bytes() + call.like(next(place for place, size in enumerate(call.sizes) if size))
 
 
 def _reads(_: str, call: _Inputs) -> tuple[float, float]:

@@ -29,7 +29,8 @@ def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataF
 
     rank, name, shapes, dtype, count, device_s, share, flops_per_byte (0 without matrix products), flops_per_s,
     bytes_per_s, peak_flops (of the dtype, NaN where the device has none), peak_bytes_per_s, bound (compute or memory:
-    the roof above), roof (0..1: achieved / roof). Above 1: the bytes stayed in a cache, or a peak is wrong.
+    the roof above), roof (0..1: achieved / roof). Above 1: the bytes stayed in a cache, rows of a grouped
+    product were padding, or a peak is wrong.
     device: a name of the catalog, else the one the timeline names; where the catalog lacks that one the roofs are NaN,
     with a TraceWarning. Raises ValueError for a device given that is not known.
     """

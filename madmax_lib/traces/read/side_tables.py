@@ -39,6 +39,8 @@ class _FullArgs(Args, frozen=True, gc=False):
     """Every field of args that an analysis reads."""
 
     group_size: Any = msgspec.field(default=None, name="Group size")
+    in_splits: Any = msgspec.field(default=None, name="In split size")
+    out_splits: Any = msgspec.field(default=None, name="Out split size")
     sequence_in_group: Any = msgspec.field(default=None, name="Seq")
     source_rank: Any = msgspec.field(default=None, name="Src Rank")
     target_rank: Any = msgspec.field(default=None, name="Dst Rank")
@@ -50,6 +52,7 @@ class _FullArgs(Args, frozen=True, gc=False):
     device_id: Any = msgspec.field(default=None, name="Device Id")
     shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
     types: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
+    strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Strides")
     inputs: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Concrete Inputs")
     sequence: Any = msgspec.field(default=None, name="Sequence number")
     forward_thread: Any = msgspec.field(default=None, name="Fwd thread id")
@@ -162,11 +165,18 @@ def _calls(rows: list[_FullEvent]) -> dict[str, Any]:
         "in_elements": integers([a.in_elements for a in args]),
         "out_elements": integers([a.out_elements for a in args]),
         "group_size": integers([a.group_size for a in args]),
-        "ranks": [",".join(re.findall(r"\d+", str(a.group_ranks or "").split("...")[0])) for a in args],
+        "ranks": [_numbers(a.group_ranks) for a in args],
+        "in_splits": [_numbers(a.in_splits) for a in args],
+        "out_splits": [_numbers(a.out_splits) for a in args],
         "sequence": integers([a.sequence_in_group for a in args]),
         "source_rank": integers([a.source_rank for a in args]),
         "target_rank": integers([a.target_rank for a in args]),
     }
+
+
+def _numbers(listed) -> str:
+    """A list of numbers as text, up to where it is shortened."""
+    return ",".join(re.findall(r"\d+", str(listed or "").split("...")[0]))
 
 
 def _collective(name: str) -> str:
@@ -203,6 +213,7 @@ def _operators(rows: list[_FullEvent]) -> dict[str, Any]:
     return {
         "shapes": _texts([a.shapes for a in args]),
         "types": _texts([a.types for a in args]),
+        "strides": _texts([a.strides for a in args]),
         "inputs": _texts([a.inputs for a in args]),
         "sequence": integers([a.sequence for a in args]),
         "forward_thread": integers([a.forward_thread for a in args]),
