@@ -9,7 +9,7 @@ import madmax_lib as mm
 from madmax_lib import Timeline, breakdown, read_trace
 from madmax_lib.side_tables import SideTables
 from madmax_lib.simulator import Parameters
-from madmax_lib.traces import by_group, calls, exposed_by_collective, waiting
+from madmax_lib.traces import by_group, calls, exchanges, exposed_by_collective, waiting
 
 AR = "ncclDevKernel_AllReduce"
 
@@ -314,3 +314,40 @@ def test_one_word_for_one_collective():
     assert "all_to_all" in set(exposed["collective"]) == set(groups["collective"])
     sums = exposed.groupby("collective")["count"].sum()
     assert sums.to_dict() == groups.groupby("collective")["count"].sum().to_dict()
+
+
+# uneven all-to-alls
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("lacks", [None, 0, 3])
+def test_every_byte_of_an_exchange_has_a_sender_and_a_receiver(seed, lacks):
+    """What a rank sends the others get; of a rank that was not traced the others tell."""
+    draw, rows, records = np.random.default_rng(seed), [], {}
+    sent = draw.integers(0, 50, (3, 4, 4))  # calls, senders, receivers, in rows of 8 float
+    sent[0], members = sent[0] * (np.arange(4) == 2), [0, 2, 3, 5]
+    for call, rank in np.ndindex(3, 4):
+        if members[rank] == lacks:
+            continue
+        splits = sent[call, rank], sent[call, :, rank]
+        texts = [",".join(map(str, each)) for each in splits]
+        fields = {"collective": "all_to_all", "dtype": "float", "group": "ep", "ranks": "0,2,3,5", "sequence": call}
+        fields |= dict(zip(("in_splits", "out_splits"), texts, strict=True))
+        fields |= dict(zip(("in_elements", "out_elements"), (8 * each.sum() for each in splits), strict=True))
+        records[len(rows)] = fields
+        rows.append((members[rank], 7, "comm", "ncclDevKernel_SendRecv", 100 * call, 50))
+    found = exchanges(told(rows, records, group="ep"))
+    square = found.pivot_table(index="source_rank", columns="target_rank", values="size_bytes").reindex(members)
+    known = np.array([[lacks not in (a, b) or a != b for b in members] for a in members])  # but what it kept
+    assert square.fillna(0.0).to_numpy() == pytest.approx(32 * sent.sum(axis=0) * known)
+    got = sent[:, [rank != lacks for rank in members]].sum(axis=1)
+    assert found.attrs["imbalance"]["ep [0, 2, 3, 5]"] == pytest.approx(
+        {"mean": got.max(axis=1).sum() / got.mean(axis=1).sum(), "worst": 4.0}
+    )
+
+
+def test_a_recorded_exchange_of_experts_is_even():
+    found = exchanges(read_trace(local_or_skip("traces/more/ao/ref_ep_moe_fwd.json.gz")))
+    ours = found[found["source_rank"] == 0]
+    assert ours["size_bytes"].nunique() == 1 and list(found.attrs["imbalance"].values())[0]["worst"] == 1.0
+    assert not len(exchanges(make_timeline([(0, 7, "comm", AR, 0, 5)])))

@@ -21,7 +21,7 @@ from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
 __all__ = ["call_metadata", "members"]
 
-_TEXTS = ("collective", "dtype", "group", "ranks")
+_TEXTS = ("collective", "dtype", "group", "ranks", "in_splits", "out_splits")
 _NUMBERS = ("in_elements", "out_elements", "group_size", "sequence", "source_rank", "target_rank")
 _LABEL = re.compile(r"(?:c10d|nccl|rccl|gloo|mpi|ucc|hccl|xccl):+(\w+)")
 
@@ -31,7 +31,8 @@ def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
 
     collective, dtype, group (with its ranks, where they are known): text, "" where unknown. size_bytes: the message by
     the field's convention, NaN where unknown: the buffer of an all-reduce, the larger side of an all-gather,
-    reduce-scatter or all-to-all. group_size. sequence, source_rank, target_rank: -1 where unknown.
+    reduce-scatter or all-to-all. group_size. sequence, source_rank, target_rank: -1 where unknown. in_splits and
+    out_splits: rows to and from each member of an uneven all-to-all, as text.
     """
     spans = timeline.spans.iloc[row].reset_index(drop=True)
     table = _recorded(timeline, row, spans)

@@ -4,7 +4,7 @@ All of it stands in the page as text, so it is read, searched and printed where 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 import numpy as np
@@ -82,8 +82,8 @@ def line(x: np.ndarray, y: np.ndarray, *, unit: str = "bytes", title: str = "") 
     )
 
 
-def heat(values: pd.DataFrame, *, what: str) -> str:
-    """Seconds as shades: a row for each index, a column for each column; the strongest is the largest."""
+def heat(values: pd.DataFrame, *, what: str, say: Callable[[float], str] = format_s) -> str:
+    """Numbers as shades: a row for each index, a column for each column; the strongest is the largest."""
     top = float(np.nanmax(values.to_numpy(), initial=0.0))
     if not top > 0:
         return ""
@@ -91,11 +91,11 @@ def heat(values: pd.DataFrame, *, what: str) -> str:
     lines = []
     for label, row in zip(values.index, values.to_numpy(), strict=True):
         cells = "".join(
-            f'<td style="--shade:{0 if math.isnan(value) else value / top:.2f}" title="{format_s(value)}"></td>'
+            f'<td style="--shade:{0 if math.isnan(value) else value / top:.2f}" title="{say(value)}"></td>'
             for value in row
         )
         lines.append(f"<tr><th>{escape(str(label))}</th>{cells}</tr>")
-    caption = f'<p class="caption">{escape(what)}; strongest: {format_s(top)}</p>'
+    caption = f'<p class="caption">{escape(what)}; strongest: {say(top)}</p>'
     return f'{caption}<div class="scroll"><table class="heat"><tr><th></th>{head}</tr>{"".join(lines)}</table></div>'
 
 
