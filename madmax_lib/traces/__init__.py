@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         exposed_by_collective as exposed_by_collective,
         waiting as waiting,
     )
+    from madmax_lib.traces.comm.exchanges import exchanges as exchanges
     from madmax_lib.traces.critical_path import (
         critical_path as critical_path,
         faster_kinds as faster_kinds,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from madmax_lib.traces.read.kineto import read_trace as read_trace
     from madmax_lib.traces.read.snapshots import read_snapshot as read_snapshot
     from madmax_lib.traces.stragglers import skew as skew, stragglers as stragglers
+    from madmax_lib.traces.waits.batches import batches as batches
     from madmax_lib.traces.waits.idle import idle as idle, launch_bound as launch_bound
     from madmax_lib.traces.waits.launch import (
         launch_floor as launch_floor,

@@ -85,9 +85,9 @@ def what_if(
 
     faster: {kind of PATH_KINDS or regular expression in names: factor}, 2 for twice as fast, inf for no time at all;
     several scenarios as a list. Columns: faster (text), factor (NaN if a scenario has several), step_s, saved_s,
-    speedup (measured / new). Delays of an edge that decided stay as measured; others count at most the usual delay of
-    their kind. What waits for nothing known starts when it did. With factor 1 the step takes what it took.
-    A kind that the step does not have changes nothing.
+    speedup (measured / new, NaN where nothing is left). Delays of an edge that decided stay as measured; others count
+    at most the usual delay of their kind. What waits for nothing known starts when it did. With factor 1 the step takes
+    what it took. A kind that the step does not have changes nothing.
 
     collectives: other links: a table as `collectives.MeasuredCollectives` takes it, or a function of kind, ranks, nodes
     and bytes that gives the seconds of a call, None where it is as it was; factors divide these. ranks: of all, where
@@ -111,7 +111,7 @@ def what_if(
         of_event, of_edge = _factors(graph, scenario)
         step_s = _replay(graph, own_ns / of_event, delay_ns / of_edge) / NS_PER_S
         factor = next(iter(set(scenario.values()))) if len(set(scenario.values())) == 1 and not other else float("nan")
-        speedup = now_s / step_s if step_s else float("inf") if now_s else 1.0
+        speedup = now_s / step_s if step_s else float("nan") if now_s else 1.0
         rows.append((" + ".join([*scenario, *words]), factor, step_s, now_s - step_s, speedup))
     table = pd.DataFrame(rows, columns=["faster", "factor", "step_s", "saved_s", "speedup"])
     return with_origin(table, timeline)

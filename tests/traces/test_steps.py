@@ -74,6 +74,7 @@ def test_annotations_that_look_like_an_iteration(name):
         "execute_new_3_cached_29",
         "step[DECODE bs=32]",
         "step[EXTEND bs=15 toks=15360]",
+        "decode[bs=117/128 tok=117 d=117]",
     ],
 )
 def test_batches_of_a_server_are_steps_in_their_order(name):

@@ -1,7 +1,7 @@
 """Which training step does a span belong to?
 
 Steps are the ProfilerStep#N annotations, else annotations that look like an iteration, else those of an engine that
-serves (vLLM, SGLang: batches, numbered in their order), else the whole trace is step 0.
+serves (vLLM, SGLang, ATOM: batches, numbered in their order), else the whole trace is step 0.
 Host spans belong to the step they start in; device spans to the step of the launch with their correlation, because
 they often run after the host has gone on; without a launch, to the step in which they start. Kernels that precede those
 launched in the trace on their stream, or all launches by their correlation, are left over from before it: step -1.
@@ -19,7 +19,10 @@ __all__ = ["assign_steps", "hta_rows", "step_spans"]
 _PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,9})(?!\d)")
 _ITERATION = re.compile(r"^\W*(?:train(?:ing)?[_ ]?)?(?:step|iter|iteration|batch)[\W_]*(\d{1,9})\W*$", re.IGNORECASE)
 
-_SERVED = re.compile(r"^execute_(?:\w*_)?(?:context|generation|new|cached)_\d()"), re.compile(r"^step\[\w+ bs=\d()")
+_SERVED = (
+    re.compile(r"^execute_(?:\w*_)?(?:context|generation|new|cached)_\d()"),
+    re.compile(r"^(?:step\[\w+ |(?:prefill|decode)\[)bs=\d()"),
+)
 
 
 def assign_steps(spans: pd.DataFrame) -> np.ndarray:

@@ -47,8 +47,9 @@ def launches(timeline: Timeline) -> pd.DataFrame:
 
     rank, step, stream, correlation, name (of the kernel; the first in a graph), launch (host call), cpu_s (the call),
     gpu_s (device time, summed over a graph), delay_s (first kernel start - end of the call, 0 where the kernel starts
-    during the call: HTA's launch_delay), since_launch_s (first kernel start - start of the call), kernels (more than 1
-    in graphs), graph (id, -1 without), row and launch_row (of the spans). Empty without device work.
+    during the call: HTA's launch_delay), since_launch_s (first kernel start - start of the call, 0 where clocks
+    disagree), kernels (more than 1 in graphs), graph (id, -1 without), row and launch_row (of the spans). Empty without
+    device work.
     HTA lists only cudaLaunchKernel, cudaLaunchKernelExC, cudaMemcpyAsync, cudaMemsetAsync and MTIA's job submission.
     """
     spans, work = timeline.spans, device_work(timeline)
@@ -64,7 +65,7 @@ def launches(timeline: Timeline) -> pd.DataFrame:
         launch=call["name"].astype(object),
         cpu_s=call["dur_ns"] / NS_PER_S,
         delay_s=(since_ns - call["dur_ns"]).clip(lower=0) / NS_PER_S,
-        since_launch_s=since_ns / NS_PER_S,
+        since_launch_s=since_ns.clip(lower=0) / NS_PER_S,
         graph=_graph_ids(timeline, table, call["name"]),
     )
     table = table.sort_values(["rank", "launch_ns", "launch_row"], ignore_index=True)

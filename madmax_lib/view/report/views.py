@@ -13,11 +13,13 @@ from madmax_lib.accounting import breakdown
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.advise import advise
 from madmax_lib.traces.comm.collectives import by_group, waiting
+from madmax_lib.traces.comm.exchanges import exchanges
 from madmax_lib.traces.diff import compare, compare_ops
 from madmax_lib.traces.operators.memory import held_at_peak, memory_timeline, peak
 from madmax_lib.traces.operators.ops import kernels, modules, operators
 from madmax_lib.traces.operators.roofline import mfu
 from madmax_lib.traces.stragglers import skew, stragglers
+from madmax_lib.traces.waits.batches import batches
 from madmax_lib.traces.waits.step_times import input_wait, steps
 from madmax_lib.units import format_bytes, format_s
 from madmax_lib.view.report.marks import bars, cards, heat, line, section, table, text
@@ -126,7 +128,16 @@ def step_view(timeline: Timeline) -> str:
     fed = by_step["input_wait_s"].sum() / max(by_step["wall_s"].sum(), 1e-12)
     waited = f"The host waits for input in {percent(fed)} of the steps' time." if fed > 0 else ""
     rows = [(label, _parts(row), format_s(row["total_s"])) for label, row in chosen]
-    return section("Steps", text(about), text(waited), text(note), bars(rows), table(shown, most=100))
+    parts = [text(about), text(waited), text(note), bars(rows), table(_phases(timeline)), table(shown, most=100)]
+    return section("Steps", *parts)
+
+
+def _phases(timeline: Timeline) -> pd.DataFrame:
+    """The batches of an engine that serves, by phase."""
+    every = batches(timeline)
+    every = every.assign(period_s=every["period_s"].fillna(every["wall_s"])).groupby("phase", as_index=False)
+    quantities = ["requests", "tokens", "period_s", "device_s", "tokens_per_s"]
+    return every.agg(batches=("step", "size"), **{name: (name, "median") for name in quantities})
 
 
 def _note(row: pd.Series) -> str:
@@ -146,7 +157,8 @@ def distributed(timeline: Timeline) -> str:
     worst, note = late.head(_FEW), ""
     if len(late) > _FEW:
         note = f"The {_FEW} of {len(late):,} ranks that cost the others most."
-    return section("Distributed", table(groups, most=50), *lines, text(note), table(worst), _late_heat(timeline))
+    parts = [table(groups, most=50), *lines, text(note), table(worst), _late_heat(timeline), *_exchanged(timeline)]
+    return section("Distributed", *parts)
 
 
 def _late_heat(timeline: Timeline) -> str:
@@ -159,6 +171,19 @@ def _late_heat(timeline: Timeline) -> str:
     lost = lost.loc[worst].iloc[:, :_WIDEST]
     lost.index = [f"rank {rank}" for rank in lost.index]
     return heat(lost, what="Who is waited for, by step: time that the others wait in collectives")
+
+
+def _exchanged(timeline: Timeline) -> list[str]:
+    """Who sends how much to whom, of groups whose all-to-alls are uneven."""
+    pairs, parts = exchanges(timeline), []
+    for group, about in pairs.attrs["imbalance"].items():
+        if about["worst"] > 1:
+            sent = pairs[pairs["group"] == group].pivot(index="source_rank", columns="target_rank", values="size_bytes")
+            sent.index = [f"from rank {rank}" for rank in sent.index]
+            uneven = f"the rank that gets most gets {about['mean']:.3g} times the mean, {about['worst']:.3g} at worst"
+            parts += [text(f"All-to-all in {group}: {uneven}.")]
+            parts += [heat(sent.iloc[:_FEW, :_WIDEST], what="Bytes from each rank to each", say=format_bytes)]
+    return parts
 
 
 def _about_waiting(waits: pd.DataFrame) -> list[str]:
