@@ -4,6 +4,7 @@ All of it stands in the page as text, so it is read, searched and printed where 
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
@@ -22,6 +23,8 @@ _SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SHARES = ("share", "overlap", "mfu", "coverage", "roof")
 _LONGEST, _SHOWN = 400, {"name": 90, "shapes": 60}  # letters that a cell keeps, and of some columns shows
 _POINTS = 1200  # of a line
+_SEEN = 1e-3  # of the longest bar: what is shorter is less than a pixel
+_LONG = 20  # rows from which a table scrolls on its own
 
 
 def section(title: str, *parts: str) -> str:
@@ -56,7 +59,7 @@ def bars(rows: Sequence[tuple[str, dict[str, float], str]]) -> str:
             if value > 0
         )
         lines.append(f"<tr><th>{escape(label)}</th><td>{pieces}</td><td>{escape(said)}</td></tr>")
-    seen = [fill for fill in _FILLS if any(parts.get(fill, 0) > 0 for _, parts, _ in rows)]
+    seen = [fill for fill in _FILLS if any(parts.get(fill, 0) > _SEEN * reach for _, parts, _ in rows)]
     legend = "".join(f'<i style="background:{_COLORS[fill]}"></i>{_FILLS[fill]} ' for fill in seen)
     return f'<p class="legend">{legend}</p><table class="bars">{"".join(lines)}</table>'
 
@@ -114,15 +117,15 @@ def table(frame: pd.DataFrame, *, most: int = 200, search: bool = False) -> str:
     lines = "".join(f"<tr>{''.join(cells)}</tr>" for cells in zip(*columns, strict=True))
     find = '<input type="search" placeholder="filter rows">' if search and len(frame) > 10 else ""
     rest = f"<p class=about>{left_out:,} more rows are left out.</p>" if left_out > 0 else ""
+    scroll = "scroll long" if len(frame) > _LONG else "scroll"
     return (
-        f'{find}<div class="scroll"><table class="data"><thead><tr>{head}</tr></thead>'
+        f'{find}<div class="{scroll}"><table class="data"><thead><tr>{head}</tr></thead>'
         f"<tbody>{lines}</tbody></table></div>{rest}"
     )
 
 
 def _label(name: str) -> str:
-    for ending in ("_bytes_per_s", "_flops_per_s", "_s", "_bytes"):
-        name = name.removesuffix(ending)
+    name = re.sub(r"^(flops|bytes)_per_s$|_(?:bytes|flops)(?:_per_s)?$|(?<!_per)_s$", r"\1", name)
     return name.replace("_", " ")
 
 
@@ -158,8 +161,8 @@ def _format(name: str):
         return lambda value: f"{_si(value)}FLOP/s"
     if name.endswith("flops"):
         return lambda value: f"{_si(value)}FLOP"
-    if name.endswith("_s"):
-        return format_s
+    if name.endswith("_s") and not name.endswith("_per_s"):
+        return lambda value: format_s(value) if value else "0"
     if name.endswith("bytes"):
         return lambda value: ("-" if value < 0 else "") + format_bytes(abs(value))
     return lambda value: f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -42,7 +42,7 @@ def told(timeline: Timeline, whole: Timeline) -> str:
     outside = breakdown(whole.where(whole.spans["step"] == -1)) if whole is not timeline else None
     outside_s = (outside["total_s"] - outside["idle_s"]).mean() if outside is not None else 0.0
     left = f". {format_s(outside_s)} of work per rank belong to no step and are not in the numbers" if outside_s else ""
-    return f"{plural(len(timeline.ranks), 'rank')}{absent}, {steps_text}, {len(whole):,} spans, {device}{left}"
+    return f"{plural(len(timeline.ranks), 'rank')}{absent}, {steps_text}, {len(whole):,} spans, {device}{left}."
 
 
 def overview(timeline: Timeline, detail: Timeline) -> str:
