@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib import catalog
 from madmax_lib.atomic import replacing
 
 __all__ = ["PROJECT", "cache_folder", "dataset", "datasets", "local_data", "names", "places"]
@@ -23,6 +22,8 @@ PROJECT = Path(__file__).resolve().parents[1]  # the checkout; a plain installat
 
 def datasets() -> pd.DataFrame:
     """The registry, one row per file: dataset, local_path, url, hashes, download_bytes, licence, description."""
+    from madmax_lib import catalog  # reading a trace needs none of it
+
     return catalog.table("datasets", numbers=True)
 
 

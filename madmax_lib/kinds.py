@@ -8,13 +8,13 @@ start of the name. An empty pattern matches everything. A user's table is put in
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from madmax_lib.catalog import data_file
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 
 __all__ = ["COLLECTIVES", "POINT_TO_POINT", "collective_names", "collectives_of", "kernel_kinds", "load_kinds"]
@@ -39,7 +39,7 @@ def load_kinds(user_table: str | Path | None = None) -> pd.DataFrame:
 
 @lru_cache(maxsize=1)
 def _own_kinds() -> pd.DataFrame:
-    return _read_csv(data_file("kernel_kinds.csv"))
+    return _read_csv(files("madmax_lib") / "data" / "kernel_kinds.csv")
 
 
 def kernel_kinds(names: list[str], *, rules: str = "exact", table: pd.DataFrame | None = None) -> np.ndarray:

@@ -23,11 +23,11 @@ SIDE_TABLES = {
         "out_elements": "int64",
         "group_size": "int64",
         "ranks": "category",  # members of the group as text, "0,1,2", as far as the file lists them
-        "in_splits": "category",  # of an uneven all-to-all: rows to each member as text, "4,12"; "" where they are even
-        "out_splits": "category",  # rows from each member
         "sequence": "int64",  # number of the call in its group
         "source_rank": "int64",  # point-to-point: global ranks
         "target_rank": "int64",
+        "in_splits": "category",  # of an uneven all-to-all: rows to each member as text, "4,12"; "" where they are even
+        "out_splits": "category",  # rows from each member
     },
     # allocator events
     "memory": {
@@ -45,10 +45,10 @@ SIDE_TABLES = {
         "row": "int64",
         "shapes": "category",  # JSON text of the inputs' dimensions, "" where not recorded
         "types": "category",  # JSON text of the inputs' types
-        "strides": "category",  # JSON text of the inputs' strides
         "inputs": "category",  # JSON text of the inputs that are numbers or lists of numbers, as text
         "sequence": "int64",  # autograd sequence number, joins forward and backward
         "forward_thread": "int64",  # of a backward operator
+        "strides": "category",  # JSON text of the inputs' strides
     },
     # kernels and copies inside of a CUDA or HIP graph
     "graphs": {"row": "int64", "graph": "int64"},
