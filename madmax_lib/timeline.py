@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,6 +21,8 @@ from madmax_lib.atomic import replacing
 from madmax_lib.side_tables import SIDE_TABLES, SideTables, joined
 
 __all__ = ["BUSY_KINDS", "KINDS", "SPANS", "Meta", "Timeline", "concat", "kept", "with_origin"]
+
+_Tables = TypeVar("_Tables", pd.DataFrame, tuple)
 
 KINDS = ("compute", "comm", "memcpy", "other", "memory", "idle", "cpu", "annotation")
 BUSY_KINDS = ("compute", "comm", "memcpy", "other")  # a device (or, on CPU-only traces, a worker thread) is at work
@@ -220,17 +223,18 @@ class _Provenance(dict):
         return self
 
 
-def kept(analysis: Callable[[Timeline], pd.DataFrame]) -> Callable[[Timeline], pd.DataFrame]:
-    """An analysis that others build on: its table is kept as long as its timeline lives, and copies are given out."""
+def kept(analysis: Callable[[Timeline], _Tables]) -> Callable[[Timeline], _Tables]:
+    """An analysis that others build on: its tables are kept as long as its timeline lives, and copies are given out."""
     tables: WeakKeyDictionary = WeakKeyDictionary()
 
     @wraps(analysis)
-    def remembered(timeline: Timeline) -> pd.DataFrame:
+    def remembered(timeline: Timeline) -> _Tables:
         if not isinstance(timeline, Timeline):
             return analysis(timeline)
         if timeline not in tables:
             tables[timeline] = analysis(timeline)
-        return tables[timeline].copy()
+        result = tables[timeline]
+        return tuple(table.copy() for table in result) if isinstance(result, tuple) else result.copy()
 
     return remembered
 

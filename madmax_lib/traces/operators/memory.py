@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.timeline import Timeline, kept, with_origin
 from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.units import NS_PER_S
@@ -84,6 +84,7 @@ def allocations(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table[[*_POOL, *columns]].reset_index(drop=True), timeline)
 
 
+@kept
 def peak(timeline: Timeline) -> pd.DataFrame:
     """The most memory in use on each device: rank, device, peak_bytes, time_s, step, before_bytes, reserved_bytes,
     unused_bytes.
@@ -176,6 +177,7 @@ def read_memory_timeline(path: str | Path) -> pd.DataFrame:
     return table
 
 
+@kept
 def _events(timeline: Timeline) -> pd.DataFrame:
     """Allocator events by device and time, with what follows from their order.
 

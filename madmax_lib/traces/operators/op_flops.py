@@ -140,20 +140,23 @@ def operator_costs(table: pd.DataFrame) -> pd.DataFrame:
     return costs.iloc[call].set_index(table.index)
 
 
-def served_attention(table: pd.DataFrame, batch: list[str]) -> pd.DataFrame:
-    """flops and dtype of calls (name, shapes, types) that attend to a paged cache, on their index, NaN for others.
+def served_attention(table: pd.DataFrame, batches: Callable[[np.ndarray], list[str]]) -> pd.DataFrame:
+    """flops and dtype of calls (name, shapes, types) that attend to a paged cache, on their index; no other calls.
 
-    batch: name of the annotation around each call, which tells the pairs of queries and keys; shapes tell them not.
+    batches: gives the names of the annotations around the calls in some rows, which tell the pairs of queries and keys;
+    shapes tell them not.
     """
-    rows = {}
-    for row, name, around in zip(table.index, table["name"], batch, strict=True):
-        if not (_SERVES.search(name) and (told := _BATCH.search(around)) and table.at[row, "shapes"]):
+    serves = {name: bool(_SERVES.search(name)) for name in table["name"].unique()}
+    at, rows = np.flatnonzero(table["name"].map(serves).astype(bool)), {}
+    for place, around in zip(at, batches(at) if len(at) else [], strict=True):
+        call = table.iloc[place]
+        if not (told := _BATCH.search(around)) or not call["shapes"]:
             continue
         prefilled, first, decoded, second = map(int, told.groups())
-        call, dtype = _read(table.at[row, "shapes"], table.at[row, "types"])
-        tokens, heads, width = next((shape for shape in call.shapes if len(shape) == 3), (0, 0, 0))
+        inputs, dtype = _read(call["shapes"], call["types"])
+        tokens, heads, width = next((shape for shape in inputs.shapes if len(shape) == 3), (0, 0, 0))
         pairs = {prefilled: first, decoded: second, prefilled + decoded: first + second}.get(tokens, nan)
-        rows[row] = (4.0 * pairs * heads * width, dtype or "")
+        rows[table.index[place]] = (4.0 * pairs * heads * width, dtype or "")
     return pd.DataFrame.from_dict(rows, orient="index", columns=["flops", "dtype"])
 
 

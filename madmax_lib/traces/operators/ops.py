@@ -7,12 +7,13 @@ innermost operator that has them and, on a rank with a device, launched work: ca
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib.intervals import pack, union
-from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.timeline import BUSY_KINDS, Timeline, kept, with_origin
 from madmax_lib.traces.operators.op_flops import operator_costs, served_attention
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.waits.launch import device_work
@@ -36,10 +37,11 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
     simulation, has its device spans as rows.
     """
     keys = ["rank", "name", "shapes", "dtype"] if by_shape else ["rank", "name"]
-    calls, work = operator_calls(timeline, by_shape=by_shape)
+    calls, work = operator_calls(timeline)
     parts = [part for part in (calls, _without_operator(timeline.spans, calls, work)) if len(part)]
     calls = pd.concat(parts, ignore_index=True) if parts else calls
-    once = ~calls["again"].to_numpy(dtype=bool)  # a call inside of one of the same name is in its time already
+    again = calls["shape_again" if by_shape else "again"].to_numpy(dtype=bool)
+    once = ~again  # a call inside of one of the same name is in its time already
     sums = pd.DataFrame(
         {
             **{key: calls[key].astype(str) if key == "shapes" else calls[key] for key in keys},
@@ -147,11 +149,12 @@ def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.Da
     return with_origin(table, timeline)
 
 
-def operator_calls(timeline: Timeline, *, by_shape: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
+@kept
+def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     """One row per call of an operator, and `device_work` with the call that each is launched in (position, -1 without).
 
-    Times in ns; flops and moved_bytes only where they count. counted: its own, or those of a call around it. again:
-    the call is inside of one of the same name, or by_shape of the same name and shapes.
+    Times in ns; flops and moved_bytes only where they count. counted: its own, or those of a call around it. again,
+    shape_again: the call is inside of one of the same name, of the same name and shapes.
     """
     spans, table = timeline.spans, timeline.side_tables["operators"]
     host = (spans["stream"] < 0).to_numpy() & ~spans["kind"].isin(("annotation", "comm")).to_numpy()
@@ -186,10 +189,10 @@ def operator_calls(timeline: Timeline, *, by_shape: bool = False) -> tuple[pd.Da
             "kernels": nest.inclusive(nest.sums(place, np.ones(len(work), dtype=np.int64))),
         }
     )
-    label = calls["name"] + calls["shapes"] if by_shape else calls["name"]
-    calls["again"] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
+    for column, label in (("again", calls["name"]), ("shape_again", calls["name"] + calls["shapes"])):
+        calls[column] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
     costs = operator_costs(table.assign(name=calls["name"]))
-    costs.update(served_attention(table.assign(name=calls["name"]), _batches(spans, calls)))
+    costs.update(served_attention(table.assign(name=calls["name"]), partial(_batches, spans, calls)))
     costs.loc[on_device & (calls["kernels"] == 0), ["flops", "moved_bytes"]] = np.nan
     tf32 = nest.inclusive(nest.sums(place, spans["name"].str.contains(_TF32).to_numpy()[work["row"]])) > 0
     calls["dtype"] = costs["dtype"].mask(tf32 & (costs["dtype"] == "fp32").to_numpy(), "tf32")
@@ -199,8 +202,9 @@ def operator_calls(timeline: Timeline, *, by_shape: bool = False) -> tuple[pd.Da
     return calls, work.assign(call=place)
 
 
-def _batches(spans: pd.DataFrame, calls: pd.DataFrame) -> list[str]:
-    """Name of the annotation of a server's batch around each call (n,), "" without."""
+def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray) -> list[str]:
+    """Name of the annotation of a server's batch around the calls in some rows (n,), "" without."""
+    calls = calls.iloc[rows]
     batches = spans[(spans["kind"] == "annotation") & (spans["stream"] < 0) & spans["name"].str.startswith("execute_")]
     at = Nest(batches.assign(stream=-1), np.arange(len(batches)))
     place = at.at(thread_of(calls.assign(stream=-1)), calls["start_ns"].to_numpy())
@@ -228,7 +232,7 @@ def _without_operator(spans: pd.DataFrame, calls: pd.DataFrame, work: pd.DataFra
     work["name"] = work["name"].where(~recorded, OUTSIDE)
     rows = work.groupby(["rank", "name"])["dur_ns"].agg(device_ns="sum", calls="size").reset_index()
     rows = rows.assign(self_device_ns=rows["device_ns"], host_ns=0, self_host_ns=0, kernels=rows["calls"])
-    return rows.assign(shapes="", dtype="", flops=np.nan, moved_bytes=np.nan, again=False)
+    return rows.assign(shapes="", dtype="", flops=np.nan, moved_bytes=np.nan, again=False, shape_again=False)
 
 
 def _module_of(nest: Nest, calls: pd.DataFrame, thread: np.ndarray, start_ns: np.ndarray, spans: pd.DataFrame) -> tuple:

@@ -20,7 +20,7 @@ from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.chrome import decode_pieces
 from madmax_lib.traces.read.event_columns import Codes, complete, with_exact_times
 from madmax_lib.traces.read.events import Args, Event, RawTrace
-from madmax_lib.traces.read.values import integers, nanoseconds
+from madmax_lib.traces.read.values import FAR_US, integers, nanoseconds
 
 __all__ = ["read_side_tables", "side_tables_of"]
 
@@ -124,37 +124,34 @@ def _batches(pieces: Iterator[list]) -> Iterator[list]:
     yield events
 
 
-class _Forms(dict):
-    """Categories in lower case."""
-
-    def __missing__(self, category: str) -> str:
-        form = self[category] = category.strip().lower()
-        return form
-
-
 def _chosen(rows: list[_FullEvent]) -> dict[str, list[int]]:
     """Which of the rows belong to each table."""
-    chosen: dict[str, list[int]] = {name: [] for name in _COLUMNS}
-    forms = _Forms()
-    for i, e in enumerate(rows):
-        category, args = forms[e.cat] if isinstance(e.cat, str) else None, e.args
-        if category in _OPERATORS or (args is not None and args.shapes and bytes(args.shapes) not in _NULL):
-            chosen["operators"].append(i)
-        elif category == "cuda_sync":
-            chosen["syncs"].append(i)
-        if args is not None:
-            if args.collective is not None:
-                chosen["calls"].append(i)
-            if args.graph is not None and args.graph != 0:  # 0: not in a graph
-                chosen["graphs"].append(i)
-    return chosen
+    forms = {e.cat: e.cat.strip().lower() for e in rows if isinstance(e.cat, str)}
+    operators = {category for category, form in forms.items() if form in _OPERATORS}
+    syncs = {category for category, form in forms.items() if form == "cuda_sync"}
+    told = [(i, e.args) for i, e in enumerate(rows) if e.args is not None]
+    shaped = {i for i, args in told if args.shapes and bytes(args.shapes) not in _NULL}
+    named = [(i, e.cat) for i, e in enumerate(rows) if isinstance(e.cat, str)]
+    return {
+        "operators": sorted(shaped.union(i for i, category in named if category in operators)),
+        "syncs": [i for i, category in named if category in syncs and i not in shaped] if syncs else [],
+        "calls": [i for i, args in told if args.collective is not None],
+        "graphs": [i for i, args in told if args.graph is not None and args.graph != 0],  # 0: not in a graph
+    }
 
 
 def _with_times(events: list[_FullEvent], exact: bool) -> list[_FullEvent]:
     """Events whose times are numbers."""
     durations = [0 if e.dur is None else e.dur for e in events]
-    sound = nanoseconds([e.ts for e in events], exact)[1] & nanoseconds(durations, exact)[1]
+    times = [e.ts for e in events]
+    if {*map(type, times), *map(type, durations)} <= {int, float} and _near(times) and _near(durations):
+        return events
+    sound = nanoseconds(times, exact)[1] & nanoseconds(durations, exact)[1]
     return events if sound.all() else [e for e, good in zip(events, sound, strict=True) if good]
+
+
+def _near(us: list) -> bool:
+    return not us or (min(us) > -FAR_US and max(us) < FAR_US)
 
 
 def _calls(rows: list[_FullEvent]) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import numpy as np
 
 from madmax_lib.traces.read.events import EXACT, FAR_NS
 
-__all__ = ["NeedsDecimal", "dtype_bytes", "floats", "integer", "integers", "nanoseconds", "recorded_dtype"]
+__all__ = ["FAR_US", "NeedsDecimal", "dtype_bytes", "floats", "integer", "integers", "nanoseconds", "recorded_dtype"]
 
 _FLOAT_IS_EXACT_US = 2.0**43  # below, the spacing of float64 is under 1 ns, so three decimals can be recovered
-_FAR_US = FAR_NS // 1000
+FAR_US = FAR_NS // 1000
 _BYTES = {"float": 4, "int": 4, "double": 8, "long": 8, "half": 2, "bfloat16": 2, "short": 2, "byte": 1, "char": 1,
           "bool": 1, "complexfloat": 8, "complexdouble": 16}  # fmt: skip
 _AS_COLLECTIVES = {
@@ -48,7 +48,7 @@ def nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
     with contextlib.suppress(OverflowError):  # an integer of many digits
         if types <= {int}:
             values = np.fromiter(us, dtype=np.int64, count=len(us))
-            if -_FAR_US < values.min(initial=0) <= values.max(initial=0) < _FAR_US:
+            if -FAR_US < values.min(initial=0) <= values.max(initial=0) < FAR_US:
                 return values * 1000, np.ones(len(us), dtype=bool)
         elif types <= {int, float} and not exact:
             values = np.fromiter(us, dtype=np.float64, count=len(us))
