@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["Case"]
 
 _NUMBERS = {  # field: (least, what it is)
-    "jitter": (0, "at least 0, the mean delay of a rank over the time it computes, or 'measured'"),
-    "imbalance": (1, "at least 1, the busiest device over the mean, or 'measured'"),
+    "jitter": (0, "0 to 1,000, the mean delay of a rank over the time it computes, or 'measured'"),
+    "imbalance": (1, "1 to 1,000, the busiest device over the mean, or 'measured'"),
 }
 
 
@@ -33,7 +33,7 @@ class Case:
     cluster: where, or the name of one in the catalog or of a `machine.json`; None where only memory is asked for.
     plan: how the model is split, a `Plan` or the columns of many.
     global_batch: samples per step over all devices (default None: as many as the pipeline wants).
-    sequence: tokens per sample (default 0, or None: the model's own).
+    sequence: tokens per sample (default None: the model's own).
     dtype: of the matrix products, a name of `hardware.DTYPES`, or torch's (default bf16).
     software: that trains, a `Software` or the name of one in the catalog (default None: `none`, which is false; on CPUs
         this project's own trainer, `workbench`).
@@ -47,7 +47,7 @@ class Case:
     cluster: Cluster | str | None
     plan: Plans
     global_batch: int | None = None
-    sequence: int = 0
+    sequence: int | None = None
     dtype: str = "bf16"
     software: Software | str | None = None
     imbalance: float | str = 1.0
@@ -58,7 +58,7 @@ class Case:
             if isinstance(value := getattr(self, name), str) and value == "measured":
                 object.__setattr__(self, name, float(catalog.table("spreads").set_index("quantity")["value"][name]))
         for name, (least, what) in _NUMBERS.items():
-            if not is_number(value := getattr(self, name), least):
+            if not is_number(value := getattr(self, name), least) or value > 1000:
                 raise ValueError(f"{name}={shown(value)} must be {what}")
         put = partial(object.__setattr__, self)
         put("model", catalog.model(self.model))
@@ -66,8 +66,8 @@ class Case:
             put("cluster", catalog.cluster(self.cluster))
         if self.global_batch is not None and not isinstance(self.global_batch, np.ndarray):
             put("global_batch", whole("global_batch", self.global_batch, 1))
-        sequence = 0 if self.sequence is None else whole("sequence", self.sequence)
-        put("sequence", sequence or getattr(self.model, "sequence", 0))
+        own = getattr(self.model, "sequence", 0)
+        put("sequence", own if self.sequence is None else whole("sequence", self.sequence, 1 if own else 0))
         put("dtype", dtype_named(self.dtype))
         on_cpu = self.software is None and self.cluster is not None and self.cluster.device.family == "cpu"
         put("software", catalog.software("workbench" if on_cpu else self.software))

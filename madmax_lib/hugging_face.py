@@ -80,7 +80,8 @@ def _value(path: Path, config: dict, key: str, default: str) -> str:
     value = given[0] if given else default
     if isinstance(value, dict) and "id2label" in key:
         return str(len(value))
-    if isinstance(value, (dict, list)) or (isinstance(value, (int, float)) and not 0 <= value < 2**62):
+    zero = not default and value == 0 and not isinstance(value, bool)  # of what every such model has
+    if isinstance(value, (dict, list)) or zero or (isinstance(value, (int, float)) and not 0 <= value < 2**62):
         raise ValueError(f"{path}: {key}={shown(value)} is no size")
     return str(int(value) if isinstance(value, bool) else value)
 

@@ -170,10 +170,12 @@ class Plan(Plans):
         """Samples per device of the last micro-batch."""
         return global_batch // self.dp - (self.micro_batches(global_batch) - 1) * self.micro_batch
 
-    def check(self, model: Model, cluster: Cluster | None, global_batch: int | None = None, sequence: int = 0) -> None:
+    def check(
+        self, model: Model, cluster: Cluster | None, global_batch: int | None = None, sequence: int | None = None
+    ) -> None:
         """Raises ValueError, in the field's words, if the plan cannot be laid over model, cluster and batch.
 
-        cluster, global_batch: not judged if None. sequence: the model's own if 0. The rules are those of `plan_rules`.
+        cluster, global_batch: not judged if None; sequence: the model's own if None. Rules: those of `plan_rules`.
         """
         case = Case(model, cluster, self, global_batch, sequence)
         enforce(rules_of(case), self, case)

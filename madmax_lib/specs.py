@@ -59,6 +59,10 @@ class Transformer:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{self.name}: {name}={getattr(self, name)!r} is not one of {', '.join(known)}")
+
+        parts = [name for name in ("q_lora_rank", "rope_head_dim") if getattr(self, name) and not self.kv_lora_rank]
+        if parts:
+            raise ValueError(f"{self.name}: {parts[0]}={getattr(self, parts[0])} belongs to a kv_lora_rank above zero")
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(f"{self.name}: hidden={self.hidden} is not a multiple of heads={self.heads}")
         defaults = {"kv_heads": self.heads, "head_dim": self.hidden // self.heads, "expert_ffn": self.ffn}

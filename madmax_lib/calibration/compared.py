@@ -32,7 +32,7 @@ def case_of(spec: RunSpec, machine: Machine) -> Case:
     plan = replace(plan, context="ulysses") if plan.cp > 1 else plan
     node = min(world // spec.hosts, machine.cluster.devices_per_node) or 1
     cluster = replace(machine.cluster, devices_per_node=node, nodes=world // node)
-    return Case(spec.shapes, cluster, plan, spec.global_batch, spec.sequence, machine.dtype, "workbench")
+    return Case(spec.shapes, cluster, plan, spec.global_batch, spec.sequence or None, machine.dtype, "workbench")
 
 
 def predicted(machine: Machine, spec: RunSpec) -> dict[str, object]:

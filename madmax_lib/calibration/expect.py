@@ -2,7 +2,8 @@
 
 log(measured / predicted) follows Student's t with the 90 % interval of `step.uncertainty`, whose width sources left out
 have set. Outside of it a run is slow or suspiciously fast, faster than its matrix products take at the data sheet's
-rate always; inside it is fine, unless the interval reaches farther than a factor of 1.5 from the prediction.
+rate always; inside it is fine, unless the interval reaches farther than a factor of 1.5 from the prediction to either
+side, so that its ends are more than a factor of 2.25 apart: then nobody can tell.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = ["VERDICTS", "Expectation", "expect", "verdicts"]
 
 VERDICTS = ("fine", "slow", "suspiciously fast", "cannot tell")
 _WIDE = 1.5  # factor from the prediction to an end of the interval, beyond which a run inside is not called fine
+_ABSURD = 1e6  # times the prediction, or a share of it: no measurement
 _FREEDOM = 4.0  # of Student's t, as the components are fitted with
 _INSIDE = 0.9
 
@@ -117,7 +119,8 @@ def expect(
     step, all micro-batches), tokens_per_s (of all devices together), tokens_per_s_per_device and tflops (1e12 model
     FLOP/s per device, as frameworks print them: 6 per parameter and token, and attention); or a timeline, which tells
     the step if none of them does, and in any case which part is off.
-    Raises ValueError for a plan that cannot be laid out, for no or two measurements, and for a recommendation model.
+    Raises ValueError for a plan that cannot be laid out, for no or two measurements, for one a million times off, and
+    for a recommendation model.
 
     >>> run = expect("llama3-8b", "dgx-h100", "dp8.z3", global_batch=16, software="torchtitan", tokens_per_s=25_000)
     >>> run.verdict, round(run.percentile)
@@ -131,9 +134,15 @@ def expect(
         raise ValueError(f"{case.model.name}: recommendation models have no closed form; use simulate")
     enforce(rules_of(case), case.plan, case)
     given = {"step_s": step_s, "tokens_per_s": tokens_per_s, "tokens_per_s_per_device": tokens_per_s_per_device}
-    named, measured_s = _measured_s(case, given | {"tflops": tflops}, timeline)
+    given["tflops"] = tflops
+    named, measured_s = _measured_s(case, given, timeline)
     outlook = Outlook.of(case, argument("parameters", parameters, Parameters, shipped))
     predicted_s, high_s = outlook.predicted_s, outlook.predicted_s * outlook.factor
+    if not 1 / _ABSURD < measured_s / predicted_s < _ABSURD:
+        said = f"{named}={given[named]:.4g}" if named in given else named
+        raise ValueError(
+            f"{said}: {measured_s:.3g} s a step where {predicted_s:.3g} s are expected; is its unit right?"
+        )
     floor_s = Outlook.of(case, Parameters()).row["gemm_s"]
     verdict = str(verdicts(measured_s, predicted_s, high_s, floor_s))
     return Expectation(
@@ -183,7 +192,7 @@ def _reason(verdict: str, measured_s: float, outlook: Outlook, floor_s: float) -
     if measured_s < floor_s:
         text += f"; its matrix products alone take {floor_s:.4g} s at the data sheet's rate"
     elif verdict == "cannot tell":
-        text += f", which is inside, but known to no better than a factor of {factor:.2f}"
+        text += f", which is inside, but known to no better than a factor of {factor:.2f} either way"
     if not outlook.row["fits"] and outlook.case.plan.offload is None:
         room_gb, held_gb = outlook.case.cluster.device.memory_bytes / 1e9, outlook.row["memory_bytes"] / 1e9
         text += f"; the plan should not fit: {held_gb:.0f} GB of {room_gb:.0f} GB"

@@ -197,7 +197,7 @@ def _changes(case: Case) -> Iterator[tuple[str, str, Case]]:
 
 
 def neighbours(outlook: Outlook) -> pd.DataFrame:
-    """Plans one change away that fit and are faster, or fit where the run's does not: change, plan, step_s, gain."""
+    """Plans one change away that fit and are faster: change, plan, step_s and gain, best first."""
     case, rows = outlook.case, []
     for change in _steps_away(case.plan):
         try:
@@ -209,8 +209,7 @@ def neighbours(outlook: Outlook) -> pd.DataFrame:
     table = table.assign(
         plan=table["plan"].map(str), step_s=times["step_s"], gain=outlook.predicted_s / times["step_s"]
     )
-    better = (table["gain"] >= _LEAST_GAIN) | (not outlook.row["fits"] and case.plan.offload is None)
-    table = table[times["fits"] & better & times["step_s"].notna()].drop_duplicates("plan")
+    table = table[times["fits"] & (table["gain"] >= _LEAST_GAIN)].drop_duplicates("plan")
     return table.sort_values("gain", ascending=False, ignore_index=True).head(_MOST)
 
 

@@ -55,7 +55,8 @@ def write(
         model = catalog.model(model)
         if not isinstance(model, Transformer):
             raise ValueError(f"{model.name}: recommendation models have no configuration")
-        sequence, layers = sequence or model.sequence, layers or model.layers
+        sequence = model.sequence if sequence is None else sequence
+        layers = model.layers if layers is None else layers
     run = StatedRun(global_batch, sequence, dtype, layers, whole("devices_per_node", devices_per_node, 1), model)
     run.passes(plan)
     text = WRITERS[name](plan, run)

@@ -94,7 +94,8 @@ def campaign(
         raise ValueError(f"{model.name}: recommendation models have no search")
     if (days is None) == (devices is None):
         raise ValueError("either days or devices says what is asked for")
-    options = {"sequence": sequence or model.sequence, "dtype": dtype, "software": software, "parameters": parameters}
+    sequence = model.sequence if sequence is None else whole("sequence", sequence, 1)
+    options = {"sequence": sequence, "dtype": dtype, "software": software, "parameters": parameters}
     job = _Job(model, cluster, number("tokens", tokens, positive=True), global_batch, options)
     costs = {"usd_per_hour": usd_per_hour, "model": model, "goodput": goodput}
     if devices is not None:

@@ -68,7 +68,9 @@ def tune(
     trials, case = whole("trials", trials, 1), {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
     case |= {"software": software, "parameters": parameters}
     if isinstance(launch, RunSpec):
-        launch = _Run(launch, Path(argument("directory", directory, str | Path)))
+        if not str(argument("directory", directory, str | Path)):
+            raise ValueError("directory='' names no folder for the runs")
+        launch = _Run(launch, Path(directory))
         plans = launch.plans(model, cluster, case) if plans is None else plans
     elif not callable(launch):
         raise ValueError(f"launch={shown(launch)} must be a callable of a Plan, or a RunSpec")

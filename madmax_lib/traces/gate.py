@@ -42,10 +42,10 @@ class GateResult:
     """Verdict of `gate`.
 
     passed: whether no quantity is slower. Quantities of which nobody can tell do not fail it.
-    table: quantity (step_s, exposed_comm_s, peak_bytes, or an operation), kind, a, b (s per step and rank, bytes),
-        ratio (b / a), low, high (its 90 % interval), p (that it did not grow, adjusted for all quantities), detectable
-        (growth that is found in 80 % of cases, 0.03 is 3 %), verdict: slower; cannot tell; minor, slower by less than a
-        third of the threshold of a whole step; fine.
+    table: quantity (step_s, exposed_comm_s, peak_bytes, or an operation), kind, unit (of a and b: s per step and rank,
+        or bytes), a, b, ratio (b / a), low, high (its 90 % interval), p (that it did not grow, adjusted for all
+        quantities), detectable (growth that is found in 80 % of cases, 0.03 is 3 %), verdict: slower; cannot tell;
+        minor, slower by less than a third of the threshold of a whole step; fine.
     explanation: up to three operations that grew most: operation, kind, rank (-1: all alike), a_s, b_s, difference_s
         (per step), ratio. Of a collective the rank that waits least counts.
     threshold: as given.
@@ -178,6 +178,7 @@ def _tested(sides: list[list[_Recording]], threshold: float) -> pd.DataFrame:
         known = {"ratio": ratio, "low": ratio, "high": ratio, "p": float(ratio <= 1), "detectable": 0.0}
         table.loc[len(table)] = {"quantity": "peak_bytes", "kind": "memory", "a": memory[0], "b": memory[1], **known}
     exact = table["kind"] == "memory"
+    table.insert(2, "unit", np.where(exact, "bytes", "s"))
     small, sure = table["high"] < 1 + threshold * np.where(exact, 1.0, _BOUND), table["p"] < _LEVEL
     minor = (table["b"] - table["a"] < _MINOR * threshold * table["a"].iloc[0]) & ~exact
     table["verdict"] = np.select([small, sure & minor, sure], ["fine", "minor", "slower"], "cannot tell")

@@ -128,7 +128,8 @@ def _gate(a: list[Timeline], b: list[Timeline], threshold: float) -> Answer:
         "gate": threshold,
         "slower": list(table["quantity"][table["verdict"] == "slower"]),
     }
-    about |= {"explanation": result.explanation[columns].to_dict("records"), "cannot_tell_below": dict(unclear)}
+    explanation = result.explanation[columns].astype({"rank": object}).replace({"rank": {-1: "all"}})
+    about |= {"explanation": explanation.to_dict("records"), "cannot_tell_below": dict(unclear)}
     return Answer(table, about, passed=result.passed)
 
 

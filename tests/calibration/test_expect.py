@@ -146,6 +146,8 @@ def test_tries_are_estimates_of_plans_that_fit():
     how = {"global_batch": 64, "software": "megatron-core"}
     result = expect("llama3-8b", "dgx-h100", "dp1.tp8.full", **how, step_s=20.0)
     assert len(result.tries) > 3 and (result.tries["gain"] > 1).all()
+    full = expect("llama3-8b", "dgx-h100", "dp8", **how, step_s=20.0)  # which does not fit: what fits is slower
+    assert "should not fit" in full.reason and (full.tries["gain"] > 1).all()
     for one in result.tries.itertuples():
         row = mm.estimate("llama3-8b", "dgx-h100", one.plan, **how).iloc[0]
         assert row["fits"] and row["step_s"] == pytest.approx(one.step_s)
@@ -170,6 +172,8 @@ def test_the_nearest_published_run_of_a_published_run_is_itself():
         ({}, "one of step_s, tokens_per_s, tokens_per_s_per_device, tflops or a timeline .*got none"),
         ({"step_s": 1.0, "tflops": 400.0}, "got step_s and tflops"),
         ({"step_s": 0.0}, "step_s=0.0 must be positive"),
+        ({"step_s": 1e300}, r"step_s=1e\+300: .* s are expected; is its unit right"),
+        ({"tflops": 1e300}, r"tflops=1e\+300: 0 s a step where"),
         ({"tokens_per_s": "many"}, "tokens_per_s='many' must be a number"),
         ({"step_s": 1.0, "plan": "dp3"}, "dp"),
         ({"step_s": 1.0, "model": "dlrm-a"}, "recommendation"),

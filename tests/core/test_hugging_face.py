@@ -66,6 +66,15 @@ def test_parameters_are_those_published(tmp_path, name):
     assert estimate(model, catalog.cluster("dgx-h100", 4), "dp32.z3", global_batch=32)["step_s"].iloc[0] > 0
 
 
+@pytest.mark.parametrize("key", ["vocab_size", "intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"])
+def test_a_size_of_zero_is_none(tmp_path, key):
+    kind, shape, more, _ = PUBLISHED["DeepSeek-V3"]
+    path = write(tmp_path, kind, shape, more)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: 0}))
+    with pytest.raises(ValueError, match=f"{key}=0 is no size"):
+        catalog.model(path)
+
+
 def test_layers_of_a_window_in_turn_with_all_tokens(tmp_path):
     kind, shape, more, _ = PUBLISHED["gemma-3-1b"]
     sliding, full = "sliding_attention", "full_attention"

@@ -49,11 +49,11 @@ def table(**columns):
 # of every call that takes a step
 ARGUMENTS = [
     ("global_batch", [None, 0, -8, 64.5, NAN, INF, "64", [64], True, {}], "^global_batch="),
-    ("sequence", ["8k", -1, 1.5, [1024], NAN, INF, {}, True], "^sequence="),
+    ("sequence", ["8k", 0, -1, 1.5, [1024], NAN, INF, {}, True], "^sequence="),
     ("dtype", [16, None, "bf17", ["bf16"], float], r"^dtype=.* is not one of fp64, fp32"),
     ("dtype", ["nvfp4", "fp8", "int4"], "^(a100-80 does not compute in|dtype='int4' is not)"),
     ("software", [3, ["nemo"], {}, "nosuch"], "software.*(must be a Software or the name|'nosuch'; nearest)"),
-    ("imbalance", ["x", None, [1], 0.5, NAN, INF], "^imbalance=.*at least 1"),
+    ("imbalance", ["x", None, [1], 0.5, 1e30, NAN, INF], "^imbalance=.* must be 1 to 1,000"),
     ("policy", [3, {}, "x"], "^policy=.* must be a Policy"),
 ]
 NAMES = [
@@ -96,7 +96,7 @@ CALLS = {
         lambda: searched(parameters={}),
         lambda: variants(MODEL, CLUSTER, ["dp8"], parameters={}, **BATCH),
     ],
-    "^jitter=.* must be at least 0": [lambda value=value: timed(jitter=value) for value in ("x", None, [1], -1, INF)],
+    "^jitter=.* must be 0 to 1,000": [lambda value=value: timed(jitter=value) for value in ("x", None, [1], -1, 1e30)],
     "^collectives=.* must be a DataFrame": [
         lambda value=value: mm.simulate(MODEL, CLUSTER, PLAN, collectives=value, **BATCH) for value in ([], "x", {}, 3)
     ],

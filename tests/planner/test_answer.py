@@ -138,7 +138,7 @@ def test_a_hint_where_batch_or_devices_are_the_problem(found):
 
 def test_what_is_shown(found):
     lines = repr(found).splitlines()
-    assert len(lines) == 5 and str(found.best) in lines[1] and f"{found.evaluated:,}" in lines[0]
+    assert len(lines) == 6 and str(found.best) in lines[1] and f"{found.evaluated:,}" in lines[0]
     page = found._repr_html_()
     assert page.count("<tr") == 11 and all(plan in page for plan in found.different["plan"])
     empty = mm.search(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import madmax_lib as mm
+from madmax_lib.__main__ import main
 from madmax_lib.planner import Goodput, campaign, practice, published_totals
 
 LLAMA = 405.85e9
@@ -85,12 +86,28 @@ def test_the_fewest_devices_in_time():
         ({"days": 1e-3, "global_batch": 8}, "no number of devices up to .* is in time"),
         ({"goodput": 0.9}, "goodput=0.9"),
         ({"software": "megatrom"}, "unknown software"),
+        ({"sequence": 0}, "sequence=0 must be a whole number above zero"),
     ],
 )
 def test_bad_questions_are_one_line(change, message):
     asked = {"model": "gpt2", "tokens": 1e10, "cluster": "dgx-a100", "days": 1.0} | change
     with pytest.raises(ValueError, match=message):
         campaign(**asked)
+
+
+def test_no_price_is_said_and_money_follows_one_that_is_given(capsys):
+    asked = {"model": "gpt2", "tokens": 1e10, "cluster": "dgx-h200", "devices": 8}
+    free, paid = campaign(**asked), campaign(**asked, usd_per_hour=3.5)
+    assert math.isnan(free.best["usd"]) and "USD unknown" in repr(free) and "no price of h200" in free.notes["price"]
+    assert paid.best["usd"] == pytest.approx(3.5 * paid.best["device_hours"]) and "as given" in paid.notes["price"]
+    assert free.best["mwh"] > 0 and free.best["plan"] == paid.best["plan"]
+    command = "plan --model gpt2 --tokens 0.01T --cluster dgx-h200 --gpus 8".split()
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "usd: unknown" in text and "usd_low" not in text and f"goodput_is: {free.notes['goodput']}" in text
+    with pytest.raises(SystemExit):
+        main([*command[:4], "1.4Q", *command[5:]])
+    assert "'1.4Q' is no number such as 15e12, 15T or 300B" in capsys.readouterr().err
 
 
 def test_bad_goodputs_are_refused():

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import combinations, product
 
 import numpy as np
@@ -316,6 +317,9 @@ LACKING = r"no feasible plan: at least \d+ bytes \(\d+ MB\) are missing on a V10
     [
         ({"profiles": None}, "give either profiles or model"),
         ({"cluster": None}, "give either hostfile and clusterfile, or cluster"),
+        ({"hostfile": "hosts"}, "give either hostfile and clusterfile, or cluster"),
+        ({"warp": 1}, "no input warp"),
+        ({"dtype": "bf16"}, "dtype: not an input of profiles"),
         ({"layers": 7}, "layers=7, but there are prices for 6 layers"),
         ({"global_batch": 0}, "global_batch=0 must be a whole number above zero"),
         ({"memory_factor": -1}, "memory_factor=-1 must not be negative"),
@@ -349,6 +353,9 @@ PLAN["layer_partition"] = (0, 3, 6)
         ({"device_groups": (4, 8), "strategies": ((4, 1), (8, 1))}, "device_groups hold 12 GPUs, the cluster has 8"),
         ({"batches": 3}, "batches=3 does not divide global_batch=8"),
         ({"batches": 4}, "dp=4 exceeds the 2 samples"),
+        ({"batches": 1.5}, "batches=1.5 must be a whole number"),
+        ({"layer_partition": (0, 4, 9)}, "does not go up to the 6 layers"),
+        ({"layer_partition": (0, 5, 3)}, "does not go up to the 6 layers"),
         ({"strategies": None}, "not a plan"),
         ({"batches": ...}, "the plan has no batches"),
     ],
@@ -356,6 +363,16 @@ PLAN["layer_partition"] = (0, 3, 6)
 def test_bad_plans(change, message):
     with pytest.raises(ValueError, match=message):
         hetero.cost({name: value for name, value in (PLAN | change).items() if value is not ...}, **TINY)
+
+
+def test_a_problem_or_its_inputs_and_a_plan_in_a_few_lines():
+    given = hetero.problem(**TINY)
+    for call in (hetero.plan, partial(hetero.cost, PLAN)):
+        with pytest.raises(ValueError, match="global_batch stands in the problem that is given"):
+            call(given=given, global_batch=4)
+    lines = repr(planned := hetero.Planned.of(PLAN, given)).splitlines()
+    assert len(lines) == 3 and lines[0].startswith(f"{planned.cost_ms:,.4g} ms for 8 samples")
+    assert "4 x V100, dp 4 tp 1, layers 0 to 2" in lines[1] and planned._repr_html_().count("<tr") == 3
 
 
 def test_cuts_of_a_plan_are_repaired_where_it_is_read_and_checked_where_it_is_given():

@@ -144,6 +144,7 @@ def test_profiles_take_the_place_of_the_simulators_prices(tmp_path):
         ({"hetero_groups": "V100x2,T44x2,V100x2,V100x2"}, r"row 1: unknown device 'T44'; nearest: t4"),
         ({"layer_partition": "[0, 2, 4, 6, 9]"}, r"row 1: layer_partition \[0, 2, 4, 6, 9\] does not tile 8 layers"),
         ({"layer_partition": "[0, 4, 2, 6, 8]"}, r"layer_partition \[0, 4, 2, 6, 8\] does not tile 8 layers"),
+        ({"n_gpus": 99}, "n_gpus=99, but hetero_groups hold"),
         ({"layer_partition": "[0, 4, 8]"}, r"layer_partition \[0, 4, 8\] has 3 entries, not pp \+ 1 = 5"),
         ({"hetero_groups": "V100x2,T4x2"}, "hetero_network_gbit has 4 entries for 2 hetero_groups"),
         ({"hetero_groups": "V100x4,T4x2,V100x2,V100x2"}, "dp x tp x pp = 2 x 1 x 4 are 8 GPUs, .* 10"),

@@ -161,8 +161,24 @@ def test_what_is_no_export_is_refused_in_a_line(export, tmp_path):
         "run.nsys-rep": "nsys export --type sqlite",
     }
     cases[export("cpu.sqlite", CUPTI_ACTIVITY_KIND_RUNTIME=calls).name] = "no work of a GPU"
+    kernels = [(2**62, 2**62 + 5, 0, 7, 1, _PROCESS[0], 1)]
+    cases[export("late.sqlite", CUPTI_ACTIVITY_KIND_KERNEL=kernels).name] = "beyond the year 2116"
+    kernels = [(100 * at, 100 * at + 50, 0, 7, at, _PROCESS[0], 1) for at in range(2000)]
+    hurt = export("hurt.sqlite", CUPTI_ACTIVITY_KIND_KERNEL=kernels)
+    hurt.write_bytes(hurt.read_bytes()[:20_000] + bytes(range(256)) * 200)
+    cases[hurt.name] = "no SQLite export"
     for name, reason in cases.items():
-        with pytest.raises(ValueError, match=reason):
+        with pytest.raises(ValueError, match=f"{name}.*{reason}"):
             read_trace(tmp_path / name)
+
+
+def test_rows_without_a_time_are_left_out(export):
+    times = [(100, 200), (None, 300), (400, None), (500, 600)]
+    kernels = [(*both, 0, 7, at, _PROCESS[0], 1) for at, both in enumerate(times)]
+    assert read_trace(export(CUPTI_ACTIVITY_KIND_KERNEL=kernels)).spans["start_ns"].tolist() == [100, 500]
+
+
+def test_hta_reads_no_exports(export, tmp_path):
+    export("cpu.sqlite", CUPTI_ACTIVITY_KIND_KERNEL=[(1, 2, 0, 7, 1, _PROCESS[0], 1)])
     with pytest.raises(ValueError, match="HTA reads no exports"):
         read_trace(tmp_path / "cpu.sqlite", hta_compatible=True)

@@ -50,7 +50,7 @@ def simulated_prices(
         rows = [(tp, way, batch) for way in recompute for tp in degrees for batch in _powers(global_batch)]
         tp, way, batch = map(np.array, zip(*rows, strict=True))
         plans = Plans(tp=tp, recompute=way, micro_batch=batch)
-        case = Case(model, cluster, plans, 1, sequence or 0, cluster.device.nearest(dtype))
+        case = Case(model, cluster, plans, 1, sequence, cluster.device.nearest(dtype))
         pieces = pieces_of(Steps.of(case), parameters)
         seconds = passes_s(pieces)
         base_bytes, held, live = _memory_bytes(model, plans, sequence, dtype)
@@ -129,7 +129,7 @@ def _memory_bytes(model: Transformer, plans: Plans, sequence: int | None, dtype:
     Differences of stages of a pipeline with two replicas, with one micro-batch in flight.
     """
     in_pipeline = replace(plans, dp=2, pp=3)
-    case = Case(model, None, in_pipeline, 2 * plans.micro_batch, sequence or 0, dtype, software="megatron")
+    case = Case(model, None, in_pipeline, 2 * plans.micro_batch, sequence, dtype, software="megatron")
 
     def stage(number: int, layers: int) -> np.ndarray:
         parts = stage_bytes(case, number, layers)

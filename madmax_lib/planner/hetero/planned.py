@@ -18,7 +18,7 @@ from madmax_lib.atomic import write_text
 from madmax_lib.plan import Plan
 from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.prices import MB_BYTES
-from madmax_lib.planner.hetero.problem import HeteroProblem, problem
+from madmax_lib.planner.hetero.problem import HeteroProblem, given_or_made
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.simulator.schedule.engine import Program, to_timeline
 from madmax_lib.simulator.schedule.schedules import dependency, in_order, order
@@ -27,10 +27,11 @@ from madmax_lib.timeline import Meta, Timeline
 
 __all__ = ["Planned", "as_json", "cost", "save_plan", "timeline"]
 
+_STAGES = 8  # that are shown
 _FORWARD = 1 / 3  # of forward and backward together: the backward pass multiplies twice as much
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Planned:
     """A plan with its cost; nothing is proven of it by default.
 
@@ -52,6 +53,23 @@ class Planned:
     def of(cls, plan: HeteroPlan | Mapping, given: HeteroProblem) -> "Planned":
         """A plan of one's own, repaired as in `cost`, with its cost, terms and tables."""
         return cls(PlanCost(HeteroPlan.read(plan).repaired(given.prices.layers), given))
+
+    def __repr__(self) -> str:
+        samples, stages = self.problem.rules.global_batch, self.stages
+        proof = f", proven within {self.gap:.2g}" if self.bound_ms else ""
+        lines = [f"{self.cost_ms:,.4g} ms for {samples:,} samples in {self.plan.batches} micro-batches{proof}"]
+        lines[0] += "; interrupted, the best so far" if self.stopped else ""
+        for row in stages.itertuples():
+            ends = f"layers {row.first_layer} to {row.first_layer + row.layers - 1}"
+            lines.append(
+                f"stage {row.stage}: {row.gpus} x {row.types}, dp {row.dp} tp {row.tp}, {ends}, {row.stage_ms:.3g} ms"
+            )
+        more = [f"... and {len(stages) - _STAGES} stages more (.stages)"] if len(stages) > _STAGES else []
+        return "\n".join([*lines[: 1 + _STAGES], *more])
+
+    def _repr_html_(self) -> str:
+        headline = repr(self).splitlines()[0]
+        return f"<p>{headline}</p>{self.stages.to_html(index=False, border=0, float_format='{:.4g}'.format)}"
 
     @property
     def plan(self) -> HeteroPlan:
@@ -120,7 +138,7 @@ def cost(plan: HeteroPlan | Mapping, given: HeteroProblem | None = None, **input
     layers or has empty stages is repaired first (`HeteroPlan.repaired`). given: the problem; if None, inputs are those
     of `problem`. Raises ValueError for a plan that does not fit cluster or batch, and for a missing profile.
     """
-    return Planned.of(plan, given or problem(**inputs)).cost_ms
+    return Planned.of(plan, given_or_made(given, inputs)).cost_ms
 
 
 def as_json(planned: Planned) -> dict:

@@ -13,7 +13,9 @@ from madmax_lib.planner.hetero.prices import PriceList, prices_of
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
 from madmax_lib.specs import Cluster, Model
 
-__all__ = ["CostRules", "HeteroProblem", "problem"]
+__all__ = ["CostRules", "HeteroProblem", "given_or_made", "problem"]
+
+_OF_MODEL = ("dtype", "recompute", "parameters")  # inputs beside a model alone
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,13 @@ class HeteroProblem:
         return [(count, fleet) for count in counts for fleet in self.fleets]
 
 
+def given_or_made(given: HeteroProblem | None, inputs: dict) -> HeteroProblem:
+    """The problem, or that of inputs. Raises ValueError for both."""
+    if given is not None and inputs:
+        raise ValueError(f"{next(iter(inputs))} stands in the problem that is given; give one of them")
+    return problem(**inputs) if given is None else argument("given", given, HeteroProblem)
+
+
 def problem(
     *,
     profiles: Profiles | str | Path | None = None,
@@ -87,8 +96,14 @@ def problem(
     """
     if (profiles is None) == (model is None):
         raise ValueError("give either profiles or model")
-    if (cluster is None) == (hostfile is None or clusterfile is None):
+    files = [one is not None for one in (hostfile, clusterfile)]
+    if any(files) != all(files) or (cluster is None) != all(files):
         raise ValueError("give either hostfile and clusterfile, or cluster")
+    known = {*CostRules.__dataclass_fields__, *(_OF_MODEL if model is not None else ())}
+    if unknown := sorted(rules.keys() - known):
+        raise ValueError(
+            f"{unknown[0]}: not an input of profiles" if unknown[0] in _OF_MODEL else f"no input {unknown[0]}"
+        )
     global_batch = whole("global_batch", global_batch, 1)
     model = None if model is None else catalog.model(model)
     listed = [cluster] if isinstance(cluster, (Cluster, str)) else argument("cluster", cluster, Sequence | None) or []
@@ -103,7 +118,9 @@ def problem(
     if profiles is not None:
         prices = prices_of(profiles if isinstance(profiles, Profiles) else load_profiles(profiles))
     else:
-        options = {name: rules.pop(name) for name in ("dtype", "recompute", "parameters") if name in rules}
+        if rules.get("hidden", getattr(model, "hidden", None)) != getattr(model, "hidden", None):
+            raise ValueError(f"hidden={rules['hidden']} is not that of {model.name}, {model.hidden}")
+        options = {name: rules.pop(name) for name in _OF_MODEL if name in rules}
         sequence = rules.pop("sequence", None) or getattr(model, "sequence", None)
         types = {one.device.name: one for one in clusters} or clusters_of(nodes)
         prices = simulated_prices(model, types, global_batch=global_batch, sequence=sequence, **options)

@@ -20,7 +20,7 @@ from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.fleets import fleets
 from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.planner.hetero.prices import MB_BYTES
-from madmax_lib.planner.hetero.problem import HeteroProblem, problem
+from madmax_lib.planner.hetero.problem import HeteroProblem, given_or_made
 from madmax_lib.planner.hetero.stages import Grid
 from madmax_lib.planner.hetero.sweep import OPEN, Sweeper
 from madmax_lib.planner.hetero.thresholds import Search
@@ -47,7 +47,7 @@ def plan(
     all of a type and all. gap: share of the cost within which the answer is proven; 1e-9 is exact. A KeyboardInterrupt
     returns the best plan so far. Raises ValueError for bad input, and where no plan is feasible, with the reason.
     """
-    given = given or problem(**inputs)
+    given = given_or_made(given, inputs)
     if not 1e-12 <= number("gap", gap) < 1:
         raise ValueError(f"gap={gap} is not in 1e-12..1")
     started = time.process_time()

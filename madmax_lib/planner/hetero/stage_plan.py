@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
+
+from madmax_lib.fields import whole
 
 __all__ = ["HeteroPlan"]
 
@@ -53,10 +55,10 @@ class HeteroPlan:
         try:
             return cls(
                 node_sequence=tuple(map(str, plan["node_sequence"])),
-                device_groups=tuple(map(int, plan["device_groups"])),
-                strategies=tuple((int(dp), int(tp)) for dp, tp in plan["strategies"]),
-                batches=int(plan["batches"]),
-                layer_partition=tuple(map(int, plan["layer_partition"])),
+                device_groups=tuple(whole("device_groups", gpus, 1) for gpus in plan["device_groups"]),
+                strategies=tuple((whole("dp", dp, 1), whole("tp", tp, 1)) for dp, tp in plan["strategies"]),
+                batches=whole("batches", plan["batches"], 1),
+                layer_partition=tuple(whole("layer_partition", cut) for cut in plan["layer_partition"]),
                 recompute=tuple(map(str, plan.get("recompute", ()))),
             )
         except TypeError as error:
@@ -70,6 +72,9 @@ class HeteroPlan:
         stages = len(self.device_groups)
         if layers < stages:
             raise ValueError(f"{layers} layers are fewer than the {stages} stages of the plan")
+        cuts = self.layer_partition
+        if cuts[-1] > layers or any(end < start for start, end in pairwise(cuts)):
+            raise ValueError(f"layer_partition {list(cuts)} does not go up to the {layers} layers")
         inner = [max(cut, low) for cut, low in zip(self.layer_partition[1:-1], range(1, stages), strict=True)]
         inner = list(accumulate(inner, lambda before, cut: max(before + 1, cut)))
         inner = [min(cut, layers - stages + 1 + number) for number, cut in enumerate(inner)]

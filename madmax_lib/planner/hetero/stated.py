@@ -72,6 +72,8 @@ def _step_s(raw: dict, profiles: Profiles | None) -> float:
     if plan.world_size != fleet.size:
         said = f"dp x tp x pp = {plan.dp} x {plan.tp} x {plan.pp}"
         raise ValueError(f"{said} are {plan.world_size} GPUs, hetero_groups or n_gpus {fleet.size}")
+    if (devices := count_of(raw, "n_gpus", fleet.size)) != fleet.size:
+        raise ValueError(f"n_gpus={devices}, but hetero_groups hold {fleet.size}")
     prices = _prices(case, pieces, profiles)
     stated = HeteroPlan(
         node_sequence=fleet.order,

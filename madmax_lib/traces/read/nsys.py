@@ -28,6 +28,7 @@ __all__ = ["read_exports"]
 
 _BITS, _MASK = 24, 0xFFFFFF  # of a globalTid: the thread; above it the process with as many, and the host
 _NO_STREAM = 2**31  # and above: the whole context waits
+_LATEST = 2**62  # ns of a time
 _CHUNK = 1_000_000
 _GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _RANGES = "eventType IN (59, 60, 70)"  # pushed and popped, started and ended
@@ -62,12 +63,14 @@ def _read(path: Path, sha256: str, free: int, named: int | None, table: pd.DataF
                 raise ValueError(f"{path}: no export of Nsight Systems, it has no table StringIds")
             texts = dict(base.execute("SELECT id, CAST(value AS TEXT) FROM StringIds"))
             device, host, facts = _device_rows(base, texts), _host_rows(base, texts), _facts(base)
-    except (sqlite3.Error, ValueError, OverflowError) as reason:
+    except (sqlite3.Error, pd.errors.DatabaseError, ValueError, TypeError, OverflowError) as reason:
         if str(path) in str(reason):
             raise
         raise ValueError(
             f"{path}: no SQLite export of Nsight Systems ({' '.join(str(reason).split())[:200]})"
         ) from None
+    if pd.concat([device["end"], host["end"]]).max() + facts["epoch_ns"] > _LATEST:
+        raise ValueError(f"{path}: times beyond the year 2116, so not in nanoseconds")
     if (device["kind"] == "idle").all():
         raise ValueError(f"{path}: no work of a GPU; record with nsys profile --trace=cuda,nvtx")
     device["kind"] = device["kind"].where(device["kind"] != "", _kinds_of(device["name"], table))
@@ -153,7 +156,7 @@ def _device_rows(base: sqlite3.Connection, texts: dict[int, str]) -> pd.DataFram
     waits["name"] = waits["name"].map(_WAITS).fillna("Sync")
     parts = [kernels, copies, sets, graphs, waits[waits["stream"] < _NO_STREAM]]
     rows = pd.concat([part for part in parts if len(part)] or [kernels], ignore_index=True)
-    return rows[rows["end"] >= rows["start"]].assign(thread=-1)
+    return rows[(rows["start"] >= 0) & (rows["end"] >= rows["start"])].assign(thread=-1)
 
 
 def _host_rows(base: sqlite3.Connection, texts: dict[int, str]) -> pd.DataFrame:
@@ -165,6 +168,7 @@ def _host_rows(base: sqlite3.Connection, texts: dict[int, str]) -> pd.DataFrame:
     if len(ranges) == len(named):
         named["name"] = named["name"].where(named["name"].notna(), ranges["name"].map(texts))
     rows = pd.concat([part for part in (calls, named) if len(part)] or [calls], ignore_index=True)
+    rows = rows[rows["start"] >= 0]
     rows["end"] = rows["end"].where(rows["end"] >= rows["start"], rows[["start", "end"]].max().max())
     return rows[rows["name"].notna()].assign(process=rows["thread"] & ~_MASK, stream=-1)
 
@@ -195,7 +199,7 @@ def _facts(base: sqlite3.Connection) -> dict:
     versions = {"schema": "EXPORT_SCHEMA_VERSION", "product": "EXPORT_PRODUCT_VERSION"}
     hidden = "kernels of CUDA graphs are one row per graph; nsys profile --cuda-graph-trace=node records them apart"
     return {
-        "epoch_ns": first("TARGET_INFO_SESSION_START_TIME", "utcEpochNs") or 0,
+        "epoch_ns": int(first("TARGET_INFO_SESSION_START_TIME", "utcEpochNs") or 0),
         "device": first("TARGET_INFO_GPU", "name") or "",
         "export": {name: first("META_DATA_EXPORT", "value", f"name = '{key}'") or "" for name, key in versions.items()},
         "warnings": [hidden] if first(_GRAPHS, "start") is not None else [],
