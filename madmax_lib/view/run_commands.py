@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentTypeError, Namespace
 
 from madmax_lib.view.answers import Answer, add_command
+from madmax_lib.view.step_commands import assumed
 
 __all__ = ["add"]
 
@@ -70,6 +71,7 @@ def _expect(options: Namespace) -> Answer:
     result = expect(options.model, cluster, plan, **run, **measured, timeline=timeline, parameters=own)
     names = ("verdict", "step_s", "predicted_s", "low_s", "high_s", "percentile")
     about = {name: getattr(result, name) for name in names}
+    about["software"] = assumed(options.software, cluster)
     about["reason"] = result.reason.split("; ")
     about["tries"] = result.tries.head(3).to_dict("records")
     about["nearest"] = result.nearest[_NEAREST].to_dict("records")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from madmax_lib.atomic import write_text
+from madmax_lib.hardware import Cluster
 from madmax_lib.view.answers import Answer, add_command
 
-__all__ = ["add"]
+__all__ = ["add", "assumed"]
 
 _COSTS = ["memory_bytes", "mfu", "tokens_per_s", "cost_usd", "energy_j"]
 _COLUMNS = (
@@ -26,6 +28,7 @@ def add(commands) -> None:
     estimate.add_argument("plans", nargs="+", metavar="PLAN", help="such as dp2.tp4.z1")
     fits.add_argument("plan", help="such as dp2.tp4.z1")
     search.add_argument("--objective", default="time", help="time (default), cost, energy or memory")
+    search.add_argument("-o", "--output", metavar="FILE", help="write the best plan as its stack's configuration")
     search.add_argument(
         "--top", type=int, default=10, help="how many plans (default: 10); up to ten differ in how they split"
     )
@@ -54,6 +57,12 @@ def _step(options: Namespace) -> dict:
     return {"model": options.model, "cluster": cluster, **{name: getattr(options, name) for name in names}}
 
 
+def assumed(software: str | None, cluster: Cluster) -> str:
+    """Whose kernels and overlaps a prediction has."""
+    usual = "this project's own trainer" if cluster.device.family == "cpu" else "tuned Megatron-Core"
+    return software or f"none named: timed as by {usual}"
+
+
 def _inputs(options: Namespace) -> list[str]:
     """What a step's answer was made from."""
     return [options.model, options.cluster, *([options.software] if options.software else [])]
@@ -66,6 +75,7 @@ def _estimate(options: Namespace) -> Answer:
     table = estimate(**(step := _step(options)), plan_or_table=options.plans if others else one)
     table.insert(0, "plan", options.plans)
     about = {"global_batch": options.global_batch, "devices": step["cluster"].world_size}
+    about["software"] = assumed(options.software, step["cluster"])
     return Answer(table, about, _inputs(options))
 
 
@@ -76,7 +86,10 @@ def _search(options: Namespace) -> Answer:
     about = {"best": found.best, "software": found.software, "evaluated": found.evaluated, "feasible": found.feasible}
     about |= {"hint": found.hint, "columns": _COLUMNS}
     best = found.different if options.top <= len(found.different) else found.table
-    table = best[[name for name in _SEARCHED if name in best]].head(options.top)
+    table = best[[name for name in _SEARCHED if name in best]].head(options.top).dropna(axis=1, how="all")
+    if options.output:
+        write_text(options.output, found.configuration() + "\n")
+        about["configuration"] = options.output
     return Answer(table, about, _inputs(options))
 
 

@@ -101,7 +101,7 @@ def test_no_price_is_said_and_money_follows_one_that_is_given(capsys):
     assert math.isnan(free.best["usd"]) and "USD unknown" in repr(free) and "no price of h200" in free.notes["price"]
     assert paid.best["usd"] == pytest.approx(3.5 * paid.best["device_hours"]) and "as given" in paid.notes["price"]
     assert free.best["mwh"] > 0 and free.best["plan"] == paid.best["plan"]
-    command = "plan --model gpt2 --tokens 0.01T --cluster dgx-h200 --gpus 8".split()
+    command = ["plan", "--model", "gpt2", "--tokens", "0.01T", "--cluster", "dgx-h200", "--gpus", "8"]
     assert main(command) == 0
     text = capsys.readouterr().out
     assert "usd: unknown" in text and "usd_low" not in text and f"goodput_is: {free.notes['goodput']}" in text
