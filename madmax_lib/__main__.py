@@ -6,7 +6,7 @@ import argparse
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from madmax_lib import __version__
 from madmax_lib.view import commands as runs_commands, run_commands, step_commands, trace_commands
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status. Bad input is one line on standard error and status 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parser(arguments[:1]).parse_args(arguments)
     try:
+        options = _parser(arguments).parse_args(arguments)
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"madmax: warning: {message}", file=sys.stderr)
             return options.command(options)
@@ -31,12 +31,21 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help tells more\n")
+
+
 def _parser(named: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="madmax", description="MAD-Max Workbench", allow_abbrev=False)
+    parser = _Parser(prog="madmax", description="MAD-Max Workbench", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    run = commands.add_parser("run", help="run notebooks headless with papermill")
-    run.add_argument("notebook", nargs="?", help="name such as 20_overlap; all notebooks if left out")
+    plain = argparse.RawDescriptionHelpFormatter
+    run = commands.add_parser("run", help="run notebooks headless", epilog=_parameters(named), formatter_class=plain)
+    run.add_argument("notebook", nargs="?", help="such as 20_overlap; with --help its parameters; left out: all")
+    run.add_argument("--list", action="store_true", help="name the notebooks and what each answers")
     run.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE", help="set a parameter")
     run.add_argument("-o", "--output", type=Path, help="folder for executed notebooks and HTML (default: build)")
     run.set_defaults(command=_run)
@@ -48,25 +57,35 @@ def _parser(named: list[str]) -> argparse.ArgumentParser:
     agent.set_defaults(command=_mcp)
     for module in (trace_commands, step_commands, run_commands):
         module.add(commands)
-    runs_commands.add(commands, named)
+    runs_commands.add(commands, named[:1])
     return parser
+
+
+def _parameters(arguments: list[str]) -> str:
+    """The parameters of the notebook that `run NAME --help` asks about."""
+    names = [word for word in arguments[1:] if not word.startswith("-")]
+    if arguments[:1] != ["run"] or not {"-h", "--help"} & set(arguments) or not names:
+        return "run NAME --help says which parameters a notebook has"
+    from madmax_lib.view.notebooks.runner import described, notebook_named
+
+    return described(notebook_named(names[0]))
 
 
 def _run(options: argparse.Namespace) -> int:
     from madmax_lib.datasets import PROJECT
-    from madmax_lib.view.notebooks.runner import notebooks, parse_parameters
+    from madmax_lib.view.notebooks.runner import notebook_named, notebooks, parse_parameters, questions
 
-    paths = notebooks()
-    chosen = list(paths) if options.notebook is None else [Path(options.notebook).stem]
-    if unknown := [name for name in chosen if name not in paths]:
-        raise ValueError(f"no notebook {unknown[0]!r}; there are {', '.join(paths)}")
+    if options.list:
+        print("\n".join(f"{name:<30}{question}" for name, question in questions().items()))
+        return 0
+    chosen = list(notebooks().values()) if options.notebook is None else [notebook_named(options.notebook)]
     if options.parameter and len(chosen) > 1:
         raise ValueError("-p needs the name of one notebook")
-    parameters = parse_parameters(paths[chosen[0]], options.parameter) if options.parameter else {"quick": True}
+    parameters = parse_parameters(chosen[0], options.parameter) if options.parameter else {"quick": True}
     build = _folder(options.output or PROJECT / "build")
     default = not options.parameter and not options.output  # only a default run redraws the committed figures
     figures = PROJECT / "figures" if default else build / "figures"
-    results = _execute([paths[name] for name in chosen], parameters, build, figures)
+    results = _execute(chosen, parameters, build, figures)
     print(f"executed notebooks and HTML in {build}, figures in {figures}")
     return 1 if any(result.error for result in results) else 0
 
@@ -99,19 +118,20 @@ def _folder(path: Path) -> Path:
 
 def _execute(paths: list[Path], parameters: dict, build: Path, figures: Path) -> list[Result]:
     """Run notebooks one after another and print how each went."""
-    from tqdm.auto import tqdm
-
+    from madmax_lib.progress import bar
     from madmax_lib.view.notebooks.runner import run_notebook
 
     one, results = len(paths) == 1, []
-    bar = tqdm(paths, desc="notebooks", unit="nb", disable=one)
-    for path in bar:
-        bar.set_postfix_str(path.stem)
-        results.append(run_notebook(path, parameters, build=build, figures=figures, progress=one))
+    watched = bar(paths, desc="notebooks", unit="nb", show=not one)
+    for path in watched:
+        watched.set_postfix_str(path.stem)
+        progress = one and sys.stderr.isatty()
+        results.append(run_notebook(path, parameters, build=build, figures=figures, progress=progress))
     width = max(len(path.stem) for path in paths)
     print(f"{'notebook':<{width}}  seconds  figures  status")
     for result in results:
         status = f"failed: {result.error}" if result.error else "ok"
+        status += f", as {result.output.stem}" if result.output.stem != result.name else ""
         print(f"{result.name:<{width}}  {result.seconds:7.1f}  {len(result.figures):7d}  {status}")
     return results
 

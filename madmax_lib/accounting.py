@@ -15,23 +15,37 @@ from madmax_lib.kinds import collectives_of
 from madmax_lib.timeline import BUSY_KINDS, Timeline, kept, with_origin
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["breakdown", "breakdown_between", "exposed_by_collective", "exposed_ns", "exposed_s", "top_kernels"]
+__all__ = ["breakdown", "breakdown_between", "exposed_by_collective", "exposed_ns", "exposed_s", "rank_breakdown"]
+__all__ += ["top_kernels"]
 
 
 @kept
 def breakdown(timeline: Timeline) -> pd.DataFrame:
     """Time of each rank in seconds, one row per rank.
 
-    total_s: first start to last end of device work. compute_s, comm_s, memory_s: union of those spans.
-    non_compute_s: busy but not computing. exposed_comm_s: communication that no compute hides. idle_s: total - busy.
+    total_s: first start to last end of device work; of a measured timeline on the rank itself, as HTA counts, of a
+    simulated one on all its ranks, so that a pipeline stage is idle before its first and after its last work.
+    compute_s, comm_s, memory_s: union of those spans. non_compute_s: busy but not computing. exposed_comm_s:
+    communication that no compute hides. idle_s: total - busy.
     overlap: share of communication under compute, 0..1, NaN without communication.
+    See also: mm.plot_timeline, mm.compare, mm.traces.by_group, mm.traces.idle, mm.traces.advise.
 
     >>> spans = pd.DataFrame({"kind": ["compute", "comm"], "start_ns": [0, 4 * 10**9], "dur_ns": 6 * 10**9})
     >>> spans = spans.assign(rank=0, stream=0, step=0, name="", group="", correlation=-1, op=-1, size_bytes=None)
     >>> breakdown(Timeline(spans))[["total_s", "compute_s", "comm_s", "exposed_comm_s", "overlap"]].round(2).values
     array([[10.  ,  6.  ,  6.  ,  4.  ,  0.33]])
     """
-    spans = argument("timeline", timeline, Timeline).spans
+    table = rank_breakdown(argument("timeline", timeline, Timeline))
+    if timeline.meta.source == "simulated" and timeline.meta.provenance.get("rules") != "hta":
+        times = _intervals(timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)])
+        window_s = int(times[:, 1].max() - times[:, 0].min()) / NS_PER_S if len(times) else 0.0
+        table = table.assign(idle_s=table["idle_s"] + window_s - table["total_s"], total_s=window_s)
+    return with_origin(table, timeline)
+
+
+def rank_breakdown(timeline: Timeline) -> pd.DataFrame:
+    """`breakdown` with the window of each rank alone, also of a simulated timeline."""
+    spans = timeline.spans
     kind, rank = spans["kind"].cat.codes.to_numpy(), spans["rank"].to_numpy()
     times = _intervals(spans)
     of_kind = {name: np.flatnonzero(kind == spans["kind"].cat.categories.get_indexer([name])) for name in BUSY_KINDS}

@@ -13,6 +13,8 @@ __all__ = ["argument", "check_fields", "is_number", "is_whole", "number", "shown
 
 _TOO_LARGE = 2**62
 _NOUNS = {str: "text", bool: "True or False"}
+_WAYS_OUT = {"Timeline": "mm.read_trace reads one", "RunSpec": "such as mm.RunSpec(model='gpt-tiny', strategy='dp2')"}
+_WAYS_OUT |= {"Space": "such as mm.planner.Space.quick()", "Parameters": "mm.machine(directory).parameters holds some"}
 
 
 def is_whole(value, least: int = 0) -> bool:
@@ -54,7 +56,8 @@ def argument(what: str, value, kind: type, default: Callable | None = None):
         return default()
     if not isinstance(value, kind):
         nouns = [_NOUNS.get(one, f"a {one.__name__}") for one in get_args(kind) or (kind,)]
-        raise ValueError(f"{what}={shown(value)} must be {' or '.join(nouns)}")
+        ways = "".join(f"; {way}" for name, way in _WAYS_OUT.items() if name in nouns[0])
+        raise ValueError(f"{what}={shown(value)} must be {' or '.join(nouns)}{ways}")
     return value
 
 

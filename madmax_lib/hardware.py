@@ -37,6 +37,9 @@ class Device:
 
     def __post_init__(self):
         check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
+        for name in ("memory_bytes", "memory_bandwidth_bytes_per_s"):
+            if (value := getattr(self, name)) < 1e6:
+                raise ValueError(f"{self.name}: {name}={value:g} is in bytes, 1 GB being 1e9")
         if self.family not in _FAMILIES:
             raise ValueError(f"{self.name}: family={shown(self.family)} is not one of {', '.join(_FAMILIES)}")
         if not self.peak_flops:

@@ -33,6 +33,8 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
     rows: model_type (several with blanks between), field, key (several: the first that is there), default.
     Raises ValueError with the reason for a kind that is not known or cannot be said, FileNotFoundError without a file.
     """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; give a config.json of Hugging Face, or a name of mm.models()")
     try:
         config = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:

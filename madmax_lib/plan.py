@@ -32,6 +32,8 @@ _NUMBERS = {name: name for name in ("dp", "tp", "pp", "cp", "ep", "etp")}
 _NUMBERS |= {"z": "zero", "mb": "micro_batch", "v": "interleave", "hs": "shard", "pf": "prefetch", "cap": "capacity"}
 _NUMBERS |= {"first": "first_layers", "last": "last_layers", "lora": "lora_rank", "bucket": "bucket_bytes"}
 _PERCENT = {"capacity": 100}  # a whole number in the text form
+_TYPED = _NUMBERS | {name: name for name in _NUMBERS.values() if name not in _PERCENT}  # micro_batch=2 is mb2
+_HABITS = {"ddp": "dpN", "fsdp": "dpN.z3", "hsdp": "dpN.hsN.z3", "deepspeed": "dpN.z1 to dpN.z3"}
 _FLAGS = ("overlap_gather", "reduce_fp32", *ZERO_PLUS, *OVERLAPS)
 _WORDS = {"selective": ("recompute", "selective"), "full": ("recompute", "full")}
 _WORDS |= {"sp": ("sequence_parallel", True), "nosp": ("sequence_parallel", False)}
@@ -102,18 +104,20 @@ class Plan(Plans):
     def parse(cls, text: str | Plan) -> Plan:
         """Plan from its text form, in which degrees may be left out; a Plan stays what it is.
 
-        >>> Plan.parse("dp2.tp2.z3").world_size
-        4
+        Blanks or commas may stand for points, and a field's own name with or without `=` for the short one.
+
+        >>> Plan.parse("dp2.tp2.z3").world_size, str(Plan.parse("dp=2, tp=2, zero3, micro_batch=4"))
+        (4, 'dp2.tp2.z3.mb4')
         """
         if isinstance(text, Plan):
             return text
         if not isinstance(text, str):
             raise ValueError(f"plan={shown(text)} must be a Plan or its text, such as dp2.tp2.z3")
         values: dict = {}
-        for part in filter(None, text.strip().lower().split(".")):
-            match = re.fullmatch(r"([a-z]+)([0-9]+)", part)
-            if match and match[1] in _NUMBERS:
-                name, value = _NUMBERS[match[1]], int(match[2])
+        for part in filter(None, re.split(r"[.,\s]+", text.lower())):
+            match = re.fullmatch(r"([a-z_]+)=?([0-9]+)", part, re.ASCII)
+            if match and match[1] in _TYPED:
+                name, value = _TYPED[match[1]], int(match[2])
                 value = value / _PERCENT[name] if name in _PERCENT else value
             elif part == "zpp":
                 values |= dict.fromkeys(ZERO_PLUS, True)
@@ -123,9 +127,10 @@ class Plan(Plans):
             else:
                 known = ", ".join([*(f"{key}N" for key in _NUMBERS)])
                 near = difflib.get_close_matches(part, [*_WORDS, "zpp"], n=2)
-                words = f"such as {' or '.join(near)}" if near else "such as full"
+                words = f" such as {' or '.join(near)}" if near else " such as full"
+                words = next((f"; {habit} is {way}" for habit, way in _HABITS.items() if habit in part), words)
                 raise ValueError(
-                    f"{part!r} in plan {text!r} is not one of {known}, or a word of help(mm.Plan) {words}; "
+                    f"{part!r} in plan {text!r} is not one of {known}, or a word of help(mm.Plan){words}; "
                     "parts are joined as in dp2.tp8.z1.full"
                 )
             if name in values:

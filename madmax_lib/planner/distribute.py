@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
-from tqdm.auto import tqdm
 
 from madmax_lib.atomic import replacing
 from madmax_lib.fields import argument
 from madmax_lib.planner.evaluate import Found, SearchProblem, evaluate, merged
 from madmax_lib.planner.space import Degrees
+from madmax_lib.progress import bar
 
 __all__ = ["run_parts"]
 
@@ -43,8 +43,7 @@ def run_parts(
     found, todo = merged(problem, list(kept.values())), [part for part in parts.items() if part[0] not in kept]
     here = ((number, evaluate(problem, part)) for number, part in todo)
     results = here if client is None else _on_workers(evaluate, problem, todo, client)
-    bar = {"desc": "searching", "unit": "part", "leave": False, "delay": 1, "disable": not progress}
-    with tqdm(total=len(parts), initial=len(kept), **bar) as done:
+    with bar(total=len(parts), initial=len(kept), desc="searching", unit="part", show=progress) as done:
         try:
             for number, result in results:
                 _save(folder, number, result)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
-from tqdm.auto import tqdm
 
 from madmax_lib.fields import argument, shown, whole
 from madmax_lib.plan import Plan
@@ -20,6 +19,7 @@ from madmax_lib.planner.layouts import runnable
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.planner.tuner import Tuner
+from madmax_lib.progress import bar
 from madmax_lib.runs.launch import gpu_count, launch as start
 from madmax_lib.runs.read import read_json
 from madmax_lib.runs.spec import RunSpec
@@ -77,11 +77,11 @@ def tune(
     tuner = Tuner(model, cluster, plans=plans, seed=seed, state=state, **case)
     todo = min(trials - len(tuner.trials), tuner.left)
     results = _here(tuner, launch, todo) if client is None else _on_workers(tuner, launch, todo, client)
-    with tqdm(total=max(todo, 0), desc="tuning", unit="trial", leave=False, delay=1, disable=not progress) as bar:
+    with bar(total=max(todo, 0), desc="tuning", unit="trial", show=progress) as done:
         try:
             for plan, step_s in results:
                 tuner.tell(plan, step_s)
-                bar.update()
+                done.update()
         except KeyboardInterrupt:
             pass
     return tuner

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from madmax_lib.datasets import PROJECT
+from madmax_lib.fields import argument
 from madmax_lib.runs import testbed
 from madmax_lib.runs.checks import deepspeed_locks
 from madmax_lib.runs.data.batches import Data
@@ -64,7 +65,7 @@ def launch(spec: RunSpec, directory: str | Path, *, check: bool = True) -> Path:
     a directory with another run, FileNotFoundError for missing weights or power log, ModuleNotFoundError for a missing
     package; and RunError with the end of the log of the rank that failed.
     """
-    return _launch(spec, directory, resolve(spec), check)
+    return _launch(argument("spec", spec, RunSpec), directory, resolve(spec), check)
 
 
 def _launch(spec: RunSpec, directory: str | Path, resolved: Resolved, check: bool) -> Path:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from madmax_lib.accounting import breakdown, exposed_s
+from madmax_lib.fields import argument
 from madmax_lib.kinds import POINT_TO_POINT
 from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import arrivals, calls, unseen_waits
@@ -47,6 +48,7 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     per step, mean over the ranks. share: of the time on the device, 0..1. evidence, and remedy, the usual one. Causes
     below 0.1 % are left out; an empty table means that none was found, not that the run is fast.
     """
+    argument("timeline", timeline, Timeline)
     if timeline.steps:
         timeline = timeline.select(steps=timeline.steps)  # what lies outside of all belongs to none
     whole = breakdown(timeline)

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.accounting import breakdown
+from madmax_lib.accounting import rank_breakdown
 from madmax_lib.fields import argument
 from madmax_lib.kinds import collective_names, collectives_of
 from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline
@@ -170,7 +170,7 @@ def _means(timeline: Timeline, ranks: dict[int, int], steps: dict[int, int]) -> 
     place = cells.get_indexer(pd.MultiIndex.from_frame(spans[["rank", "step"]]))
     every = {cell: [cell] for cell in range(len(cells))}
     meta = replace(timeline.meta, represents=every)
-    table = breakdown(Timeline(spans.assign(rank=place.astype(np.int32)), meta)).drop(columns="rank").astype(float)
+    table = rank_breakdown(Timeline(spans.assign(rank=place.astype(np.int32)), meta)).drop(columns="rank").astype(float)
     if not len(table):
         return pd.DataFrame(np.nan, index=table.columns, columns=["mean", "min", "max"])
     weight = cells.map(lambda cell: ranks[cell[0]] * steps[cell[1]]).to_numpy(dtype=float)

@@ -14,6 +14,7 @@ import pandas as pd
 from isal import igzip
 
 from madmax_lib.atomic import replacing
+from madmax_lib.fields import argument
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.export_rows import rank_table
 from madmax_lib.traces.read.events import FAR_NS, SOURCE_KEY
@@ -46,6 +47,7 @@ def export_trace(timeline: Timeline, directory: str | Path, *, merged: bool = Fa
     operators inside of each other, steps that overlap on the host), negative durations or times beyond 2**62 ns, and
     OSError for a directory that is none. Files are written to temporary names first and renamed when all are complete.
     """
+    argument("timeline", timeline, Timeline)
     directory = Path(directory).expanduser()
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory}: is not a directory")

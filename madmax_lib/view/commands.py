@@ -40,7 +40,7 @@ def add(commands, named: list[str]) -> None:
     size, sizes = {"action": "store_const", "dest": "size", "default": "normal"}, bench.add_mutually_exclusive_group()
     sizes.add_argument("--quick", const="quick", help="less than a minute", **size)
     sizes.add_argument("--detailed", const="detailed", help="more and larger sizes", **size)
-    ranks = {"type": int, "default": 0, "choices": range(1, 1025), "metavar": "N"}
+    ranks = {"type": _ranks, "default": 0, "metavar": "N"}
     bench.add_argument("--ranks", help="of the collectives (default: all GPUs, or 2 processes)", **ranks)
     bench.add_argument("-o", "--output", type=Path, default=Path("bench"), help="folder of two CSVs (default: bench)")
 
@@ -60,6 +60,12 @@ def _add_fields(train: ArgumentParser) -> None:
         how = {"action": BooleanOptionalAction} if field.type == "bool" else {"type": _TYPES.get(field.type, _json)}
         names = [f"--{field.name.replace('_', '-')}", *(["--batch"] if field.name == "global_batch" else [])]
         train.add_argument(*names, dest=field.name, help=about.get(field.name), **how)
+
+
+def _ranks(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 1024):
+        raise ArgumentTypeError(f"{text!r} is not a number of 1 to 1024")
+    return int(text)
 
 
 def _json(text: str):

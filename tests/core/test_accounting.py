@@ -33,6 +33,18 @@ def test_what_is_not_there_has_zeros_and_no_overlap():
     assert not len(collectives) and "exposed_s" in collectives and not len(nothing) and "non_compute_s" in nothing
 
 
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("batches", [1, 3, 8])
+def test_the_bubble_is_idle_time_on_every_stage_of_a_simulated_pipeline(stages, batches):
+    """(pp - 1) / (m + pp - 1) of the step for equal stages; a measured rank has its own window, as in HTA."""
+    rows = [(rank, 7, "compute", "gemm", rank + batch, 1) for rank in range(stages) for batch in range(batches)]
+    table = breakdown(make_timeline(rows, source="simulated"))
+    share = (stages - 1) / (batches + stages - 1)
+    assert (table["idle_s"] / table["total_s"]).tolist() == pytest.approx([share] * stages)
+    assert (breakdown(make_timeline(rows))["idle_s"] == 0).all()
+    assert (breakdown(make_timeline(rows, source="simulated", provenance={"rules": "hta"}))["idle_s"] == 0).all()
+
+
 KIND = st.sampled_from(["compute", "comm", "memcpy", "other"])
 SPANS = st.lists(st.tuples(KIND, st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=15)
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from support import dataset_or_skip, lanes, make_timeline, with_columns
 
 from madmax_lib import Timeline, breakdown, export_trace, read_trace
-from madmax_lib.accounting import exposed_by_collective
+from madmax_lib.accounting import exposed_by_collective, rank_breakdown
 from madmax_lib.kinds import kernel_kinds
 from madmax_lib.simulator.schedule.engine import Program, to_timeline
 from madmax_lib.timeline import BUSY_KINDS, SPANS, Meta
@@ -375,7 +375,7 @@ def test_hta_agrees(tmp_path, name, rounding):
     pytest.importorskip("hta")
     timeline = timeline_for_hta(name)
     export_trace(timeline, tmp_path)
-    ours = breakdown(read_trace(tmp_path, hta_compatible=True) if rounding else timeline)
+    ours = rank_breakdown(read_trace(tmp_path, hta_compatible=True) if rounding else timeline)
     theirs = says_hta(tmp_path, rounding)
     assert theirs["rank"].tolist() == timeline.ranks
     for column in ("total_s", "compute_s", "non_compute_s", "idle_s"):

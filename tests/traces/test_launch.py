@@ -9,6 +9,7 @@ from support import dataset_or_skip, local_or_skip, make_timeline, with_tables
 
 import madmax_lib as mm
 from madmax_lib import Timeline, breakdown, read_trace
+from madmax_lib.accounting import rank_breakdown
 from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import concat
 from madmax_lib.traces import hta, idle, launch_bound, launch_floor, launches, queue_length, queue_series, short_kernels
@@ -233,7 +234,7 @@ def test_a_simulated_step_has_idle_time_but_no_launches():
     assert causes.attrs["source"] == "simulated" and causes.loc[causes["cause"] == "host_wait", "idle_s"].sum() == 0
     bound = launch_bound(step).groupby("rank")[["idle_s", "launch_bound_s"]].sum()
     assert bound["launch_bound_s"].sum() == 0
-    np.testing.assert_allclose(bound["idle_s"], breakdown(step).set_index("rank")["idle_s"], atol=1e-9)
+    np.testing.assert_allclose(bound["idle_s"], rank_breakdown(step).set_index("rank")["idle_s"], atol=1e-9)
 
 
 # --- beside HTA 0.5.0

@@ -7,7 +7,6 @@ from profiles in Metis' format or from the simulator.
 
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +23,7 @@ from madmax_lib.planner.hetero.problem import HeteroProblem, given_or_made
 from madmax_lib.planner.hetero.stages import Grid
 from madmax_lib.planner.hetero.sweep import OPEN, Sweeper
 from madmax_lib.planner.hetero.thresholds import Search
+from madmax_lib.progress import bar
 
 __all__ = ["alone", "plan"]
 
@@ -111,14 +111,11 @@ def _search(given: HeteroProblem, grid: Grid, gap: float, progress: bool, *, dee
     for batches, fleet in given.spaces():
         levels = min(batches, most_stages) if deep else 1
         spaces.append((partial(Sweeper, given, grid, batches, fleet, levels), np.array([batches - 1.0, 1.0, 1.0])))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tqdm's advice on widgets
-        from tqdm.auto import tqdm
-    with tqdm(desc="planning", unit="sweep", disable=not progress, delay=1, leave=False) as bar:
+    with bar(desc="planning", unit="sweep", show=progress) as done:
 
         def tick(search: Search) -> None:
-            bar.update()
-            bar.set_postfix(best_ms=f"{1e3 * search.cost_s:.6g}", refresh=False)
+            done.update()
+            done.set_postfix(best_ms=f"{1e3 * search.cost_s:.6g}", refresh=False)
 
         return Search(spaces, gap, tick).run()
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from madmax_lib.fields import argument
 from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import Timeline, concat
 from madmax_lib.traces.read.cache import cached, content_sha256
@@ -50,6 +51,7 @@ def read_trace(
     A file of a directory that fails costs its own rank, with a TraceWarning and in `meta.provenance["unread"]`.
     Raises FileNotFoundError, and ValueError with file and reason for what is no trace, or of another job (`jobs`).
     """
+    argument("source", source, str | Path | list | tuple)
     read = partial(_read_one, hta=hta_compatible, user_kinds=kinds)
     listed = isinstance(source, (list, tuple))
     in_folder = not listed and Path(source).expanduser().is_dir()

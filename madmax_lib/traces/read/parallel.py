@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from madmax_lib.progress import bar
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -133,10 +134,5 @@ def _free_bytes() -> float:
 
 
 def _progress(items, count: int):
-    """The items behind a bar that shows itself when they take more than a second."""
-    if count < 2:
-        return items
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tqdm's advice on widgets
-        from tqdm.auto import tqdm
-    return tqdm(items, total=count, desc="reading traces", unit="rank", delay=1, leave=False)
+    """The items, of several behind a bar."""
+    return items if count < 2 else bar(items, total=count, desc="reading traces", unit="rank")

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.accounting import breakdown
+from madmax_lib.accounting import rank_breakdown
 from madmax_lib.fields import argument
 from madmax_lib.timeline import BUSY_KINDS, Timeline, kept, with_origin
 from madmax_lib.traces.read.nesting import Nest
@@ -50,7 +50,7 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     busy = inside[inside["kind"].isin(BUSY_KINDS)]
     cell = cells.get_indexer(pd.MultiIndex.from_frame(busy[["rank", "step"]]))
     meta = replace(timeline.meta, represents={number: [number] for number in range(len(cells))} or {0: [0]})
-    quantities = breakdown(Timeline(busy.assign(rank=cell.astype(np.int32)), meta))  # of each step as if of a rank
+    quantities = rank_breakdown(Timeline(busy.assign(rank=cell.astype(np.int32)), meta))  # of each step as if of a rank
     table[list(_PARTS)] = quantities[list(_PARTS)].head(len(table))
     periods = step_periods(timeline)[["rank", "step", "period_s"]]
     table = table.merge(periods, on=["rank", "step"], how="left")

@@ -20,6 +20,7 @@ import pandas as pd
 from matplotlib import pyplot as plt
 
 from madmax_lib.accounting import breakdown_between
+from madmax_lib.fields import argument
 from madmax_lib.timeline import Timeline
 from madmax_lib.units import format_s
 from madmax_lib.view.canvas import busy_spans, columns
@@ -55,6 +56,8 @@ class TimelineView:
 
     def show(self, *timelines: Timeline, titles: Sequence[str] = ()) -> None:
         """Put other timelines into the same canvas; the selection is dropped."""
+        for timeline in timelines:
+            argument("timeline", timeline, Timeline)
         titles = tuple(titles) or tuple(map(_title, timelines))
         about, data = columns(timelines, titles)
         self.timelines, self.titles = timelines, titles

@@ -1,6 +1,8 @@
 """How does a notebook run headless? papermill, with parameters that are checked before anything starts."""
 
 import ast
+import difflib
+import itertools
 import os
 import tempfile
 import time
@@ -8,11 +10,13 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
+import nbformat
+
 from madmax_lib.atomic import write_text
 from madmax_lib.datasets import PROJECT
 from madmax_lib.view.notebooks.page import Result
 
-__all__ = ["notebooks", "parse_parameters", "run_notebook"]
+__all__ = ["described", "notebook_named", "notebooks", "parse_parameters", "questions", "run_notebook"]
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # fits solve small systems: more threads get in their way
 _TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict}
@@ -24,6 +28,30 @@ def notebooks() -> dict[str, Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no notebooks here; run from a git checkout of the workbench")
     return {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
+
+
+def notebook_named(text: str) -> Path:
+    """The notebook of a name, or the only one whose name begins so. Raises ValueError with the nearest names."""
+    paths, stem = notebooks(), Path(text).stem
+    begin = [name for name in paths if name.startswith(stem)] if stem else []
+    if stem not in paths and len(begin) != 1:
+        near = begin or difflib.get_close_matches(stem, paths, n=3, cutoff=0.5) or ["00_tour", "01_explore"]
+        raise ValueError(f"no notebook {text!r}; nearest: {', '.join(near)}; `madmax run --list` names them all")
+    return paths[stem if stem in paths else begin[0]]
+
+
+def questions() -> dict[str, str]:
+    """What each notebook answers: its bold question, or its title."""
+    from madmax_lib.view.notebooks.site import notebook_question
+
+    return {name: notebook_question(nbformat.read(path, as_version=4)) for name, path in notebooks().items()}
+
+
+def described(path: Path) -> str:
+    """Lines about the parameters of a notebook: name, type, default and help."""
+    about = _declared_parameters(path).items()
+    lines = [f"  {name}: {p['inferred_type_name']} = {p['default']}  {p['help']}" for name, p in about]
+    return "\n".join([f"parameters of {path.stem}:", *map(str.rstrip, lines)])
 
 
 def _declared_parameters(path: Path) -> dict[str, dict]:
@@ -50,27 +78,26 @@ def parse_parameters(path: Path, pairs: list[str]) -> dict:
                 raise ValueError(f"parameter {name} is given twice")
             values[name] = _typed(name, text, declared[name]["inferred_type_name"])
     except ValueError as error:
-        lines = [f"{error}\nparameters of {path.stem}:"]
-        lines += [f"  {name}: {p['inferred_type_name']} = {p['default']}  {p['help']}" for name, p in declared.items()]
-        raise ValueError("\n".join(map(str.rstrip, lines))) from None
+        raise ValueError(f"{error}\n{described(path)}") from None
     return values
 
 
 def run_notebook(path: Path, parameters: dict, *, build: Path, figures: Path | None = None, progress=False) -> Result:
     """Execute a notebook in the current folder; the executed copy and its HTML go to `build`, also when a cell fails.
 
-    figures: folder for the figures, the notebook's own choice if None.
+    figures: folder for the figures, the notebook's own choice if None. While another run of the notebook writes to
+    `build`, the names of this one end in -2, and so on, as do `build/figures`.
     """
     build.mkdir(parents=True, exist_ok=True)
-    output = build / path.name
     started = time.perf_counter()
-    with _quiet(), tempfile.TemporaryDirectory() as folder:
+    with _quiet(), _own(build, path.stem) as (output, number), tempfile.TemporaryDirectory() as folder:
         import papermill
         from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
         from madmax_lib.view.notebooks.site import notebook_page
 
         log = Path(folder) / "figures.txt"
+        figures = build / f"figures-{number}" if figures and number > 1 else figures
         env = {"MADMAX_FIGURE_LOG": str(log), **({"MADMAX_FIGURES": str(figures)} if figures else {})}
         env |= {name: os.environ.get(name, "1") for name in _THREADS}
         error = ""
@@ -102,6 +129,24 @@ def _typed(name: str, text: str, kind: str):
     except (ValueError, SyntaxError):
         pass
     raise ValueError(f"{name}={text!r} is not of type {kind}")
+
+
+@contextmanager
+def _own(build: Path, name: str):
+    """The path of an executed notebook that no other process writes, and its number from 1."""
+    import fcntl  # not on Windows
+
+    for number in itertools.count(1):
+        output = build / (f"{name}-{number}.ipynb" if number > 1 else f"{name}.ipynb")
+        with output.open("a") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:  # a file system without locks
+                pass
+            yield output, number
+            return
 
 
 @contextmanager

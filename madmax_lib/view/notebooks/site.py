@@ -16,7 +16,7 @@ from madmax_lib.atomic import write_text
 from madmax_lib.datasets import PROJECT
 from madmax_lib.view.notebooks.page import Result, page, paragraph
 
-__all__ = ["notebook_page", "write_site"]
+__all__ = ["notebook_page", "notebook_question", "write_site"]
 
 _GROUPS = {"0": "Tour", "1": "Runs", "2": "Traces", "3": "Calibration", "4": "Simulator", "5": "Papers", "6": "Planner"}
 _SENTENCE = (
@@ -67,8 +67,8 @@ def _index(results: Sequence[Result]) -> str:
 def _entry(result: Result) -> str:
     notebook = nbformat.read(result.output, as_version=4)
     title = html.escape(_title(notebook, result.name))
-    question = re.search(r"\*\*(.+?)\*\*", _first_text(notebook), re.DOTALL)
-    question = paragraph(_plain(question[1])) if question else ""
+    question = notebook_question(notebook)
+    question = paragraph(question) if question != title else ""
     about = f"{result.name}, {result.seconds:.0f} s"
     if result.error:
         about += f' <strong class="failed">failed</strong> {html.escape(result.error)}'
@@ -118,6 +118,12 @@ def _first_text(notebook: nbformat.NotebookNode) -> str:
     """The cell with the title; papermill puts one of its own before it where a notebook failed."""
     texts = (cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     return next((text for text in texts if text.startswith("# ")), "")
+
+
+def notebook_question(notebook: nbformat.NotebookNode) -> str:
+    """What a notebook answers: the bold sentence of its first text, or its title."""
+    question = re.search(r"\*\*(.+?)\*\*", _first_text(notebook), re.DOTALL)
+    return _plain(question[1]) if question else _title(notebook, "")
 
 
 def _title(notebook: nbformat.NotebookNode, otherwise: str) -> str:

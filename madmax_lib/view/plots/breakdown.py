@@ -3,6 +3,7 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
+from madmax_lib.fields import argument
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.units import NS_PER_S, format_s
 from madmax_lib.view import drawing as draw
@@ -20,6 +21,7 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, *, step: int | Non
 
     Raises ValueError for a step that the timeline does not have.
     """
+    argument("timeline", timeline, Timeline)
     spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
     spans = spans[spans["step"].isin(timeline.one_step(step) or [-1])]
     if not len(spans):
