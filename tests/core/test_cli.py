@@ -26,7 +26,7 @@ def test_bad_parameters_list_the_known_ones(capsys, pair, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "99_nothing"], "no notebook '99_nothing'; there are 00_tour, 01_explore"),
+        (["run", "99_nothing"], "no notebook '99_nothing'; nearest: 00_tour, 01_explore"),
         (["run", "-p", "quick=True"], "-p needs the name of one notebook"),
         (["run", "20_overlap", "-p", "quick"], "'quick' is not of the form name=value"),
         (["run", "20_overlap", "-p", "step=1", "-p", "step=2"], "parameter step is given twice"),

@@ -65,7 +65,7 @@ NAMES = [
     (2, [None, 3.5, {"dp": 8}, 8], "^plan=.* must be a Plan or its text, such as dp2.tp2.z3"),
     (
         2,
-        ["dp8 tp2", "dp=8,tp=2", "dp-8", "dp8.0", "tensor8", "dp٣"],
+        ["dp8/tp2", "8", "dp-8", "dp8.0", "tensor8", "dp٣"],
         "^'.*' in plan '.*' is not one of dpN.*dp2.tp8.z1.full",
     ),
     (2, ["dp8.dp8"], "^dp is given twice in plan 'dp8.dp8'"),
@@ -247,6 +247,7 @@ def test_spellings_that_are_taken():
         timed(global_batch=np.int64(64)),
         timed(global_batch=64.0),
         laid(mm.Plan(dp=np.int64(8), zero=1)),
+        *(laid(text) for text in ("dp8 z1", "dp=8, zero=1", " DP8.ZERO1 ")),
     ]
     assert all(table.equals(usual) for table in same)
     assert mm.cluster(CLUSTER, 2) == mm.cluster(CLUSTER, nodes=2) and mm.cluster(mm.cluster(CLUSTER)).name == CLUSTER
