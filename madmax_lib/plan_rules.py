@@ -95,12 +95,19 @@ ALONE = (
     ),
 )
 
+
+def _not_filled(p, c) -> str:
+    need, nodes = p.world_size, p.world_size / c.cluster.devices_per_node
+    way = f"; give nodes={nodes:.0f}" if nodes == int(nodes) else ""
+    degrees = f"{p.dp} x {p.tp} x {p.pp} x {p.cp} = {need}"
+    return f"dp x tp x pp x cp = {degrees}, but {c.cluster.name} has {c.cluster.world_size} devices{way}"
+
+
 _CLUSTER = (
     Rule(
         "dp x tp x pp x cp must fill the cluster",
         lambda p, c: p.world_size != c.cluster.world_size,
-        "dp x tp x pp x cp = {p.dp} x {p.tp} x {p.pp} x {p.cp} = {p.world_size}, "
-        "but {c.cluster.name} has {c.cluster.world_size} devices",
+        _not_filled,
     ),
 )
 
