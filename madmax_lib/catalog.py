@@ -27,7 +27,10 @@ from madmax_lib.specs import DLRM, Cluster, Device, Host, Link, Model, Transform
 __all__ = ["USER_FOLDER", "cluster", "cluster_with", "data_file", "device", "device_named", "model", "names"]
 __all__ += ["software", "table"]
 
-_UNITS = {"": 1.0, "MiB": 2.0**20, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0, "us": 1e-6}
+_UNITS = {"": 1.0, "TFLOP/s": 1e12, "W": 1.0, "USD/h": 1.0, "MiB": 2.0**20, "GiB": 2.0**30, "GB": 1e9, "TB": 1e12}
+_UNITS |= {"GB/s": 1e9, "TB/s": 1e12, "Gbit/s": 0.125e9, "us": 1e-6, "ms": 1e-3}
+_ALIKE = (("MiB", "GiB", "GB", "TB"), ("GB/s", "TB/s", "Gbit/s"), ("us", "ms"))  # units of one quantity
+_COUNTS = ("devices_per_node", "nodes")
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
 _DEVICE_CLASSES = ("family", "rate_class")  # text, no number
 USER_FOLDER = "MADMAX_CATALOG"
@@ -51,12 +54,37 @@ def table(name: str, *, numbers: bool = False) -> pd.DataFrame:
     otherwise everything is text.
     """
     rows, folder = _read(data_file(f"{name}.csv"), numbers).copy(), os.environ.get(USER_FOLDER)
+    if folder and not Path(folder).is_dir():
+        raise FileNotFoundError(f"{USER_FOLDER}={folder}: no such folder")
     if not folder or not (user := Path(folder) / f"{name}.csv").exists():
         return rows
     own = _read.__wrapped__(user, numbers)  # which may change
     if missing := [c for c in rows.columns if c not in own.columns and c not in ("nics_per_node", "source", "date")]:
         raise ValueError(f"{user}: column(s) {', '.join(missing)} missing")
+    _check_rows(user, own, rows)
     return pd.concat([rows, own.reindex(columns=rows.columns, fill_value="")], ignore_index=True)
+
+
+def _check_rows(path: Path, rows: pd.DataFrame, ours: pd.DataFrame) -> None:
+    """Raises ValueError with file, row and unit for numbers of a user's table that cannot be read."""
+    units = ours.groupby("quantity")["unit"].agg(set).to_dict() if "quantity" in ours else {}
+    units |= {"latency": {"us"}, "in_network_reduction": {""}} if path.stem == "links" else {}  # of none of ours
+    for number, row in enumerate(rows.to_dict("records"), 2):  # the first row has the names of the columns
+        where, quantity = f"{path}, row {number} ({next(iter(row.values()))})", row.get("quantity")
+        if quantity and quantity not in units:
+            near = difflib.get_close_matches(str(quantity), units, n=3, cutoff=0.0)
+            raise ValueError(f"{where}: unknown quantity={quantity!r}; nearest: {', '.join(near)}")
+        known = set(units.get(quantity, ()))
+        known.update(*(alike for alike in _ALIKE if known & set(alike)))
+        if quantity and row["unit"] not in known:
+            raise ValueError(f"{where}: unit={row['unit']!r} of {quantity} is not one of {', '.join(sorted(known))}")
+        texts = {name: row[name] for name in _COUNTS if name in row}
+        texts |= {quantity: row["value"]} if quantity and quantity not in _DEVICE_CLASSES else {}
+        for name, text in texts.items():
+            if not re.fullmatch(r"\d+(\.\d*)?(e[+-]?\d+)?", str(text)) or (
+                name in _COUNTS and not str(text).isdecimal()
+            ):
+                raise ValueError(f"{where}: {name}={text!r} is no {'whole ' * (name in _COUNTS)}number")
 
 
 @lru_cache(maxsize=64)

@@ -197,6 +197,28 @@ def test_user_tables_override(tmp_path, monkeypatch):
         catalog.model("mine")
 
 
+@pytest.mark.parametrize(
+    ("file", "row", "message"),
+    [
+        ("devices", "mine,memory,48,GiBs", "row 3 .mine.: unit='GiBs' of memory is not one of GB, GiB, MiB, TB"),
+        ("devices", "mine,memory,48GB,GB", "row 3 .mine.: memory='48GB' is no number"),
+        ("devices", "mine,memory_bandwith,864,GB/s", "unknown quantity='memory_bandwith'; nearest: memory_bandwidth"),
+        ("links", "mine,latency,5,s", "row 3 .mine.: unit='s' of latency is not one of ms, us"),
+        ("clusters", "mine,l40s,eight,1,pcie4,ib-200g", "row 3 .mine.: devices_per_node='eight' is no whole number"),
+    ],
+)
+def test_errors_of_a_user_table_name_file_row_and_unit(tmp_path, monkeypatch, file, row, message):
+    heads = {"clusters": "name,device,devices_per_node,nodes,intra,inter\nfirst,l40s,8,1,pcie4,ib-200g"}
+    head = heads.get(file, "name,quantity,value,unit\nfirst," + {"links": "latency,5,us"}.get(file, "memory,45,GiB"))
+    (tmp_path / f"{file}.csv").write_text(f"{head}\n{row}\n")
+    monkeypatch.setenv("MADMAX_CATALOG", str(tmp_path))
+    with pytest.raises(ValueError, match=f"{file}.csv, {message}" if message.startswith("row") else message):
+        catalog.table(file)
+    monkeypatch.setenv("MADMAX_CATALOG", str(tmp_path / "nope"))
+    with pytest.raises(FileNotFoundError, match=r"MADMAX_CATALOG=.*nope: no such folder"):
+        catalog.cluster("dgx-h100")
+
+
 CONFIGS = {
     "gpt2-large": {"model_type": "gpt2", "n_layer": 36, "n_embd": 1280, "n_head": 20, "n_positions": 1024,
                    "vocab_size": 50257},
