@@ -157,7 +157,8 @@ def _resized(job: _Job, devices: int) -> Cluster:
     """So many devices in whole nodes, or in a part of one."""
     node = min(devices, job.cluster.devices_per_node)
     if devices % node:
-        raise ValueError(f"devices={devices} are not whole nodes of {node} of {job.cluster.name}")
+        near = f"nearest: {devices // node * node}, {(devices // node + 1) * node}"
+        raise ValueError(f"devices={devices} are not whole nodes of {node} of {job.cluster.name}; {near}")
     return replace(job.cluster, devices_per_node=node, nodes=devices // node)
 
 

@@ -83,10 +83,11 @@ class Goodput:
         """The share, and what is lost, in a line."""
         between_s, writing_s = self.mtbf_s / devices, self.checkpoint_s(devices, parameters)
         apart_s = math.sqrt(2 * writing_s * between_s)
+        lost, apart = (f"{time_s / 3600:,.2g} h" for time_s in (self.restart_s + apart_s / 2, apart_s))
         return (
             f"{self.share(devices, parameters):.1%} of the time trains: a stop every {between_s / 3600:,.1f} h (by "
-            f"default at the rate per device of Llama 3) loses {(self.restart_s + apart_s / 2) / 60:,.1f} min, a "
-            f"checkpoint of {writing_s:.2g} s every {apart_s / 60:,.1f} min, evaluation takes {self.evaluation:.0%}"
+            f"default at the rate per device of Llama 3) loses {lost}, a checkpoint of "
+            f"{writing_s:.2g} s is written every {apart}, evaluation takes {self.evaluation:.0%}"
         )
 
     def checkpoint_s(self, devices: int, parameters: float) -> float:

@@ -12,7 +12,7 @@ from support import local_or_skip
 
 from madmax_lib import plan_flags
 from madmax_lib.case import Case
-from madmax_lib.catalog import model, models
+from madmax_lib.catalog import model, names
 from madmax_lib.plan import DEFAULTS, Plan
 from madmax_lib.plan_flags.keys import FRAMEWORKS
 from madmax_lib.plan_flags.text import source_of
@@ -306,7 +306,7 @@ def not_written(plan, further, framework, layers, run):
     return set()
 
 
-LANGUAGE = [name for name in models() if getattr(model(name), "vocab", 0) and not model(name).sinks]
+LANGUAGE = [name for name in names("models") if getattr(model(name), "vocab", 0) and not model(name).sinks]
 
 
 @pytest.mark.parametrize("name", LANGUAGE)

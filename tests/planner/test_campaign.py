@@ -81,7 +81,7 @@ def test_the_fewest_devices_in_time():
         ({"devices": 8}, "either days or devices"),
         ({"days": 0}, "days=0 must be positive"),
         ({"tokens": -1}, "tokens=-1"),
-        ({"days": None, "devices": 12}, "devices=12 are not whole nodes of 8"),
+        ({"days": None, "devices": 12}, "devices=12 are not whole nodes of 8 of dgx-a100; nearest: 8, 16"),
         ({"model": "dlrm-a"}, "recommendation"),
         ({"days": 1e-3, "global_batch": 8}, "no number of devices up to .* is in time"),
         ({"goodput": 0.9}, "goodput=0.9"),

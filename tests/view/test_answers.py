@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
+from madmax_lib import plan_flags
 from madmax_lib.__main__ import main
 from madmax_lib.datasets import PROJECT, dataset
 from madmax_lib.timeline import with_origin
@@ -140,6 +141,14 @@ def test_bad_input_is_an_envelope_too(capsys, tmp_path, monkeypatch, arguments, 
     answer = json.loads(said.out)
     assert list(answer) == KEYS and answer["status"] == 2 and answer["rows"] == []
     assert message in answer["error"] and said.err == f"madmax: {answer['error']}\n"
+
+
+def test_a_search_writes_the_configuration_of_its_best_plan(tmp_path, capsys):
+    words = ["search", "gpt2", "kaggle-2xt4", "--global-batch", "8", "--dtype", "fp16", "--json", "-o"]
+    assert main([*words, str(tmp_path / "train.txt")]) == 0
+    best = json.loads(capsys.readouterr().out)["summary"]["best"]
+    assert str(plan_flags.read(tmp_path / "train.txt", world_size=2, layers=12).plan) == best
+    assert main([*words, str(tmp_path)]) == 2
 
 
 @pytest.mark.filterwarnings("default")
