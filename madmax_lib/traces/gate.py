@@ -5,7 +5,9 @@ over the steps that are neither warm-up nor cut: the mean without the smallest a
 follow each other are alike, so a block bootstrap [Kuensch 1989] draws runs of steps, with all ranks of a step together,
 since they wait for one another; Student's t with as many degrees of freedom as there are blocks makes the interval.
 Two runs of the same code are further apart than that, how far no single recording tells: three quarters of the spread
-of the steps are added for it, a guess (`benchmarks/gate.py` judges it), unless enough recordings of both sides show it.
+of the steps are added for it, a guess (`benchmarks/gate.py` judges it), unless five recordings or more show it. Where
+the host does the work, other work on it slows every operation by a common factor, and that may be all: a quantity has
+to be slower than the operations are in the median, beyond their spread around it.
 Holm's method [1979], weighted, keeps the chance of any false alarm below 5 %. A quantity is slower if it surely grew,
 and not surely by less than 4/5 of the threshold, so that what grows by the threshold is found.
 """
@@ -32,9 +34,11 @@ _TRIM = 0.25  # of the steps at either end: the mean of the others is as robust 
 _SMALLEST, _MOST = 0.02, 20  # share of a step below which an operation does not count, and how many do
 _WEIGHTS = {"step_s": 0.5, "exposed_comm_s": 0.2}  # of the level; the operations share the rest
 _NORMAL = 1.349  # standard deviations between the quartiles of a normal distribution
+_MORE = "give several recordings of each, five or more in all"
 _LEAST_STEPS, _LEAST_RUNS = 4, 5  # of each side; recordings of both sides for the spread between them
 _RUNS_APART, _BOUND, _MINOR = 0.75, 0.8, 1 / 3  # of the spread of the steps; of the threshold; of that, of a step
 _NEGLIGIBLE = 0.05  # of what grew most: explains nothing
+_MAD, _SEVERAL = 1.4826, 4  # standard deviation per median deviation; operations whose median means something
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,12 +53,15 @@ class GateResult:
     explanation: up to three operations that grew most: operation, kind, rank (-1: all alike), a_s, b_s, difference_s
         (per step), ratio. Of a collective the rank that waits least counts.
     threshold: as given.
+    alike: factor by which a host's operations changed in the median, which may be the machine's; 1 on a device, and
+        where enough recordings show how far runs are apart.
     """
 
     passed: bool
     table: pd.DataFrame = field(repr=False)
     explanation: pd.DataFrame = field(repr=False)
     threshold: float = 0.03
+    alike: float = 1.0
 
     def __repr__(self) -> str:
         slower, unclear = (self.table[self.table["verdict"] == verdict] for verdict in ("slower", "cannot tell"))
@@ -68,6 +75,8 @@ class GateResult:
             said = f"cannot tell at {self.threshold:.3g}"
             lines.append(f"{row.quantity}: {said}, in this noise {row.detectable:.1%} is the least that shows")
         lines += [f"nor of {operations.sum()} operations"] if operations.any() else []
+        if abs(self.alike - 1) > self.threshold:
+            lines += [f"all operations take {self.alike:.3g} times as long: the machine, or work beside? {_MORE}"]
         return "\n".join(lines)
 
 
@@ -81,7 +90,7 @@ def gate(a: Timeline | Sequence[Timeline], b: Timeline | Sequence[Timeline], thr
     if not 0 < number("threshold", threshold) < 10:
         raise ValueError(f"threshold={threshold!r} is not a share above 0, such as 0.03 for 3 %")
     sides = [[_Recording(one) for one in _several(name, side)] for name, side in (("a", a), ("b", b))]
-    table = _tested(sides, threshold)
+    table, alike = _tested(sides, threshold)
     order = {"slower": 0, "cannot tell": 1, "minor": 2, "fine": 3}
     table = table.sort_values(["verdict", "ratio"], key=lambda c: c.map(order) if c.name == "verdict" else -c)
     table = table.reset_index(drop=True)
@@ -92,6 +101,7 @@ def gate(a: Timeline | Sequence[Timeline], b: Timeline | Sequence[Timeline], thr
         table=with_origin(table, {"files": files}),
         explanation=with_origin(_explained(*sides), {"files": files}),
         threshold=threshold,
+        alike=alike,
     )
 
 
@@ -107,6 +117,7 @@ class _Recording:
         left_out = table.loc[table["warmup"] | table["cut"], "step"]
         table = table[~table["step"].isin(left_out)]
         on_device = (timeline.spans["kind"].isin(BUSY_KINDS) & (timeline.spans["stream"] >= 0)).any()
+        self.on_device = bool(on_device)
         pace = "period_s" if on_device and table["period_s"].notna().any() else "wall_s"  # a host may run ahead
         values = table.rename(columns={pace: "step_s"}).groupby("step")[["step_s", "exposed_comm_s"]].mean().dropna()
         if len(values) < _LEAST_STEPS:
@@ -155,23 +166,26 @@ def _middle(values: np.ndarray) -> np.ndarray:
     return np.sort(values, axis=-2)[..., cut : values.shape[-2] - cut, :].mean(axis=-2)
 
 
-def _tested(sides: list[list[_Recording]], threshold: float) -> pd.DataFrame:
-    """The table of a `GateResult`."""
+def _tested(sides: list[list[_Recording]], threshold: float) -> tuple[pd.DataFrame, float]:
+    """The table of a `GateResult`, and the factor that the operations of a host share."""
     from scipy.stats import t as student
 
     names = _names(sides)
-    (mean_a, mean_b), error, freedom = _compared(sides, names)
     kinds = {operation: kind for side in sides for one in side for kind, operation in one.operations.columns}
-    table = pd.DataFrame({"quantity": names, "kind": [kinds.get(name, "") for name in names]})
+    kind = [kinds.get(name, "") for name in names]
+    (mean_a, mean_b), error, freedom, alike = _compared(sides, names, np.array(kind) == "compute")
+    table = pd.DataFrame({"quantity": names, "kind": kind})
     table["a"], table["b"], growth = np.exp(mean_a), np.exp(mean_b), mean_b - mean_a
     table["ratio"] = np.exp(growth)
     width = student.ppf(1 - _LEVEL, freedom) * error
-    table["low"], table["high"] = np.exp(growth - width), np.exp(growth + width)
+    least, most = growth - max(alike, 0.0), growth - min(alike, 0.0)  # any part of it may be the machine's
+    table["low"], table["high"] = np.exp(least - width), np.exp(most + width)
     with np.errstate(divide="ignore", invalid="ignore"):
-        p = np.where(error > 0, student.sf(growth / error, freedom), np.where(growth > 0, 0.0, 1.0))
+        p = np.where(error > 0, student.sf(least / error, freedom), np.where(least > 0, 0.0, 1.0))
     weights = _weights(names)
     table["p"] = _holm(p, weights)
-    table["detectable"] = np.expm1((student.ppf(1 - _LEVEL * weights, freedom) + student.ppf(_POWER, freedom)) * error)
+    shows = (student.ppf(1 - _LEVEL * weights, freedom) + student.ppf(_POWER, freedom)) * error
+    table["detectable"] = np.expm1(shows + abs(alike))
     memory = [np.mean([one.peak_bytes for one in side]) for side in sides]
     if np.isfinite(memory).all() and memory[0] > 0:
         ratio = memory[1] / memory[0]
@@ -182,7 +196,7 @@ def _tested(sides: list[list[_Recording]], threshold: float) -> pd.DataFrame:
     small, sure = table["high"] < 1 + threshold * np.where(exact, 1.0, _BOUND), table["p"] < _LEVEL
     minor = (table["b"] - table["a"] < _MINOR * threshold * table["a"].iloc[0]) & ~exact
     table["verdict"] = np.select([small, sure & minor, sure], ["fine", "minor", "slower"], "cannot tell")
-    return table
+    return table, float(np.exp(alike))
 
 
 def _names(sides: list[list[_Recording]]) -> list[str]:
@@ -194,18 +208,31 @@ def _names(sides: list[list[_Recording]]) -> list[str]:
     return [name for name in ("step_s", "exposed_comm_s") if name in large.index] + list(operations.index)
 
 
-def _compared(sides: list[list[_Recording]], names: list[str]) -> tuple[list[np.ndarray], np.ndarray, float]:
-    """Mean logarithms (n,) of both sides, the error (n,) of their difference and its degrees of freedom."""
+def _compared(
+    sides: list[list[_Recording]], names: list[str], computes: np.ndarray
+) -> tuple[list[np.ndarray], np.ndarray, float, float]:
+    """Mean logarithms (n,) of both sides, the error (n,) of their difference, its degrees of freedom, and how much of
+    the difference may be the machine's. computes: (n,) whether a quantity is an operation that computes.
+    """
     found = [[one.location(names) for one in side] for side in sides]
     places, errors, spreads = ([np.array([one[at] for one in side]) for side in found] for at in range(3))
     within, apart = (sum((v**2).sum(axis=0) / len(v) ** 2 for v in values) for values in (errors, spreads))
-    counts = [len(side) for side in sides]
+    counts, means = [len(side) for side in sides], [place.mean(axis=0) for place in places]
     freedom = sum(blocks for side in found for *_, blocks in side) - sum(counts)
     if sum(counts) >= _LEAST_RUNS:
         squares = sum(((place - place.mean(axis=0)) ** 2).sum(axis=0) for place in places)
         between = squares / (sum(counts) - 2) * sum(1 / count for count in counts)
-        return [place.mean(axis=0) for place in places], np.sqrt(np.maximum(between, within)), sum(counts) - 2
-    return [place.mean(axis=0) for place in places], np.sqrt(within + _RUNS_APART**2 * apart), freedom
+        return means, np.sqrt(np.maximum(between, within)), sum(counts) - 2, 0.0
+    variance = within + _RUNS_APART**2 * apart
+    if all(one.on_device for side in sides for one in side):
+        return means, np.sqrt(variance), freedom, 0.0
+    growth = (means[1] - means[0])[computes]
+    if len(growth) < _SEVERAL:  # what they share cannot be told from what each does
+        every = np.append(growth, (means[1] - means[0])[0])
+        return means, np.sqrt(variance), freedom, float(every[np.abs(every).argmax()])
+    alike = float(np.median(growth))
+    variance = variance + (_MAD * np.median(np.abs(growth - alike))) ** 2
+    return means, np.sqrt(variance), min(freedom, len(growth) - 1), alike
 
 
 def _weights(names: list[str]) -> np.ndarray:

@@ -130,6 +130,7 @@ def _gate(a: list[Timeline], b: list[Timeline], threshold: float) -> Answer:
     }
     explanation = result.explanation[columns].astype({"rank": object}).replace({"rank": {-1: "all"}})
     about |= {"explanation": explanation.to_dict("records"), "cannot_tell_below": dict(unclear)}
+    about |= {"alike": result.alike} if result.alike != 1 else {}
     return Answer(table, about, passed=result.passed)
 
 

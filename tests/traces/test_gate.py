@@ -13,24 +13,27 @@ MS = 1_000_000
 OPS = {"aten::mm": 30.0, "aten::softmax": 10.0, "aten::layer_norm": 5.0}  # ms of a step
 
 
-def recording(seed=0, *, noise=0.005, steps=20, factor=(), rank_factor=1.0, shift=1.0, warm=1.0, scale=1.0):
+def recording(seed=0, *, noise=0.005, steps=20, factor=(), rank_factor=1.0, shift=1.0, warm=1.0, scale=1.0, host=False):
     """Two ranks that compute one operation after the other and meet in an all-reduce of 5 ms at the end of each step.
 
     noise: of each operation, relative. factor: of operations. rank_factor: of rank 1's operations. shift: of all of the
-    recording. warm: factor of the first two steps.
+    recording. warm: factor of the first two steps. host: of a CPU, with one more operation.
     """
     draw, rows, starts = np.random.default_rng(seed), [], np.zeros(2)
+    compute, comm = (-1, -2) if host else (0, 1)
     for step in range(steps):
         begun, slow = starts.copy(), warm if step < 2 else 1.0
-        for name, ms in OPS.items():
+        for name, ms in (OPS | {"aten::gelu": 2.0} if host else OPS).items():
             own = ms * dict(factor).get(name, 1.0) * np.array([1.0, rank_factor]) * shift * slow * scale
             lasts = own * draw.normal(1.0, noise, 2)
-            rows += [(r, 0, "compute", name, round(starts[r] * MS), round(lasts[r] * MS), -1, step) for r in range(2)]
+            rows += [
+                (r, compute, "compute", name, round(starts[r] * MS), round(lasts[r] * MS), -1, step) for r in range(2)
+            ]
             starts = starts + lasts
         end = starts.max() + 5 * dict(factor).get("nccl:all_reduce", 1.0) * shift * scale
         for r in range(2):
             at, mark = round(starts[r] * MS), round(begun[r] * MS)
-            rows.append((r, 1, "comm", "nccl:all_reduce", at, round(end * MS) - at, -1, step))
+            rows.append((r, comm, "comm", "nccl:all_reduce", at, round(end * MS) - at, -1, step))
             rows.append((r, -1, "annotation", f"ProfilerStep#{step}", mark, round(end * MS) - mark, -1, step))
         starts = np.full(2, end)
     return make_timeline(rows)
@@ -117,6 +120,30 @@ def test_several_recordings_show_how_far_runs_are_apart():
     assert not gate(sides[0][0], sides[1][2]).passed and gate(*sides).passed
     assert verdicts(gate(*sides))["step_s"] == "cannot tell"
     assert not gate(sides[0], [recording(30 + n, shift=1.4 * shift) for n, shift in enumerate(shifts)]).passed
+
+
+@pytest.mark.parametrize("shift", [0.5, 0.9, 1.0, 1.1, 2.0])
+def test_a_host_that_is_slow_in_all_operations_alike_may_be_busy(shift):
+    """What one operation adds is found beside it; a device has no such excuse, nor have five recordings."""
+    result = gate(recording(1, host=True), recording(2, host=True, shift=shift))
+    assert result.passed and result.alike == pytest.approx(shift, rel=0.01)
+    row = result.table.set_index("quantity").loc["step_s"]
+    assert row["low"] < min(1, shift) and max(1, shift) < row["high"]
+    assert row["verdict"] == ("cannot tell" if shift > 1 else "fine")
+    assert ("all operations take" in repr(result)) == (shift != 1)
+    slow = gate(recording(1, host=True), recording(2, host=True, shift=shift, factor=[("aten::softmax", 4.0)]))
+    assert verdicts(slow)["softmax"] == "slower" and not slow.passed
+    on_device = gate(recording(1), recording(2, shift=shift))
+    assert on_device.passed == (shift <= 1) and on_device.alike == 1
+    sides = [[recording(10 * at + n, host=True, shift=own) for n in range(3)] for at, own in enumerate((1.0, shift))]
+    assert gate(*sides).passed == (shift <= 1)
+
+
+def test_too_few_operations_do_not_show_what_a_host_does_to_all():
+    sides = [recording(1, host=True), recording(2, host=True, factor=[("aten::mm", 2.0)])]
+    sides = [side.where((side.spans["name"] != "aten::gelu").to_numpy()) for side in sides]
+    result = gate(*sides)
+    assert result.passed and verdicts(result)["step_s"] == "cannot tell" and result.alike > 1.3
 
 
 @pytest.mark.parametrize(("size_bytes", "verdict"), [(1000, "fine"), (1029, "fine"), (1031, "slower")])
