@@ -20,7 +20,7 @@ from madmax_lib.case import Case
 from madmax_lib.fields import argument
 from madmax_lib.plan import DEFAULTS, Plan
 from madmax_lib.plan_rules import NEST
-from madmax_lib.plans import Plans, legal, rules_of
+from madmax_lib.plans import Plans, legal
 from madmax_lib.rules import FIELDS
 
 __all__ = ["SEARCHED", "Degrees", "Space", "legal_degrees", "pass_choices", "plan_of", "sharding_choices"]
@@ -138,10 +138,10 @@ def legal_degrees(space: Space, case: Case) -> tuple[list[Degrees], Counter]:
     filling = sorted(_filling(space, case))
     names = [field.name for field in fields(Degrees)]
     columns = dict(zip(names, np.array([*map(astuple, filling)], int).reshape(-1, len(names)).T, strict=True))
-    anyhow = replace(case, software=None)  # what it does not run is dropped with the choices
-    verdicts = [legal(replace(anyhow, plan=Plans(**columns, context=context))) for context in space.context]
-    allowed = np.logical_or.reduce([verdict.mask for verdict in verdicts])
-    dropped = Counter(verdicts[0].rules[place].name for place in verdicts[0].place[~allowed])
+    plans = Plans(**columns, context=np.array(space.context)[:, None])
+    verdict = legal(replace(case, software=None, plan=plans))  # what it does not run is dropped with the choices
+    allowed = verdict.mask.any(axis=0)
+    dropped = Counter(verdict.rules[place].name for place in verdict.place[0, ~allowed])
     leaves_node = allowed & (columns["tp"] > case.cluster.devices_per_node) & (not space.tp_beyond_node)
     if leaves_node.any():
         dropped["tp must stay inside a node"] = int(leaves_node.sum())
@@ -180,9 +180,8 @@ def _contexts(space: Space, case: Case, degrees: Degrees) -> list[str]:
     """Ways to exchange keys and values that are legal for the degrees."""
     if degrees.cp == 1:
         return ["ring"]
-    anyhow = replace(case, software=None)
-    cases = {context: replace(anyhow, plan=Plans(**vars(degrees), context=context)) for context in space.context}
-    return [context for context, one in cases.items() if not any(rule.broken(one.plan, one) for rule in rules_of(one))]
+    contexts = np.array(space.context)
+    return contexts[legal(replace(case, software=None, plan=Plans(**vars(degrees), context=contexts))).mask].tolist()
 
 
 def _schedules(space: Space, layers: int, pp: int, micro_batches: int) -> Iterator[tuple]:

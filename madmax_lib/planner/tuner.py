@@ -173,9 +173,8 @@ class Tuner:
 
     def _left(self) -> list[str]:
         tried = {text for text, _ in self._told} | set(self._asked)
-        return [
-            text for text, reason in zip(self._plans, self._reasons, strict=True) if not reason and text not in tried
-        ]
+        reasons = zip(self._plans, self._reasons, strict=True)
+        return [text for text, reason in reasons if not reason and text not in tried]
 
     def _record(self, plan: Plan, seconds: float) -> None:
         text = str(plan)
@@ -202,10 +201,8 @@ class Tuner:
         return beliefs(self._candidates, tried, log_s, asked, self._seed)
 
     def _searched(self) -> list[Plan]:
-        case = self._case
-        step = {"sequence": case.sequence, "dtype": case.dtype, "software": case.software}
-        step |= {"parameters": self._parameters, "space": Space.quick(), "top": _TOP, "progress": False}
-        return _listed(search(case.model, case.cluster, case.global_batch, **step).table)
+        case, space = self._case, {"space": Space.quick(), "top": _TOP, "progress": False}
+        return _listed(search(case.model, case.cluster, **_step(case), parameters=self._parameters, **space).table)
 
 
 def _listed(plans: Iterable[Plan | str] | pd.DataFrame) -> list[Plan]:
@@ -220,15 +217,13 @@ def _listed(plans: Iterable[Plan | str] | pd.DataFrame) -> list[Plan]:
     return list(dict.fromkeys(Plan(**vars(columns[row])) for row in range(len(index))))
 
 
+def _step(case: Case) -> dict:
+    return {name: getattr(case, name) for name in ("global_batch", "sequence", "dtype", "software")}
+
+
 def _candidates(case: Case, columns: pd.DataFrame, parameters: Parameters) -> tuple[Candidates, list[str]]:
     """What the simulator says of the plans of a case, and why a plan cannot be laid out, else empty."""
-    step = {
-        "global_batch": case.global_batch,
-        "sequence": case.sequence,
-        "dtype": case.dtype,
-        "software": case.software,
-    }
-    table = estimate(case.model, case.cluster, columns, **step, parameters=parameters, fits=True)
+    table = estimate(case.model, case.cluster, columns, **_step(case), parameters=parameters, fits=True)
     shares = table[list(PARTS)].to_numpy() / table[["step_s"]].to_numpy()
     log_room = np.log(usable_bytes(case.cluster.device) / table["memory_bytes"].to_numpy())
     log_room = np.where(np.isnan(log_room), np.where(table["fits"], _ROOMY, -_ROOMY), log_room)

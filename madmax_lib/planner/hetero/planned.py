@@ -94,29 +94,16 @@ class Planned:
     @cached_property
     def stages(self) -> pd.DataFrame:
         """One row per stage: ranks, GPU types, degrees, layers, samples of its replicas, its times."""
-        costs = self.costs
+        costs, columns = self.costs, "stage first_rank gpus types dp tp recompute first_layer layers least_samples"
         sends_s = [costs.send_s(*neighbours) for neighbours in pairwise(costs.stages)] + [0.0]
-        rows = [
-            {
-                "stage": number,
-                "first_rank": stage.start,
-                "gpus": stage.end - stage.start,
-                "types": "+".join(costs.fleet.types[kind] for kind in stage.distinct_types),
-                "dp": stage.dp,
-                "tp": stage.tp,
-                "recompute": stage.recompute,
-                "first_layer": stage.layers.start,
-                "layers": stage.layer_count,
-                "least_samples": min(stage.samples),
-                "most_samples": max(stage.samples),
-                "stage_ms": 1e3 * costs.stage_s(stage),
-                "send_ms": 1e3 * send_s,
-                "gradients_ms": 1e3 * costs.gradients_s(stage),
-                "optimizer_ms": 1e3 * costs.optimizer_s(stage),
-            }
-            for number, (stage, send_s) in enumerate(zip(costs.stages, sends_s, strict=True))
-        ]
-        return pd.DataFrame(rows)
+        rows = []
+        for number, (stage, send_s) in enumerate(zip(costs.stages, sends_s, strict=True)):
+            types = "+".join(costs.fleet.types[kind] for kind in stage.distinct_types)
+            of_stage = number, stage.start, stage.end - stage.start, types, stage.dp, stage.tp, stage.recompute
+            held = stage.layers.start, stage.layer_count, min(stage.samples), max(stage.samples)
+            times_s = costs.stage_s(stage), send_s, costs.gradients_s(stage), costs.optimizer_s(stage)
+            rows.append((*of_stage, *held, *(1e3 * seconds for seconds in times_s)))
+        return pd.DataFrame(rows, columns=f"{columns} most_samples stage_ms send_ms gradients_ms optimizer_ms".split())
 
     @cached_property
     def memory(self) -> pd.DataFrame:
