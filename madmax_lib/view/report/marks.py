@@ -22,6 +22,7 @@ _COLORS = COLORS | {"idle": "var(--idle)"}  # grey on either paper
 _SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SHARES = ("share", "overlap", "mfu", "coverage", "roof")
 _LONGEST, _SHOWN = 400, {"name": 90, "shapes": 60}  # letters that a cell keeps, and of some columns shows
+_WRAPS = 24  # letters of a text that may go on in another line, after a comma or colons
 _POINTS = 1200  # of a line
 _SEEN = 1e-3  # of the longest bar: what is shorter is less than a pixel
 _LONG = 20  # rows from which a table scrolls on its own
@@ -134,7 +135,9 @@ def _cells(name: str, values: pd.Series) -> list[str]:
         return [_text_cell(str(value), _SHOWN.get(name, _LONGEST)) for value in values]
     say = _format(name)
     return [
-        "<td></td>" if value != value else f'<td data-v="{value:.6g}"{_bar(name, value)}>{say(value)}</td>'
+        "<td></td>"
+        if value != value
+        else f'<td data-v="{value:.6g}"{_bar(name, value)}>{say(value) if value else 0}</td>'
         for value in values.tolist()
     ]
 
@@ -145,7 +148,9 @@ def _numeric(values: pd.Series) -> bool:
 
 def _text_cell(value: str, most: int) -> str:
     whole = f' title="{escape(value[:_LONGEST])}"' if len(value) > most else ""
-    return f'<td class="text"{whole}>{escape(shorten(value, most))}</td>'
+    shown = escape(shorten(value, most))
+    shown = re.sub(r"(,|::)(?=\S)", r"\1<wbr>", shown) if len(value) > _WRAPS else shown
+    return f'<td class="text"{whole}>{shown}</td>'
 
 
 def _bar(name: str, value: float) -> str:
@@ -162,7 +167,7 @@ def _format(name: str):
     if name.endswith("flops"):
         return lambda value: f"{_si(value)}FLOP"
     if name.endswith("_s") and not name.endswith("_per_s"):
-        return lambda value: format_s(value) if value else "0"
+        return format_s
     if name.endswith("bytes"):
         return lambda value: ("-" if value < 0 else "") + format_bytes(abs(value))
     return lambda value: f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
