@@ -36,8 +36,8 @@ class Campaign:
     table: a row per number of devices tried: devices, plan, global_batch, mfu, days, device_hours, usd and mwh (each
         with _low and _high, 90 %), goodput, and in_time, the probability of the days asked for (NaN if none were).
     best: the row that answers: of the fewest devices that are in time, or of the devices asked for.
-    notes: what the figures rest on, a line each: software, interval, goodput, price (of a device-hour in USD, with its
-        source and date) and energy.
+    notes: what the figures rest on, a line each: step (samples and tokens), software, interval, goodput, price (of a
+        device-hour in USD, with its source and date) and energy.
     """
 
     table: pd.DataFrame
@@ -192,9 +192,9 @@ def _first_in_time(job: _Job, days: float, costs: dict) -> list[dict]:
 
 def _notes(job: _Job, best: pd.Series, costs: dict) -> dict[str, str]:
     """What the figures rest on."""
-    device, software = job.cluster.device, job.options["software"]
+    device, software, sequence = job.cluster.device, job.options["software"], job.options["sequence"]
     factor, goodput = practice()[0], costs["goodput"] or Goodput()
-    either = best["days_high"] / best["days"]
+    either, batch = best["days_high"] / best["days"], best["global_batch"]
     stack = f"{getattr(software, 'name', software)}: only what it launches, timed as it overlaps"
     stacks = f"none named: timed as by tuned Megatron-Core; {' or '.join(best['stacks'].split())} launches the plan"
     interval = (
@@ -202,6 +202,7 @@ def _notes(job: _Job, best: pd.Series, costs: dict) -> dict[str, str]:
         f"predictions at most; the middle is {factor:.2f} x the time of the plan, as their median"
     )
     return {
+        "step": f"{batch:,} samples of {sequence:,} tokens, {batch * sequence / 1e6:.3g}M tokens",
         "software": stack if software else stacks,
         "interval": interval,
         "goodput": goodput.describe(int(best["devices"]), job.model.parameters),
