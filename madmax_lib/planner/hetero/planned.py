@@ -56,8 +56,12 @@ class Planned:
 
     def __repr__(self) -> str:
         samples, stages = self.problem.rules.global_batch, self.stages
-        proof = f", proven within {self.gap:.2g}" if self.bound_ms else ""
-        lines = [f"{self.cost_ms:,.4g} ms for {samples:,} samples in {self.plan.batches} micro-batches{proof}"]
+        batches, layers = self.plan.batches, self.problem.prices.layers
+        lines = [
+            f"{self.cost_ms:,.4g} ms for {samples:,} samples in {batches} micro-batches, {layers} layers with ends"
+        ]
+        if self.bound_ms:
+            lines[0] += "; none is cheaper" if self.gap < 1e-6 else f"; the cheapest is at most {self.gap:.2%} below"
         lines[0] += "; interrupted, the best so far" if self.stopped else ""
         for row in stages.itertuples():
             ends = f"layers {row.first_layer} to {row.first_layer + row.layers - 1}"

@@ -121,7 +121,8 @@ def problem(
         if rules.get("hidden", getattr(model, "hidden", None)) != getattr(model, "hidden", None):
             raise ValueError(f"hidden={rules['hidden']} is not that of {model.name}, {model.hidden}")
         options = {name: rules.pop(name) for name in _OF_MODEL if name in rules}
-        sequence = rules.pop("sequence", None) or getattr(model, "sequence", None)
+        given = rules.pop("sequence", None)
+        sequence = getattr(model, "sequence", None) if given is None else whole("sequence", given, 1)
         types = {one.device.name: one for one in clusters} or clusters_of(nodes)
         prices = simulated_prices(model, types, global_batch=global_batch, sequence=sequence, **options)
         rules = {"hidden": model.hidden, "sequence": sequence, "tp_in_node": True} | rules
