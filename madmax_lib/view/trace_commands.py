@@ -1,4 +1,4 @@
-"""What do `breakdown`, `compare`, `stragglers`, `flight` and `report` of `python -m madmax_lib` answer about traces?"""
+"""What do the commands of `python -m madmax_lib` answer about traces, snapshots of memory and flight recorders?"""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 _BASELINES = Path(".madmax")  # in the folder where the command runs: for the cache of a CI
+_MOST = 4  # devices and failures in a summary
 _TRACES = {"nargs": "+", "metavar": "TRACE", "help": "traces, one per rank: files, directories, patterns"}
 
 
@@ -35,6 +36,11 @@ def add(commands) -> None:
     stragglers.add_argument("traces", **_TRACES)
     flight = add_command(commands, "flight", _flight, help="who hangs a job: dumps of PyTorch's flight recorder")
     flight.add_argument("dumps", help="directory with one dump per rank, such as nccl_trace_rank_0")
+    snapshot = add_command(commands, "snapshot", _snapshot, help="who holds a GPU's memory: CUDA memory snapshots")
+    snapshot.add_argument("files", nargs="+", metavar="FILE", help="one per rank, or a directory with them")
+    snapshot.add_argument("--by", default="site", choices=["site", "module", "phase", "metadata"], help="default: site")
+    snapshot.add_argument("--at", default="peak", choices=["peak", "start", "end", "oom"], help="default: peak")
+    snapshot.add_argument("--beside", metavar="FILE", help="an earlier one of the same rank: what has come since")
     report = add_command(commands, "report", _report, help="one HTML page about a directory of traces")
     report.add_argument("traces", **_TRACES)
     report.add_argument("--beside", metavar="TRACES", help="another run to compare with")
@@ -155,6 +161,22 @@ def _flight(options: Namespace) -> Answer:
     findings, late = flight_findings(calls), lateness(calls).head(3)
     about = {"ranks": len(calls.attrs["dumped"]), "calls": len(calls), "latest": late.to_dict("records")}
     return Answer(findings, about, passed=findings.empty)
+
+
+def _snapshot(options: Namespace) -> Answer:
+    from madmax_lib.traces.operators import snapshots as of
+    from madmax_lib.traces.read.snapshots import read_snapshot
+
+    taken = read_snapshot(options.files)
+    peaks, free, full = of.snapshot_peak(taken), of.fragmentation(taken), of.out_of_memory(taken)
+    peaks = peaks.nlargest(_MOST, "peak_bytes")
+    free = free.merge(peaks[["rank", "device"]][:1])  # of the fullest device
+    about = {"peaks": peaks, "free": free, "out_of_memory": full[-_MOST:]}
+    about = {name: table.to_dict("records") for name, table in about.items()}
+    if options.beside:
+        before = read_snapshot(options.beside)
+        return Answer(of.snapshot_diff(before, taken, options.by, options.at), about, [options.beside])
+    return Answer(of.snapshot_held(taken, options.by, options.at, top=None), about)
 
 
 def _report(options: Namespace) -> Answer:

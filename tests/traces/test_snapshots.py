@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import local_or_skip
 
+from madmax_lib.__main__ import main
 from madmax_lib.traces import (
     fragmentation,
     out_of_memory,
@@ -22,6 +23,8 @@ from madmax_lib.traces import (
     snapshot_timeline,
 )
 from madmax_lib.traces.read.plain_pickles import load_plain
+from madmax_lib.view import plot_memory
+from madmax_lib.view.drawing import figure_data
 
 MIB = 1 << 20
 LEVELS = ["reserved", "requested", "active", "allocated"]
@@ -303,6 +306,26 @@ def test_a_plain_record_of_any_blocks_is_what_pickle_makes_of_it(tmp_path):
         path = tmp_path / f"{protocol}.pickle"
         path.write_bytes(pickle.dumps(record, protocol))
         assert path.stat().st_size > 5 << 19 and load_plain(path) == record
+
+
+def test_the_command_says_who_holds_the_peak_and_what_has_come_since(made, capsys):
+    paths = [str(made / f"{name}.pickle") for name in ("train", "oom")]
+    assert main(["snapshot", *paths, "--by", "phase", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    fullest = answer["summary"]["peaks"][0]
+    assert fullest["peak_bytes"] == sum(row["size_bytes"] for row in answer["rows"] if row["rank"] == 0)
+    assert [row["rank"] for row in answer["summary"]["out_of_memory"]] == [1] and len(answer["inputs"]) == 2
+    assert main(["snapshot", paths[0], "--beside", paths[0], "--json"]) == 0
+    assert not any(row["difference_bytes"] for row in json.loads(capsys.readouterr().out)["rows"])
+    assert main(["snapshot", str(made / "hostile.pickle")]) == 2
+
+
+@pytest.mark.parametrize(("name", "axis"), [("train", "time [ms]"), ("train-torch20", "event")])
+def test_the_picture_reaches_the_peak(made, name, axis):
+    snapshot = read_snapshot(made / f"{name}.pickle")
+    ax = plot_memory(snapshot)
+    assert figure_data(ax)["allocated_bytes"].max() == snapshot_peak(snapshot)["peak_bytes"].item()
+    assert ax.get_xlabel() == axis
 
 
 def test_bad_requests_are_said_in_one_line(made, tmp_path):

@@ -19,8 +19,8 @@ _NO_STACK, _OTHERS = "no stack was recorded", "others"
 
 
 def snapshot_timeline(snapshot: Snapshot) -> pd.DataFrame:
-    """Memory after each event: rank, device, time_s, action, reserved_bytes, allocated_bytes, requested_bytes,
-    pending_bytes.
+    """Memory after each event: rank, device, time_s, action, reserved_bytes, allocated_bytes, before_bytes,
+    requested_bytes, pending_bytes.
 
     time_s counts from the first event of all, NaN before torch 2.2. allocated_bytes is NaN where the sizes of blocks
     cannot be told. pending_bytes: let go, but another stream may still use them.

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-__all__ = ["Replay", "replay"]
+__all__ = ["ACTIONS", "Replay", "replay"]
 
 _UNIT, _MIB = 512, 1 << 20
 _NEVER = np.iinfo(np.int64).max
+ACTIONS = ["alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"]
+ACTIONS += ["segment_map", "segment_unmap", "oom", "other"]  # of an event, by its code
 _EVENTS = {"begin": "alloc", "let_go": "free_requested", "freed": "free_completed"}
 
 
@@ -26,7 +28,8 @@ class Replay:
     allocations: address, stream, size_bytes (requested), block_bytes (of the block; as requested where not exact),
     stack, metadata, and the events begin (-1: before the first), let_go and freed (2**63 - 1: never).
     levels: before the first event (row 0) and after each: reserved_bytes, allocated_bytes (as `memory_allocated()`; NaN
-    where not exact), requested_bytes, and pending_bytes: let go, but not yet free for others.
+    where not exact), before_bytes (of it, from before the first event), requested_bytes, and pending_bytes: let go, but
+    not yet free for others.
     largest_free_bytes: the largest free block, by the event of an oom.
     exact: whether the blocks of the end came out as they are.
     """
@@ -42,21 +45,27 @@ def replay(events: pd.DataFrame, blocks: pd.DataFrame) -> Replay:
 
     Raises ValueError where they contradict, as when actions were left out of the recording.
     """
-    action = np.array(events["action"].cat.categories)[events["action"].cat.codes]
+    action = events["action"].cat.codes.to_numpy()
     lives = _with_older(_lives(events, action), blocks[blocks["state"] != "inactive"])
-    of = {name: lives[name].to_numpy() for name in (*_EVENTS, "size_bytes")}
     sizes, largest = _block_sizes(events, action, blocks, lives)
-    lives["block_bytes"] = of["size_bytes"] if sizes is None else sizes
-    let_go = _sums(of["begin"], of["let_go"], lives["block_bytes"].to_numpy(), len(events))
+    lives["block_bytes"] = lives["size_bytes"] if sizes is None else sizes
+    names = [*_EVENTS, "size_bytes", "block_bytes"]
+    of, old = ({name: part[name].to_numpy() for name in names} for part in (lives, lives[lives["begin"] < 0]))
+    let_go = _sums(of["begin"], of["let_go"], of["block_bytes"], len(events))
     levels = {
         "reserved_bytes": _reserved(events, action, blocks),
         "allocated_bytes": np.full(len(let_go), np.nan) if sizes is None else let_go.astype(float),
+        "before_bytes": _sums(old["begin"], old["let_go"], old["block_bytes"], len(events)),
         "requested_bytes": _sums(of["begin"], of["let_go"], of["size_bytes"], len(events)),
         "pending_bytes": _sums(of["let_go"], of["freed"], of["size_bytes"], len(events)),
     }
     if levels["reserved_bytes"].min() < 0:
         raise _left_out("reserved bytes fall below 0")
     return Replay(lives, pd.DataFrame(levels), largest, sizes is not None)
+
+
+def _is(action: np.ndarray, *names: str) -> np.ndarray:
+    return np.isin(action, [ACTIONS.index(name) for name in names])
 
 
 def _left_out(what: str) -> ValueError:
@@ -72,24 +81,23 @@ def _sums(begin: np.ndarray, end: np.ndarray, size: np.ndarray, count: int) -> n
 
 
 def _reserved(events: pd.DataFrame, action: np.ndarray, blocks: pd.DataFrame) -> np.ndarray:
-    taken = np.isin(action, ("segment_alloc", "segment_map")).astype(np.int64)
-    change = np.cumsum(events["size_bytes"] * (taken - np.isin(action, ("segment_free", "segment_unmap"))))
-    change = np.r_[0, change]
+    taken, given = (_is(action, f"segment_{a}", f"segment_{b}") for a, b in (("alloc", "map"), ("free", "unmap")))
+    change = np.r_[0, np.cumsum(events["size_bytes"].to_numpy() * (taken.astype(np.int64) - given))]
     return blocks.groupby("segment")["segment_bytes"].first().sum() - change[-1] + change
 
 
 def _lives(events: pd.DataFrame, action: np.ndarray) -> pd.DataFrame:
     """A row per allocation of which there are events: what an address was used for from one alloc to the next."""
-    rows = np.flatnonzero(np.isin(action, list(_EVENTS.values())))
+    rows = np.flatnonzero(_is(action, *_EVENTS.values()))
     address = events["address"].to_numpy()
     rows = rows[np.lexsort((rows, address[rows]))]
     of_address = np.diff(address[rows], prepend=np.nan) != 0
-    starts = of_address | (action[rows] == "alloc")
+    starts = of_address | _is(action[rows], "alloc")
     life, first = np.cumsum(starts) - 1, rows[starts]
     table = events[["address", "stream", "size_bytes", "stack", "metadata"]].iloc[first].reset_index(drop=True)
     for name, kind in _EVENTS.items():
         at = np.full(len(first), -1 if kind == "alloc" else _NEVER)
-        of = action[rows] == kind
+        of = _is(action[rows], kind)
         at[life[of]] = rows[of]
         if (np.diff(life[of]) == 0).any():
             raise _left_out(f"an address is freed twice ({kind})")
@@ -207,9 +215,8 @@ def _segments_at_start(events: pd.DataFrame, action: np.ndarray, blocks: pd.Data
     for start, size, expandable in blocks[["segment", "segment_bytes", "expandable"]].drop_duplicates().to_numpy():
         borders |= set() if expandable else {start, start + size}
         ranges.join(start, start + size, borders)
-    rows = np.flatnonzero(np.char.startswith(action.astype(str), "segment_"))[::-1]
-    part = events.iloc[rows]
-    for kind, start, size in zip(action[rows], part["address"], part["size_bytes"], strict=True):
+    part = events[_is(action, *(name for name in ACTIONS if name.startswith("segment_")))][::-1]
+    for kind, start, size in zip(part["action"], part["address"], part["size_bytes"], strict=True):
         if kind in ("segment_alloc", "segment_map"):
             ranges.cut(start, start + size)
         else:
@@ -227,11 +234,11 @@ def _block_sizes(
         at = lives[name].to_numpy()
         inside = (at >= 0) & (at < len(events))
         life[at[inside]] = np.flatnonzero(inside)
-    rows = np.flatnonzero(~np.isin(action, ("free_requested", "other")))
+    rows = np.flatnonzero(~_is(action, "free_requested", "other"))
     columns = (events[name].to_numpy()[rows].tolist() for name in ("address", "size_bytes"))
     try:
         free = _FreeBlocks(events, action, blocks, lives)
-        for event in zip(action[rows].tolist(), rows.tolist(), *columns, life[rows].tolist(), strict=True):
+        for event in zip(events["action"].iloc[rows], rows.tolist(), *columns, life[rows].tolist(), strict=True):
             free.follow(*event)
     except _Misfit:
         return None, {}

@@ -12,7 +12,8 @@ import pandas as pd
 
 __all__ = ["Stacks"]
 
-_LINES = 3  # of a stack, that tell it from others
+_LINES, _SAMPLED = 3, 8  # lines of a stack that tell it from others; each so manyth frame finds those like it
+_PLAIN = {str, int, type(None)}
 _PLUMBING = re.compile(r"torch/(nn/modules/module|utils/_contextlib|autograd/function)\.py|<frozen ")
 _PHASES = {
     "optimizer": r"torch/optim/|optim.*:\d+ (step|_init_group)$",
@@ -43,7 +44,7 @@ class Stacks:
 
     def forget(self) -> None:
         """What is known of objects: those of another file have other identities."""
-        self._known: dict[tuple[int, ...], _Mark] = {}
+        self._known: dict[tuple[int, ...], list[tuple[list[dict], _Mark]]] = {}
         self._lines: dict[int, tuple[dict, str]] = {}
 
     def number(self, frames: list | None) -> int:
@@ -51,19 +52,22 @@ class Stacks:
         if not frames:
             return -1
         if type(frames[0]) is not _Mark:
-            key = tuple(map(id, frames))
-            if key not in self._known:
-                lines = tuple(map(self._line, frames))
-                self._known[key] = self._stacks.setdefault(lines, _Mark(len(self._stacks)))
-            frames[:] = [self._known[key]]
+            likely = self._known.setdefault((len(frames), *map(id, frames[::_SAMPLED])), [])
+            mark = next((mark for known, mark in likely if known == frames), None)
+            if not mark:
+                mark = self._stacks.setdefault(tuple(map(self._line, frames)), _Mark(len(self._stacks)))
+                likely.append((frames[:], mark))
+            frames[:] = [mark]
         return frames[0].number
 
     def text(self, text: str | None) -> int:
         """Number of a text, -1 without."""
-        return self.texts.setdefault(str(text), len(self.texts)) if text else -1
+        return self.texts.setdefault(text, len(self.texts)) if text else -1
 
     def _line(self, frame: dict) -> str:
         if id(frame) not in self._lines:
+            if not {type(value) for value in frame.values()} <= _PLAIN:
+                raise TypeError("a frame with other than texts and numbers")
             line = f"{frame['filename']}:{frame['line']} {frame['name']}"
             self._lines[id(frame)] = frame, line  # the frame too: its identity is another's once it is gone
         return self._lines[id(frame)][1]

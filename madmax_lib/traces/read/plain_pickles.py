@@ -5,6 +5,8 @@ make dictionaries, lists, tuples, texts and numbers pass (protocols 2 to 5), wit
 out, so that no few bytes ask for much memory. A global is refused by its name.
 """
 
+import contextlib
+import gc
 import io
 import lzma
 import pickle
@@ -99,6 +101,18 @@ class _Checked(io.RawIOBase):
         return 1 + len(argument) + (number if opcode in (0x8C, 0x58) else 0)
 
 
+@contextlib.contextmanager
+def _without_collection():
+    """No search for cycles while millions of objects are made, none of which is garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def load_plain(path: Path, between: Callable[[pickle.Unpickler], None] | None = None) -> Any:
     """Content of a pickle of dictionaries, lists, texts and numbers, of protocols 2 to 5, also packed by gzip or xz.
 
@@ -112,7 +126,8 @@ def load_plain(path: Path, between: Callable[[pickle.Unpickler], None] | None = 
             source = packed(file) if packed else file
             checked = _Checked(source, lambda: between and between(unpickler))
             unpickler = _Plain(io.BufferedReader(checked, _BLOCK))
-            return unpickler.load()
+            with _without_collection():
+                return unpickler.load()
     except Exception as reason:  # damaged bytes end in nearly any error
         if isinstance(reason, OSError) and reason.errno is not None:
             raise

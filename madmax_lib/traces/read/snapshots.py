@@ -5,16 +5,18 @@ gigabyte otherwise. Stacks are told apart by the identity of their frames, which
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from madmax_lib.traces.read.block_sizes import Replay, replay
+from madmax_lib.traces.read.block_sizes import ACTIONS, Replay, replay
 from madmax_lib.traces.read.cache import content_sha256
 from madmax_lib.traces.read.files import rank_in_name
 from madmax_lib.traces.read.frames import Stacks
@@ -22,9 +24,9 @@ from madmax_lib.traces.read.plain_pickles import load_plain
 
 __all__ = ["Snapshot", "read_snapshot"]
 
-_ACTIONS = ["alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"]
-_ACTIONS += ["segment_map", "segment_unmap", "oom", "other"]
-_CODES = {action: code for code, action in enumerate(_ACTIONS)}
+_KEYS = {"action": ("action", ""), "address": ("addr", None), "size_bytes": ("size", 0), "stream": ("stream", 0)}
+_KEYS |= {"time_us": ("time_us", -1), "frames": ("frames", None)}
+_CODES = defaultdict(lambda: len(ACTIONS) - 1, {action: code for code, action in enumerate(ACTIONS)})
 _SUFFIXES = (".pickle", ".pkl", ".pickle.gz", ".pkl.gz", ".pickle.xz", ".pkl.xz")
 _TYPES = {"action": "int8", **dict.fromkeys(("address", "size_bytes", "stream", "time_us"), "int64")}
 _TYPES |= {"stack": "int32", "metadata": "int32"}
@@ -83,7 +85,7 @@ def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
         file = _File(stacks)
         try:
             parts.append([table.assign(rank=rank) for table in file.read(path)])
-        except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as reason:
+        except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError) as reason:
             raise ValueError(f"{path}: no memory snapshot, an entry is damaged ({reason!r})") from None
         files[str(rank)] = {"name": path.name, "sha256": content_sha256(path)}
     events, blocks = (pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True))
@@ -113,7 +115,7 @@ class _File:
         names = [*_TYPES, "device"]
         columns = {name: np.concatenate([part.pop(name) for part in parts]) for name in names if parts}
         columns = columns or {name: np.zeros(0, _TYPES.get(name, "int64")) for name in names}
-        columns["action"] = pd.Categorical.from_codes(columns["action"], _ACTIONS)
+        columns["action"] = pd.Categorical.from_codes(columns["action"], ACTIONS)
         return pd.DataFrame(columns, copy=False), self._blocks(segments)
 
     def _empty(self, unpickler) -> None:
@@ -136,17 +138,16 @@ class _File:
         return len(events)
 
     def _columns(self, events: list[dict]) -> dict[str, np.ndarray]:
-        number, text = self._stacks.number, self._stacks.text
-        values = {
-            "action": [_CODES.get(event["action"], len(_ACTIONS) - 1) for event in events],
-            "address": [e["addr"] if "addr" in e else e.get("device_free", 0) for e in events],
-            "size_bytes": [event.get("size", 0) for event in events],
-            "stream": [event.get("stream", 0) for event in events],
-            "time_us": [event.get("time_us", -1) for event in events],
-            "stack": [number(event.get("frames")) for event in events],
-            "metadata": [text(event.get("user_metadata") or event.get("compile_context")) for event in events],
-        }
-        return {name: _whole(values[name]).astype(dtype) for name, dtype in _TYPES.items()}
+        columns = {name: _column(events, key, default) for name, (key, default) in _KEYS.items()}
+        columns["action"] = [*map(_CODES.__getitem__, columns["action"])]
+        columns["stack"] = [*map(self._stacks.number, columns.pop("frames"))]
+        texts = [None] * len(events)
+        if max(map(len, events)) > len(_KEYS):  # more than the usual keys
+            texts = [event.get("user_metadata") or event.get("compile_context") for event in events]
+        columns["metadata"] = [*map(self._stacks.text, texts)]
+        if None in columns["address"]:
+            columns["address"] = [event.get("addr", event.get("device_free", 0)) for event in events]
+        return {name: _whole(columns[name], dtype) for name, dtype in _TYPES.items()}
 
     def _parts(self, device: int, trace: list) -> list[dict[str, np.ndarray]]:
         """Columns of all events of a device."""
@@ -173,12 +174,18 @@ class _File:
         return table.astype(dict.fromkeys(whole, "int64"))
 
 
-def _whole(values: list) -> np.ndarray:
+def _column(events: list[dict], key: str, default: Any) -> list:
+    try:
+        return [*map(itemgetter(key), events)]
+    except KeyError:
+        return [event.get(key, default) for event in events]
+
+
+def _whole(values: list, dtype: str) -> np.ndarray:
     """Whole numbers (n,); TypeError for others, which numpy would turn into some."""
-    array = np.array(values)
-    if array.dtype.kind not in "bi":
+    if not {*map(type, values)} <= {int}:
         raise TypeError("no whole numbers")
-    return array
+    return np.array(values, dtype)
 
 
 def _is_list(value: Any) -> bool:

@@ -9,6 +9,8 @@ from matplotlib.axes import Axes
 
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.operators.memory import BEFORE, CATEGORIES, held_at_peak, memory_timeline, peak
+from madmax_lib.traces.operators.snapshots import snapshot_held, snapshot_peak, snapshot_timeline
+from madmax_lib.traces.read.snapshots import Snapshot
 from madmax_lib.units import bytes_unit, format_bytes, format_s
 from madmax_lib.view import drawing as draw
 
@@ -20,22 +22,24 @@ _CATEGORY_COLORS = dict(zip(CATEGORIES, _SHADES, strict=True))
 _MOST_STEPS = 12  # up to which steps are numbered
 
 
-def plot_memory(timeline: Timeline, ax: Axes | None = None, *, device: str | None = None) -> Axes:
+def plot_memory(timeline: Timeline | Snapshot, ax: Axes | None = None, *, device: str | None = None) -> Axes:
     """Allocated and reserved memory of one device over time, steps marked, the peak labelled with its top holders.
 
-    The device with the highest peak, or of those so named. Raises ValueError for one that has no events.
+    The device with the highest peak, or of those so named. Of a snapshot without times (before torch 2.2) over its
+    events. Raises ValueError for a device that has no events.
     """
-    peaks = _named(peak(timeline), device)
-    if not len(peaks):
-        return draw.empty(ax, memory_timeline(timeline), _NO_EVENTS, timeline)
+    table, peaks, holders = _tables(timeline)
+    peaks = _named(peaks, device)
+    if not len(peaks) or not len(table):
+        return draw.empty(ax, table, _NO_EVENTS, timeline if isinstance(timeline, Timeline) else table)
     top = peaks.loc[peaks["peak_bytes"].idxmax()]
-    table = memory_timeline(timeline, top["device"]).query("rank == @top['rank']")
+    table = table[(table["device"] == top["device"]) & (table["rank"] == top["rank"])]
     drawn = draw.thinned(table, "allocated_bytes")
     unit, factor = bytes_unit(np.nanmax([top["peak_bytes"], top["reserved_bytes"]]))
     time_ms, older, reserved = drawn["time_s"] * 1e3, drawn["before_bytes"] / factor, drawn["reserved_bytes"] / factor
     parts = pd.DataFrame({"idle": older, "other": drawn["allocated_bytes"] / factor - older})
     ax = ax or draw.new_axes(height=3.2)
-    draw.areas(ax, time_ms, parts, {"idle": "idle", "other": "other"}, source=timeline.meta.source, step="post")
+    draw.areas(ax, time_ms, parts, {"idle": "idle", "other": "other"}, source=table.attrs["source"], step="post")
     ax.step(time_ms, reserved, where="post", color="#444444", linewidth=1)
     at_end = {"dx": -3, "dy": 3, "va": "baseline", "ha": "right", "fontsize": 8}
     if reserved.notna().any():
@@ -45,10 +49,25 @@ def plot_memory(timeline: Timeline, ax: Axes | None = None, *, device: str | Non
     high = np.nanmax([1.6 * top["peak_bytes"] / factor, 1.15 * reserved.max(), 1e-9])
     ax.set(xlim=(time_ms.iloc[0], max(time_ms.iloc[-1], time_ms.iloc[0] + 1e-3)), ylim=(0, high))
     _mark_steps(ax, table)
-    _label_peak(ax, top, held_at_peak(timeline, 3), factor)
+    _label_peak(ax, top, holders, factor)
     where = f"{top['device']} of rank {top['rank']}"
-    title = f"Peak {format_bytes(top['peak_bytes'])} on {where} after {format_s(top['time_s'])}"
-    return draw.finish(ax, drawn, title, x="time [ms]", y=f"memory [{unit}]", origin=timeline)
+    when, x = (f"at {top['moment']}", "event") if "moment" in top else (f"after {format_s(top['time_s'])}", "time [ms]")
+    title = f"Peak {format_bytes(top['peak_bytes'])} on {where} {when}"
+    return draw.finish(ax, drawn, title, x=x, y=f"memory [{unit}]", origin=holders)
+
+
+def _tables(source: Timeline | Snapshot) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Memory over time, the peaks, and who holds them."""
+    if isinstance(source, Timeline):
+        return memory_timeline(source), peak(source), held_at_peak(source, 3)
+    table, peaks = snapshot_timeline(source).assign(step=-1), snapshot_peak(source)
+    level = table["allocated_bytes"].fillna(table["requested_bytes"])  # where sizes of blocks cannot be told
+    if table["time_s"].isna().any():
+        table["time_s"], peaks["time_s"] = table.groupby(["rank", "device"]).cumcount() / 1e3, peaks["event"] / 1e3
+        peaks["moment"] = "event " + peaks["event"].astype(str)
+    holders = snapshot_held(source, top=3).rename(columns={"site": "operator"})
+    holders["operator"] = holders["operator"].str.split(" < ").str[0]
+    return table.assign(allocated_bytes=level), peaks, holders
 
 
 def plot_memory_categories(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
