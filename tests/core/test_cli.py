@@ -67,7 +67,8 @@ def test_site_runs_every_notebook_and_leaves_the_committed_figures(tmp_path, mon
     monkeypatch.setattr("madmax_lib.view.notebooks.runner.run_notebook", executed)
     assert main(["site", "-o", str(tmp_path / "site")]) == status
     pages = {page.stem for page in (tmp_path / "site").iterdir()}
-    assert pages == {"index", *two} and folders == {PROJECT / "build" / "figures"}
+    docs = {page.stem for page in (PROJECT / "docs").glob("[a-z]*.md")}
+    assert pages == {"index", *two} | docs and folders == {PROJECT / "build" / "figures"}
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "site" / "index.html")
 
 

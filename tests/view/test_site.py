@@ -14,6 +14,7 @@ from madmax_lib.view.notebooks.site import notebook_page, write_site
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 SVG = "<svg></svg>"
+DOCS = {path.stem for path in (PROJECT / "docs").glob("[a-z]*.md")}
 FIRST = """# Which is faster, `a` < `b`?
 
 [![Open in Colab](https://colab.research.google.com/badge.svg)](https://colab.research.google.com/github/x.ipynb)
@@ -67,10 +68,20 @@ def test_index_tells_title_question_time_and_failure(site):
 
 
 def test_pages_lead_to_each_other(site):
-    assert set(site) == {"index", "20_good", "60_bad"}
+    assert set(site) == {"index", "20_good", "60_bad"} | DOCS
     for name, others in (("20_good", {"60_bad"}), ("60_bad", {"20_good"})):
         links = {link for link in re.findall(r'href="([^"]+)"', site[name]) if not link.startswith("https:")}
         assert links == {"index.html", *(f"{other}.html" for other in others)}
+
+
+def test_pages_of_docs_lead_to_pages_that_there_are(site):
+    """Notebooks are pages too, here not all of them; files of the repository have its address."""
+    notebooks = {path.stem for path in (PROJECT / "notebooks").glob("*.ipynb")}
+    for name in DOCS:
+        links = {link for link in re.findall(r'href="([^"#]+)', site[name]) if not link.startswith("https:")}
+        assert {link.removesuffix(".html") for link in links} <= DOCS | notebooks | {"index"}, name
+        assert f'href="{name}.html"' in site["index"] and "<!--" not in site[name]
+    assert "/blob/main/madmax_lib/data/kernel_kinds.csv" in site["what-does-my-trace-say"]
 
 
 def test_pages_need_no_network_and_no_script_and_name_no_place_of_this_machine(site):

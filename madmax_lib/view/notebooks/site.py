@@ -14,6 +14,7 @@ from pygments.formatters import HtmlFormatter
 from madmax_lib import __version__
 from madmax_lib.atomic import write_text
 from madmax_lib.datasets import PROJECT
+from madmax_lib.view.notebooks.docs import docs_index, docs_pages
 from madmax_lib.view.notebooks.page import Result, page, paragraph
 
 __all__ = ["notebook_page", "notebook_question", "write_site"]
@@ -42,9 +43,13 @@ def notebook_page(path: Path, links: str = "") -> str:
 
 
 def write_site(results: Sequence[Result], folder: Path) -> Path:
-    """Write a page per executed notebook and, last, the index; returns the index. Nothing is written if one fails."""
+    """Write a page per question of docs/ and per executed notebook and, last, the index, whose path is returned.
+
+    Nothing is written if one fails.
+    """
     names = [result.name for result in results]
     pages = {r.name: notebook_page(r.output, _links(names, place)) for place, r in enumerate(results)}
+    pages |= docs_pages(_STYLE.read_text())
     pages["index"] = _index(results)
     for name, text in pages.items():
         write_text(folder / f"{name}.html", text)
@@ -56,6 +61,7 @@ def _index(results: Sequence[Result]) -> str:
     about = f"{len(results)} notebooks in {sum(result.seconds for result in results):.0f} s"
     about += f", {len(failed)} failed" if failed else ""
     parts = ["<h1>MAD-Max Workbench</h1>", paragraph(_SENTENCE, "message"), paragraph(about, "about")]
+    parts += [docs_index()]
     groups: dict[str, list[str]] = {}
     for result in results:
         groups.setdefault(_GROUPS.get(result.name[0], "Others"), []).append(_entry(result))
