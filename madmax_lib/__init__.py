@@ -8,7 +8,7 @@ from madmax_lib.doors import open_room
 
 TYPE_CHECKING = False  # type checkers take it for true; `typing` itself would double the time of the import
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from madmax_lib import (

@@ -72,7 +72,7 @@ def _parameters(arguments: list[str]) -> str:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from madmax_lib.datasets import PROJECT
+    from madmax_lib.datasets import PROJECT, SHIPPED
     from madmax_lib.view.notebooks.runner import notebook_named, notebooks, parse_parameters, questions
 
     if options.list:
@@ -82,8 +82,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.parameter and len(chosen) > 1:
         raise ValueError("-p needs the name of one notebook")
     parameters = parse_parameters(chosen[0], options.parameter) if options.parameter else {"quick": True}
-    build = _folder(options.output or PROJECT / "build")
-    default = not options.parameter and not options.output  # only a default run redraws the committed figures
+    build = _folder(options.output or _build())
+    checkout = SHIPPED == PROJECT  # only a default run there redraws the committed figures
+    default = checkout and not options.parameter and not options.output
     figures = PROJECT / "figures" if default else build / "figures"
     results = _execute(chosen, parameters, build, figures)
     print(f"executed notebooks and HTML in {build}, figures in {figures}")
@@ -98,15 +99,21 @@ def _mcp(options: argparse.Namespace) -> int:
 
 
 def _site(options: argparse.Namespace) -> int:
-    from madmax_lib.datasets import PROJECT
     from madmax_lib.view.notebooks.runner import notebooks
     from madmax_lib.view.notebooks.site import write_site
 
-    paths, build = notebooks(), PROJECT / "build"
+    paths, build = notebooks(), _build()
     folder = _folder(options.output or build / "site")
     results = _execute(list(paths.values()), {"quick": True}, build, build / "figures")
     print(write_site(results, folder))
     return 1 if any(result.error for result in results) else 0
+
+
+def _build() -> Path:
+    """Folder of what notebooks write: of the checkout, else of the working folder."""
+    from madmax_lib.datasets import PROJECT, SHIPPED
+
+    return (PROJECT if SHIPPED == PROJECT else Path.cwd()) / "build"
 
 
 def _folder(path: Path) -> Path:

@@ -1,7 +1,7 @@
 """Where is the input called NAME? Found on this machine, else downloaded once and checked by its sha256.
 
 The registry is `data/datasets.csv`: one row per file, with a URL at a pinned commit. Looked for in this order:
-the folder MADMAX_DATA_DIR, the checkout's own `traces/`, a `shared/data` folder beside the checkout, the user cache,
+the folder MADMAX_DATA_DIR, the project's own `traces/`, a `shared/data` folder beside the checkout, the user cache,
 and then one download (never with MADMAX_OFFLINE=1). Content is compared uncompressed, so a re-packed copy is as good
 as the original; a file with another content is refused.
 """
@@ -15,9 +15,11 @@ import pandas as pd
 
 from madmax_lib.atomic import replacing
 
-__all__ = ["PROJECT", "cache_folder", "dataset", "datasets", "local_data", "names", "places"]
+__all__ = ["PROJECT", "SHIPPED", "cache_folder", "dataset", "datasets", "local_data", "names", "places"]
 
-PROJECT = Path(__file__).resolve().parents[1]  # the checkout; a plain installation has no traces/ there
+PROJECT = Path(__file__).resolve().parents[1]  # the checkout
+_INSIDE = Path(__file__).resolve().with_name("shipped")  # of a wheel, which setup.py fills
+SHIPPED = _INSIDE if _INSIDE.is_dir() else PROJECT  # where notebooks/ and traces/ are
 
 
 def datasets() -> pd.DataFrame:
@@ -38,7 +40,7 @@ def dataset(name: str, *, download: bool = True) -> Path:
     table = datasets()
     rows = table[table["dataset"] == name]
     if not len(rows):
-        return PROJECT / "traces" / name
+        return SHIPPED / "traces" / name
     for root in places():
         paths = [root / path for path in rows["local_path"]]
         if all(path.exists() for path in paths):
@@ -53,7 +55,7 @@ def dataset(name: str, *, download: bool = True) -> Path:
 def names() -> list[str]:
     """Names that `dataset` knows: the project's own traces and the registry."""
     marks = ("*/rank0.json.gz", "*/machine.json")  # a set of traces, or a calibration
-    own = {path.parent.name for mark in marks for path in (PROJECT / "traces").glob(mark)}
+    own = {path.parent.name for mark in marks for path in (SHIPPED / "traces").glob(mark)}
     return sorted(own) + list(datasets()["dataset"].unique())
 
 

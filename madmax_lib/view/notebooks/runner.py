@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 
 from madmax_lib.atomic import write_text
-from madmax_lib.datasets import PROJECT
+from madmax_lib.datasets import SHIPPED
 from madmax_lib.view.notebooks.page import Result
 
 __all__ = ["described", "notebook_named", "notebooks", "parse_parameters", "questions", "run_notebook"]
@@ -23,10 +23,10 @@ _TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "d
 
 
 def notebooks() -> dict[str, Path]:
-    """Notebooks of the project by name, in order. Raises FileNotFoundError outside of a checkout."""
-    folder = PROJECT / "notebooks"
+    """Notebooks of the project by name, in order. Raises FileNotFoundError where they are not."""
+    folder = SHIPPED / "notebooks"
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no notebooks here; run from a git checkout of the workbench")
+        raise FileNotFoundError(f"{folder}: no such directory; install the workbench with pip, or from a checkout")
     return {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
 
 
