@@ -49,7 +49,7 @@ def _parser(named: list[str]) -> argparse.ArgumentParser:
     run.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE", help="set a parameter")
     run.add_argument("-o", "--output", type=Path, help="folder for executed notebooks and HTML (default: build)")
     run.set_defaults(command=_run)
-    site = commands.add_parser("site", help="run all notebooks, write their pages and an index of them")
+    site = commands.add_parser("site", help="run all notebooks, write them and docs/ as HTML")
     site.add_argument("-o", "--output", type=Path, help="folder for the pages (default: build/site)")
     site.set_defaults(command=_site)
     agent = commands.add_parser("mcp", help="serve the commands that answer in JSON to a coding agent")

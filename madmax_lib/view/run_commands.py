@@ -23,35 +23,33 @@ def add(commands) -> None:
     """Add these commands."""
     about = "is my run normal? fine or cannot tell: status 0; slow or suspiciously fast: 1"
     expect = add_command(commands, "expect", _expect, help=about)
-    expect.add_argument("--model", required=True, help="of the catalog, or a config.json of Hugging Face")
-    expect.add_argument("--cluster", required=True, help="of the catalog, or the machine.json of a calibration")
-    expect.add_argument("--nodes", type=int, help="of the cluster (default: as many as the plan needs)")
+    expect.add_argument("--model", required=True, help="catalog name, or a Hugging Face config.json")
+    expect.add_argument("--cluster", required=True, help="catalog name, or the machine.json of a calibration")
+    expect.add_argument("--nodes", type=int, help="how many (default: as many as the plan needs)")
     expect.add_argument("--plan", required=True, help="such as dp8.tp4.pp2.z1")
-    expect.add_argument("--global-batch", type=int, required=True, help="samples a step")
-    expect.add_argument("--sequence", type=int, help="tokens a sample (default: the model's)")
+    expect.add_argument("--global-batch", type=int, required=True, help="samples per step")
+    expect.add_argument("--sequence", type=int, help="tokens per sample (default: the model's)")
     expect.add_argument("--dtype", default="bf16", help="default: bf16")
-    expect.add_argument("--software", help="that trains: megatron-core, torchtitan, deepspeed, ...")
+    expect.add_argument("--software", help="stack that trains: megatron-core, torchtitan, deepspeed, ...")
     for name, text in _MEASURED.items():
         expect.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=f"measured: {text}")
-    expect.add_argument(
-        "--trace", metavar="DIR", help="traces of the run, which tell the step too and which part is off"
-    )
+    expect.add_argument("--trace", metavar="DIR", help="traces of the run, for its step time and the part that is off")
     plan = add_command(commands, "plan", _plan, help="GPUs, days, USD and MWh of a training, with intervals")
-    plan.add_argument("--model", required=True, help="of the catalog, or a config.json of Hugging Face")
-    plan.add_argument("--tokens", type=_count, required=True, help="of the training, such as 15T, 300B or 15e12")
+    plan.add_argument("--model", required=True, help="catalog name, or a Hugging Face config.json")
+    plan.add_argument("--tokens", type=_count, required=True, help="to train on, such as 15T, 300B or 15e12")
     where = plan.add_mutually_exclusive_group(required=True)
     where.add_argument("--device", help="such as h100, in the catalog's first cluster that has it")
     where.add_argument("--cluster", help="of the catalog; as many of its nodes as are needed")
     asked = plan.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--days", type=float, help="after which the training shall be done")
-    asked.add_argument("--devices", "--gpus", type=int, help="how many there are: how many days do they take?")
-    plan.add_argument("--global-batch", type=int, help="samples a step (default: about 4 or 16 million tokens)")
-    plan.add_argument("--sequence", type=int, help="tokens a sample (default: the model's)")
+    asked.add_argument("--days", type=float, help="deadline of the training")
+    asked.add_argument("--devices", "--gpus", type=int, help="how many there are, to ask for the days")
+    plan.add_argument("--global-batch", type=int, help="samples per step (default: about 4 or 16 million tokens)")
+    plan.add_argument("--sequence", type=int, help="tokens per sample (default: the model's)")
     plan.add_argument("--dtype", default="bf16", help="default: bf16")
     plan.add_argument(
-        "--software", help="that trains: megatron-core, torchtitan, ... (default: any of five, as search)"
+        "--software", help="stack that trains: megatron-core, torchtitan, ... (default: any of five, as search)"
     )
-    plan.add_argument("--usd-per-hour", type=float, help="of a device (default: the catalog's)")
+    plan.add_argument("--usd-per-hour", type=float, help="price of a device-hour (default: the catalog's)")
 
 
 def _expect(options: Namespace) -> Answer:

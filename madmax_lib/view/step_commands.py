@@ -22,7 +22,7 @@ def add(commands) -> None:
     """Add these commands."""
     estimate = add_command(commands, "estimate", _estimate, help="how long does a step take, with a 90 %% interval")
     search = add_command(commands, "search", _search, help="the best plans for a model on a cluster")
-    fits = add_command(commands, "fits", _fits, help="does a step fit, what lies where; status 1 if it does not")
+    fits = add_command(commands, "fits", _fits, help="does a step fit in memory, and what is where; status 1 if not")
     for parser in (estimate, search, fits):
         _add_step(parser)
     estimate.add_argument("plans", nargs="+", metavar="PLAN", help="such as dp2.tp4.z1")
@@ -36,15 +36,15 @@ def add(commands) -> None:
 
 def _add_step(parser: ArgumentParser) -> None:
     """Add what every step needs: model and cluster, the batch, and who trains how."""
-    parser.add_argument("model", help="of the catalog, or a config.json of Hugging Face")
-    parser.add_argument("cluster", help="of the catalog, or the machine.json of a calibration")
-    parser.add_argument("--nodes", type=int, help="of the cluster (default: the catalog's)")
-    parser.add_argument("--devices", "--gpus", type=int, help="over all nodes (default: whole nodes)")
-    parser.add_argument("--global-batch", type=int, required=True, help="samples a step")
-    parser.add_argument("--sequence", type=int, help="tokens a sample (default: the model's)")
+    parser.add_argument("model", help="catalog name, or a Hugging Face config.json")
+    parser.add_argument("cluster", help="catalog name, or the machine.json of a calibration")
+    parser.add_argument("--nodes", type=int, help="how many (default: the catalog's)")
+    parser.add_argument("--devices", "--gpus", type=int, help="how many over all nodes (default: whole nodes)")
+    parser.add_argument("--global-batch", type=int, required=True, help="samples per step")
+    parser.add_argument("--sequence", type=int, help="tokens per sample (default: the model's)")
     parser.add_argument("--dtype", default="bf16", help="default: bf16")
     parser.add_argument(
-        "--software", help="that trains: megatron-core, torchtitan, ... (default: as tuned Megatron-Core)"
+        "--software", help="stack that trains: megatron-core, torchtitan, ... (default: as tuned Megatron-Core)"
     )
 
 

@@ -10,8 +10,6 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
-import nbformat
-
 from madmax_lib.atomic import write_text
 from madmax_lib.datasets import SHIPPED
 from madmax_lib.view.notebooks.page import Result
@@ -42,6 +40,8 @@ def notebook_named(text: str) -> Path:
 
 def questions() -> dict[str, str]:
     """What each notebook answers: its bold question, or its title."""
+    import nbformat
+
     from madmax_lib.view.notebooks.site import notebook_question
 
     return {name: notebook_question(nbformat.read(path, as_version=4)) for name, path in notebooks().items()}
