@@ -37,6 +37,11 @@ def test_requirements_are_the_project_with_all_extras():
     assert REQUIREMENTS[-1] == "-e ."
 
 
+def test_the_page_tells_what_extras_a_user_may_want():
+    table = re.findall(r"^\| `(\w+)` \|", (PROJECT / "docs" / "how-do-i-install-it.md").read_text(), re.M)
+    assert set(table) == set(PYPROJECT["project"]["optional-dependencies"]) - {"browser", "colab", "test"}
+
+
 def test_pandas_is_held_back_only_where_hta_needs_it():
     assert names(REQUIREMENTS)["pandas"] == ">=2.2,<3"
     assert names(PYPROJECT["project"]["dependencies"])["pandas"] == ">=2.2"
