@@ -25,7 +25,7 @@ def main(global_batch: int = 128):
     """Print the best plans, and what fills the memory of the first."""
     found = mm.search(MODEL, CLUSTER, global_batch, space=mm.planner.Space.quick(), top=5, progress=False)
     print(found.table[["plan", "step_s", "low_s", "high_s", "mfu"]].to_string(index=False))
-    print(mm.fits(MODEL, CLUSTER, found.best, global_batch=global_batch))
+    print(mm.fits(MODEL, CLUSTER, found.best, global_batch=global_batch).table.to_string(index=False))
     return found
 
 

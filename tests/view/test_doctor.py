@@ -20,10 +20,12 @@ def notebook(path, *cells):
 @pytest.mark.parametrize(
     ("cells", "packages", "rest"),
     [(["import madmax_lib as mm"], "", ""), (["from madmax_lib.runs.launch import sweep"], "torch", ""),
-     (["from madmax_lib.traces import hta"], "holistictraceanalysis", ""),
+     (["from madmax_lib.traces import hta"], "", ""), (["hta.beside_hta(x)"], "holistictraceanalysis", ""),
+     (["if gpu:\n    hta.analysis(x)"], "holistictraceanalysis", ""),
+     (['gpu = optional_dataset("x", "y")', "if gpu:\n    hta.analysis(gpu)"], "", "input x"),
      (["from madmax_lib import traces as t", "t.hta.overlap(x)"], "holistictraceanalysis", ""),
      (["from madmax_lib import traces", "traces.idle(x)"], "", ""), (["mm.launch(spec, folder)"], "torch", ""),
-     (["from madmax_lib import calibration, runs"], "scipy, torch", ""), (["md See runs and hta."], "", ""),
+     (["from madmax_lib import calibration, runs"], "torch", ""), (["md See runs and hta."], "", ""),
      (['t = mm.dataset("vit-ddp")', 'd = optional_dataset("x", "optional/y")'], "", "input x"),
      (["%matplotlib inline\n!ls\nx = mm.dataset(name)"], "", ""),
      (["md On GPUs run this notebook with `quick=False`.", 'mm.dataset("x")'], "", "input x, a GPU")],
@@ -72,7 +74,7 @@ def test_a_lean_installation_is_told_what_it_lacks(tmp_path):
 
 def test_what_is_absent_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "version", lambda name: None)
-    assert "missing scipy: is not installed: calibration [calibrate]" in doctor.report()
+    assert "missing holistictraceanalysis: is not installed: comparison with HTA [hta]" in doctor.report()
     assert "10_profile_vit: does not run: package torch" in doctor.report()
     monkeypatch.setattr("madmax_lib.view.notebooks.runner.SHIPPED", tmp_path)
     assert "notebooks: " in doctor.report().splitlines()[-1] and "no such directory" in doctor.report()

