@@ -21,7 +21,7 @@ from madmax_lib.software import OVERLAPS, Software
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Plans", "Verdict", "expert_sharing", "legal", "owned"]
+__all__ = ["Plans", "Verdict", "expert_sharing", "legal", "owned", "product_part"]
 
 Ints = int | np.ndarray
 Floats = float | np.ndarray
@@ -149,6 +149,20 @@ class Plans:
                 value = part.item() if isinstance(part, np.generic) else part
                 parts[name] = None if isinstance(value, float) and value != value else value
         return Plans(**parts)
+
+
+def product_part(values, rows: np.ndarray, columns: np.ndarray):
+    """Some rows and columns of a product of plans, or of an array that broadcasts to one.
+
+    >>> product_part(np.arange(3)[:, None], np.array([0, 2]), np.array([5])).tolist()
+    [[0], [2]]
+    """
+    if isinstance(values, Plans):
+        return Plans(**{name: product_part(column, rows, columns) for name, column in vars(values).items()})
+    if np.ndim(values) < 2:
+        return values
+    values = values[rows] if len(values) > 1 else values
+    return values[:, columns] if values.shape[1] > 1 else values
 
 
 def _as_flags(name: str, column: np.ndarray) -> np.ndarray:

@@ -18,11 +18,10 @@ from madmax_lib.case import Case
 from madmax_lib.fields import number, shown, whole
 from madmax_lib.plan_rules import SOFTWARE, STATED
 from madmax_lib.planner.space import SEARCHED, Degrees, Space, pass_choices, sharding_choices
-from madmax_lib.plans import Plans
+from madmax_lib.plans import Plans, product_part
 from madmax_lib.simulator.memory.memory import plans_peak_bytes, table_peak_bytes
 from madmax_lib.simulator.memory.states import default_software
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.step.alike import mapped
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.power import device_energy_j
 from madmax_lib.simulator.step.step_time import step_s, step_time
@@ -111,25 +110,14 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[Found]:
         return
     size = max(_BLOCK // len(columns), 1)
     for part in np.split(rows, range(size, len(rows), size)):
-        yield _evaluated(problem, *_some((plans, place, masks), part, columns), skipped)
+        here, *masked = (product_part(values, part, columns) for values in (plans, place, *masks))
+        yield _evaluated(problem, here, *masked, skipped=skipped)
         skipped = 0
 
 
 def _touched(mask: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Rows and columns of a product in which a mask is true somewhere."""
     return tuple(np.flatnonzero(np.broadcast_to(mask.any(axis), shape[1 - axis])) for axis in (1, 0))
-
-
-def _some(items, rows: np.ndarray, columns: np.ndarray):
-    """Some rows and columns of plans and arrays that broadcast to a product."""
-
-    def cut(values):
-        if np.ndim(values) < 2:
-            return values
-        values = values[rows] if len(values) > 1 else values
-        return values[:, columns] if values.shape[1] > 1 else values
-
-    return mapped(cut, items)
 
 
 def _refused(plans: Plans, problem: SearchProblem) -> list[np.ndarray]:
@@ -153,9 +141,7 @@ def launched_by(plans: Plans, problem: SearchProblem) -> list[str]:
     return [" ".join(name for name, run in zip(names, row, strict=True) if run) for row in zip(*runs, strict=True)]
 
 
-def _evaluated(
-    problem: SearchProblem, plans: Plans, place: np.ndarray, masks: tuple[np.ndarray, ...], skipped: int
-) -> Found:
+def _evaluated(problem: SearchProblem, plans: Plans, place: np.ndarray, *masks: np.ndarray, skipped: int) -> Found:
     """A product of plans; those that fit are timed. place: among all of the same degrees; masks: of each stack."""
     runs = np.broadcast_to(reduce(or_, masks), plans.shape)
     memory = np.broadcast_to(_rounded(plans_peak_bytes(replace(problem.case, plan=plans))), plans.shape)
@@ -167,7 +153,7 @@ def _evaluated(
     rows, columns = _touched(fits, fits.shape)
     if not len(rows):
         return Found({}, {}, {}, *counts)
-    plans, place, memory, fits = _some((plans, place, memory, fits), rows, columns)
+    plans, place, memory, fits = (product_part(values, rows, columns) for values in (plans, place, memory, fits))
     case = replace(problem.case, plan=plans)
     times = np.broadcast_to(_rounded(step_s(Steps.of(case), problem.parameters)), fits.shape)
     values = {"step_s": times, "memory_bytes": memory}
@@ -189,7 +175,7 @@ def _roomy(problem: SearchProblem, plans: Plans, masks: tuple[np.ndarray, ...], 
         wanted = fits & mask & ~roomy
         if stack.name != usual and wanted.any():  # the usual one's memory is known
             part = _touched(wanted, fits.shape)
-            held = plans_peak_bytes(replace(problem.case, plan=_some(plans, *part), software=stack))
+            held = plans_peak_bytes(replace(problem.case, plan=product_part(plans, *part), software=stack))
             wanted[np.ix_(*part)] &= held <= problem.room_bytes
         roomy |= wanted
     return roomy

@@ -74,6 +74,17 @@ def test_rows_are_the_estimate_and_the_memory_of_their_plans(brute, found):
         assert mm.Plan.parse(row["plan"]) == plan_of(row)
 
 
+def test_uneven_stages_cost_what_estimate_and_memory_say():
+    model, run = replace(MODEL, layers=14), {"global_batch": 16, "software": "megatron-core"}
+    space = replace(Space.quick(), pp=(4,), recompute="none")
+    table = search(model, NODE, 16, space=space, software="megatron-core", top=30, progress=False).table
+    assert (table["last_layers"] > 0).any() and table["head_as_layer"].any()
+    for row in table.to_dict("records"):
+        step_s = mm.estimate(model, NODE, plan_of(row), **run)["step_s"][0]
+        assert row["memory_bytes"] == pytest.approx(peak_bytes(memory(model, plan_of(row), **run)), rel=1e-12)
+        assert row["step_s"] == pytest.approx(step_s, rel=1e-12)
+
+
 def test_no_plan_is_better_in_time_and_memory_than_the_front(brute, found):
     front = found.pareto[["step_s", "memory_bytes"]].to_numpy()
     assert (np.diff(front[:, 0]) > 0).all() and (np.diff(front[:, 1]) < 0).all()

@@ -8,7 +8,7 @@ their way) and the optimizer (its temporaries); `peak_bytes` takes the largest o
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,7 +21,7 @@ from madmax_lib.fields import argument, is_number, shown
 from madmax_lib.plan import Plan
 from madmax_lib.plan_layers import chunk_layers
 from madmax_lib.plan_rules import RECOMMENDATION, enforce, rules_of
-from madmax_lib.plans import Plans
+from madmax_lib.plans import Plans, product_part
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.simulator.layers.transformer import ends_by_flops
 from madmax_lib.simulator.memory.activations import dropout_bytes, in_flight, layer_bytes
@@ -145,12 +145,24 @@ def plans_peak_bytes(case: Case) -> np.ndarray:
     plans, zero = case.plan, case.plan.zero[0]
     usual = {z: case.software or default_software(replace(plans, zero=z)) for z in np.unique(zero)}
     result = np.empty(plans.shape)
-    for software in dict.fromkeys(usual.values()):
-        stages = _differing_stages(case.model, Plan(pp=plans.pp), software)
-        columns = np.flatnonzero([usual[z] == software for z in zero])
-        part = replace(case, plan=_with_columns(plans, columns), software=software)
-        result[:, columns] = _fullest(part, stages[..., None, None])
+    for staged, rows in _cut_alike(case.model, plans):
+        for software in dict.fromkeys(usual.values()):
+            part = rows, np.flatnonzero([usual[z] == software for z in zero])
+            alike = replace(case, plan=product_part(plans, *part), software=software)
+            stages = _differing_stages(case.model, Plan(**staged), software)
+            result[np.ix_(*part)] = _fullest(alike, stages[..., None, None])
     return result
+
+
+def _cut_alike(model: Transformer, plans: Plans) -> Iterator[tuple[dict, np.ndarray]]:
+    """How a product of plans cuts the layers into stages, and the rows that do so; equal chunks make equal stages."""
+    columns = (np.broadcast_to(getattr(plans, name), (plans.shape[0], 1)) for name in _STAGED)
+    cuts = np.concatenate([*columns], axis=1).astype(int)
+    even = (cuts[:, 2:] == 0).all(axis=1) & (model.layers % (cuts[:, 0] * cuts[:, 1]) == 0)
+    cuts[even, 1] = 1
+    kinds, number = np.unique(cuts, axis=0, return_inverse=True)
+    for place, kind in enumerate(kinds.tolist()):
+        yield dict(zip(_STAGED, kind, strict=True)), np.flatnonzero(number.reshape(-1) == place)
 
 
 def table_peak_bytes(case: Case) -> np.ndarray:
@@ -187,12 +199,7 @@ def _fullest(case: Case, stages: np.ndarray) -> np.ndarray:
     return (1 + share) * np.max(moment_peak(sums), axis=0) + context_bytes
 
 
-def _with_columns(plans: Plans, columns: np.ndarray) -> Plans:
-    """Some columns of a product."""
-    choices = {name: value for name, value in vars(plans).items() if np.ndim(value) == 2 and value.shape[1] > 1}
-    return replace(plans, **{name: choice[:, columns] for name, choice in choices.items()})
-
-
+@lru_cache(maxsize=256)
 def _differing_stages(model: Transformer, plan: Plan, software: str | Software) -> np.ndarray:
     """Stage, layers and mixtures of the stages that can be the fullest, each (k,): the first of equal ones."""
     kinds: dict[tuple, int] = {}
