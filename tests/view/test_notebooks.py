@@ -70,6 +70,10 @@ def test_has_the_shape_of_a_typed_documented_function(name):
     parameters = _declared_parameters(NOTEBOOKS[name])
     assert list(parameters)[0] == "quick" and parameters["quick"]["default"] == "True"
     assert all(about["inferred_type_name"] != "None" and about["help"] for about in parameters.values())
+    tree = ast.parse("\n".join(cell.source for cell in code[3:]))
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    assert set(parameters) <= used, "a parameter that changes nothing"
+    assert first.source.count("**") == 2 and "You see" in first.source  # the question, and what is shown
 
 
 @pytest.mark.parametrize("name", ["10_profile_vit", "11_profile_llm"])
