@@ -124,6 +124,7 @@ def cluster(name: str | Path | Cluster, nodes: int | None = None, devices: int |
 
     nodes: how many (default: the catalog's). devices: over all nodes, which shrink to hold no more (default: whole).
     Raises ValueError for an unknown name, or numbers that do not go together, OSError for a file that is not there.
+    See also: mm.clusters, mm.devices, mm.machine.
     """
     if isinstance(name, Cluster) and nodes is devices is None:
         return name
@@ -188,6 +189,7 @@ def model(name: str | Path | Model) -> Model:
     sequence is that of the pre-training; where a configuration has only a context above 64 K tokens it is 0, and the
     calls then ask for it.
     Raises ValueError for an unknown name or architecture and FileNotFoundError for a configuration that is not there.
+    See also: mm.models, mm.cluster, mm.Plan.
 
     >>> f"{model('gpt2-large').parameters:,}"
     '774,030,080'

@@ -34,6 +34,7 @@ def dataset(name: str, *, download: bool = True) -> Path:
 
     Raises ValueError for an unknown name (listing the known ones) or a file with wrong content, and FileNotFoundError
     when it is nowhere and may not or cannot be downloaded.
+    See also: mm.read_trace.
     """
     if name not in names():
         raise ValueError(f"unknown dataset {name!r}; known: {', '.join(names())}")

@@ -18,7 +18,8 @@ __all__ = ["read_config"]
 _LONGEST_TRAINED = 65_536  # tokens; longer contexts come from a short last phase [Llama 3, arXiv 2407.21783, 3.4.2]
 _PLAIN = {"decoder_sparse_step": [1], "mlp_only_layers": [[]], "use_sliding_window": [False], "moe_layer_freq": [1],
           "interleave_moe_layer_step": [1]}  # fmt: skip
-_OWN = "describe it as a Transformer(name, layers=, hidden=, heads=, ffn=, sequence=, vocab=, ...) of madmax_lib.specs"
+_SIZES = {"layers": "num_hidden_layers num_layers n_layer", "hidden": "hidden_size d_model n_embd"}
+_SIZES |= {"heads": "num_attention_heads num_heads n_head", "ffn": "intermediate_size d_ff", "vocab": "vocab_size"}
 _REFUSED = {  # what no stack of equal layers says
     "an encoder beside a decoder": "t5 mt5 umt5 bart mbart pegasus whisper marian",
     "state-space layers": "mamba mamba2 falcon_mamba",
@@ -42,27 +43,43 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
     if not isinstance(config, dict):
         raise ValueError(f"{path}: no configuration of a model, which is an object of JSON")
     name = config.get("_name_or_path")
-    if isinstance(config.get("text_config"), dict):
+    if config.get("model_type") == "siglip" and isinstance(config.get("vision_config"), dict):
+        warnings.warn(f"{path}: the image part alone is read, without the text beside it", stacklevel=3)
+        config = config["vision_config"] | {"model_type": "siglip_vision_model"}
+    elif isinstance(config.get("text_config"), dict):
         warnings.warn(f"{path}: the text part alone is read, without what sees or hears", stacklevel=3)
         config = {"model_type": config.get("model_type"), **config["text_config"]}
     kind, by_kind = config.get("model_type", ""), _by_kind(rows)
     if not isinstance(kind, str) or kind not in by_kind:
         known = f"model_type {kind!r} is not one of {', '.join(by_kind)}"
         reason = next((why for why, kinds in _REFUSED.items() if str(kind) in kinds.split()), "")
-        raise ValueError(f"{path}: {f'{kind} has {reason}, which is not modelled' if reason else known}; {_OWN}")
+        why = f"{kind} has {reason}, which is not modelled" if reason else known
+        raise ValueError(f"{path}: {why}; {_own(config)}")
+    read = {key for key, _ in by_kind[kind].values()}
     for key, plain in _PLAIN.items():
-        if config.get(key) not in (None, *plain):
-            raise ValueError(f"{path}: {key}={config[key]!r}: layers of several kinds are not modelled; {_OWN}")
+        if key not in read and config.get(key) not in (None, *plain):
+            raise ValueError(f"{path}: {key}={config[key]!r}: layers of several kinds are not modelled; {_own(config)}")
     values = {field: _value(path, config, *of_field) for field, of_field in by_kind[kind].items()}
     shape = typed(Transformer, values, str(path))
     if shape.get("positions") == "rope":
         shape["sequence"] = _trained_sequence(config, shape["sequence"])
     shape["ffn"] = shape["ffn"] or 4 * shape["hidden"]
+    if shape.get("image") and shape.get("patch"):  # a rest of pixels is left aside
+        shape["image"] -= shape["image"] % shape["patch"]
     shape["attention_bias"] = shape.get("attention_bias", "all").replace("1", "all").replace("0", "none")
     shape["full_every"] = _full_every(path, config, shape.get("full_every", 0)) if shape.get("window") else 0
     shape |= _beside(kind, config, shape)
     folder = path.parent.name if path.stem == "config" else ""
     return Transformer(name or folder or path.stem, **shape)
+
+
+def _own(config: dict) -> str:
+    """How to describe a model that no configuration says, with the sizes that this one has."""
+    sizes = {
+        field: next((config[key] for key in keys.split() if key in config), "...") for field, keys in _SIZES.items()
+    }
+    given = ", ".join(f"{field}={shown(value).strip(chr(39))}" for field, value in sizes.items())
+    return f"describe what comes nearest: madmax_lib.specs.Transformer('mine', {given}, sequence=...)"
 
 
 def _by_kind(rows: pd.DataFrame) -> dict[str, dict[str, tuple[str, str]]]:
@@ -103,7 +120,7 @@ def _full_every(path: Path, config: dict, every: int) -> int:
     full = [number for number, name in enumerate(types, 1) if name == "full_attention"]
     every = full[0] if full else 0
     if full != list(range(every, len(types) + 1, every)) if every else full:
-        raise ValueError(f"{path}: layer_types: full attention in layers {full} is not every n-th; {_OWN}")
+        raise ValueError(f"{path}: layer_types: full attention in layers {full} is not every n-th; {_own(config)}")
     return every
 
 
@@ -118,6 +135,10 @@ def _beside(kind: str, config: dict, shape: dict) -> dict[str, int]:
         }  # and the pooler
     if kind == "dinov2":
         return {"other_parameters": hidden, "other_layer_parameters": 2 * hidden}  # mask token; scales of the branches
+    if kind == "siglip_vision_model":  # a head that pools by attention; no class token, which the count has
+        ffn = shape["ffn"]
+        pooling = hidden + 4 * hidden * (hidden + 1) + 2 * hidden + 2 * hidden * ffn + ffn + hidden
+        return {"other_parameters": pooling - 2 * hidden}
     if kind in ("gemma2", "gemma3_text", "gemma3"):
         return {"other_layer_parameters": 2 * hidden}  # norms behind attention and feed-forward part
     if kind == "olmo2":

@@ -84,6 +84,7 @@ class Plan(Plans):
     offload-chunks, offload-nvme.
 
     Raises ValueError naming the field, its value and the rule (`plan_rules.ALONE`).
+    See also: mm.search, mm.estimate, mm.RunSpec.
 
     >>> plan = Plan(dp=2, tp=8, pp=8, recompute="full")
     >>> str(plan), plan.world_size, plan.sequence_parallel

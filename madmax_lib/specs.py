@@ -39,6 +39,7 @@ class Transformer:
     shared_experts: int = 0  # beside them, used by all tokens
     expert_ffn: int = 0  # inner channels of an expert; 0: ffn
     dense_layers: int = 0  # first layers that are no mixtures
+    moe_every: int = 0  # behind them only every layer of this number is a mixture; 0: all
     routed_nodes: int = 0  # nodes that a token is sent to at most; 0: any
     router_bias: bool = False
     q_lora_rank: int = 0  # of the latent that queries come from; 0: directly
@@ -84,7 +85,12 @@ class Transformer:
     @property
     def moe_layers(self) -> int:
         """Layers whose feed-forward part is a mixture of experts."""
-        return self.layers - self.dense_layers if self.experts else 0
+        every = max(self.moe_every, 1)
+        return self.layers // every - self.dense_layers // every if self.experts else 0
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, is a mixture of experts."""
+        return bool(self.experts) and layer >= self.dense_layers and (layer + 1) % max(self.moe_every, 1) == 0
 
     @property
     def attention_matrices(self) -> tuple[tuple[str, int, int], ...]:

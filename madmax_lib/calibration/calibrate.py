@@ -132,6 +132,7 @@ def calibrate(
     machine.json, kernels.csv, links.csv, runs/ with traces, rows.csv, parts.csv, predictions.csv (written before those
     runs are made), results.csv and page.html; a calibration that was stopped there goes on. Raises ValueError for
     settings that do not fit together or another calibration in the directory, OSError where hosts cannot be made.
+    See also: mm.machine, mm.simulate, mm.calibration.predict.
     """
     if not isinstance(directory, str | Path):
         raise ValueError(f"directory={directory!r} is not a path")

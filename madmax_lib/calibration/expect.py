@@ -121,6 +121,7 @@ def expect(
     the step if none of them does, and in any case which part is off.
     Raises ValueError for a plan that cannot be laid out, for no or two measurements, for one a million times off, and
     for a recommendation model.
+    See also: mm.estimate, mm.compare, mm.traces.advise.
 
     >>> run = expect("llama3-8b", "dgx-h100", "dp8.z3", global_batch=16, software="torchtitan", tokens_per_s=25_000)
     >>> run.verdict, round(run.percentile)

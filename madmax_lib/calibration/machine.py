@@ -69,6 +69,7 @@ def machine(directory: str | Path) -> Machine:
     """The machine of a calibration, of its directory or its machine.json.
 
     Raises FileNotFoundError where there is none, ValueError for another file.
+    See also: mm.calibrate, mm.cluster.
     """
     path = Path(directory)
     path = path / "machine.json" if path.suffix != ".json" else path

@@ -61,9 +61,15 @@ def _mixture(model: Transformer) -> dict:
     flags |= {"moe-ffn-hidden-size": model.expert_ffn, "moe-token-dispatcher-type": "alltoall"}
     flags |= {"moe-shared-expert-intermediate-size": model.shared_experts * model.expert_ffn or None}
     dense = f"'([0]*{model.dense_layers}+[1]*{model.moe_layers})'" if model.dense_layers else None
+    dense = f"'{_kinds(model)}'".replace(" ", "") if model.moe_every > 1 else dense
     balanced = model.router_bias and not model.mlp_bias  # by a bias of the choice alone, DeepSeek-V3's way
     flags |= {"moe-router-enable-expert-bias": balanced, "moe-router-score-function": "sigmoid" if balanced else None}
     return flags | {"moe-layer-freq": dense}
+
+
+def _kinds(model: Transformer) -> list[int]:
+    """1 for each layer that is a mixture, else 0."""
+    return [int(model.is_mixture(layer)) for layer in range(model.layers)]
 
 
 def bridge_sizes(model: Transformer, sequence: int) -> dict:
@@ -71,7 +77,7 @@ def bridge_sizes(model: Transformer, sequence: int) -> dict:
     flags = megatron_sizes(model, sequence)
     sizes = {key: not flags.pop(name, False) for name, key in _TURNED.items()}
     sizes |= {_BRIDGE.get(n, n.replace("-", "_")): value for n, value in flags.items() if n not in _NOT_OF_BRIDGE}
-    sizes |= {"moe_layer_freq": [0] * model.dense_layers + [1] * model.moe_layers} if "moe-layer-freq" in flags else {}
+    sizes |= {"moe_layer_freq": _kinds(model)} if "moe-layer-freq" in flags else {}
     return sizes | ({"window_size": [model.window, 0]} if model.window else {})
 
 

@@ -84,7 +84,7 @@ def lever_table(
     plan's degrees exclude, are left out. Raises ValueError for a plan that already offloads.
     """
     cluster, plan = catalog.cluster(cluster), Plan.parse(plan)
-    case = Case.of_step(model, cluster, plan, global_batch, 0, cluster.device.nearest("bf16"))
+    case = Case.of_step(model, cluster, plan, global_batch, None, cluster.device.nearest("bf16"))
     if plan.offload is not None:
         raise ValueError(f"{plan} offloads already: the levers begin with a plan that does not")
     changes = {"as given": {}} | {f"recompute {kind}": {"recompute": kind} for kind in ("none", "selective", "full")}

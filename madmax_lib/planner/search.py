@@ -56,6 +56,7 @@ def search(
     search goes on. shard of shards: this part only, for job arrays; it may hold no plan that fits. Interrupting returns
     the best so far with complete=False.
     Raises ValueError naming the rule that leaves no plan, or the least memory that one would need.
+    See also: mm.estimate, mm.tune, mm.planner.Space, mm.planner.campaign.
 
     >>> small = {"dtype": "fp16", "space": Space.quick(), "progress": False}
     >>> found = search("gpt2", "kaggle-2xt4", global_batch=8, top=3, **small)

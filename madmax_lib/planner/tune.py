@@ -59,6 +59,7 @@ def tune(
     trials: with those of an earlier call that the file `state` keeps. client: of dask, whose workers try one plan each
     at a time. The other arguments are those of `Tuner`. Interrupted, it returns what was learnt so far. Raises
     ValueError for wrong arguments.
+    See also: mm.search, mm.launch, mm.planner.Tuner.
 
     >>> seconds = {"dp8": 0.4, "dp8.z1": 0.3, "dp8.z2": None, "dp8.z3": 0.5}
     >>> case = {"global_batch": 64, "plans": list(seconds), "trials": 4, "progress": False}

@@ -12,7 +12,16 @@ from madmax_lib.specs import Transformer
 
 __all__ = ["check", "check_deepspeed", "deepspeed_locks"]
 
-_NOT_BUILT = ("kv_lora_rank", "window", "shared_experts", "dense_layers", "router_bias", "sinks", "qk_norm")
+_NOT_BUILT = (
+    "kv_lora_rank",
+    "window",
+    "shared_experts",
+    "dense_layers",
+    "moe_every",
+    "router_bias",
+    "sinks",
+    "qk_norm",
+)
 _NOT_ON_DEEPSPEED = ("compile", "loss_parallel", "lora_rank", "weights_16bit", "adam_8bit", "fused_gelu")
 _ZERO_PLUS = {"qwz": "8-bit gathers", "hpz": "a second shard in the node", "qgz": "4-bit gradients"}
 _OLD_S = 900.0  # a build of all of DeepSpeed's operators takes minutes

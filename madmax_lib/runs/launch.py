@@ -64,6 +64,7 @@ def launch(spec: RunSpec, directory: str | Path, *, check: bool = True) -> Path:
     Raises, before a process is started and in one line, ValueError for a spec that cannot run here, FileExistsError for
     a directory with another run, FileNotFoundError for missing weights or power log, ModuleNotFoundError for a missing
     package; and RunError with the end of the log of the rank that failed.
+    See also: mm.RunSpec, mm.read_trace, mm.runs.read_run.
     """
     return _launch(argument("spec", spec, RunSpec), directory, resolve(spec), check)
 

@@ -49,6 +49,7 @@ class RunSpec(Settings):
     hosts: namespaces over which the ranks are spread evenly, see `runs.testbed` (1).
     network: rate of a host's uplink, such as 300mbit; unshaped if empty ("").
     speed: share 0.1..1 of a core that each rank has, all of it if empty (()).
+    See also: mm.launch, mm.Plan.
     """
 
     _dtypes = ("auto", *Settings._dtypes)

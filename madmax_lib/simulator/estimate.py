@@ -71,6 +71,7 @@ def estimate(
     leave the device, found as in `offload.best_offload` if policy names none; such rows are worked out one by one, and
     are NaN where no share fits, as their memory_bytes always are.
     Raises ValueError for such a Plan, an unknown column or dtype, or a recommendation model.
+    See also: mm.simulate, mm.search, mm.fits, mm.memory, mm.expect.
 
     >>> table = pd.DataFrame({"dp": [8, 4, 3], "tp": [1, 2, 1]})  # three devices of eight are no layout
     >>> steps = estimate("gpt2-large", "dgx-a100", table, global_batch=64)

@@ -61,6 +61,7 @@ def simulate(
     Ranks: one per pipeline stage, standing for all devices of the stage (meta.represents); all ranks of up to 64
     devices. Streams, and with offload threads of the host, are numbered by `schedule.streams.Stream`.
     Raises ValueError, in the field's words, for a plan that cannot be laid over model and cluster.
+    See also: mm.estimate, mm.breakdown, mm.plot_timeline, mm.export_trace.
 
     >>> from madmax_lib.catalog import cluster, model
     >>> step = simulate(model("gpt2"), cluster("dgx-a100", nodes=16), Plan(dp=64, pp=2), global_batch=128)

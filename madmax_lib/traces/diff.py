@@ -32,6 +32,7 @@ def compare(a: Timeline, b: Timeline, *, labels: tuple[str, str] | None = None) 
     quantity, a, b, difference (b - a), ratio (b / a), a_min, a_max, b_min, b_max. a and b: mean over paired ranks and
     steps in seconds, overlap in 0..1 of the mean communication; min and max over the single ranks and steps. NaN for a
     timeline without device work. labels: what to call the two, in `.attrs`, with their sources and provenance.
+    See also: mm.breakdown, mm.traces.compare_ops, mm.traces.gate.
     """
     a, b = argument("a", a, Timeline), argument("b", b, Timeline)
     sides = [_means(timeline, *weights) for timeline, weights in zip((a, b), _weights(a, b), strict=True)]

@@ -46,6 +46,7 @@ def export_trace(timeline: Timeline, directory: str | Path, *, merged: bool = Fa
     Raises ValueError for spans that such a file cannot tell apart (work on host threads beside device streams, host
     operators inside of each other, steps that overlap on the host), negative durations or times beyond 2**62 ns, and
     OSError for a directory that is none. Files are written to temporary names first and renamed when all are complete.
+    See also: mm.read_trace, mm.view_in_perfetto.
     """
     argument("timeline", timeline, Timeline)
     directory = Path(directory).expanduser()

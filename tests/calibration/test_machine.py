@@ -40,7 +40,7 @@ RUNS = [  # unlike shapes, one alone
 def case(model, strategy, sizes, batch):
     spec = RunSpec(model, strategy, sizes=sizes, global_batch=batch, device="cpu")
     cluster = replace(TESTBED, nodes=spec.plan.world_size)
-    return Case(spec.shapes, cluster, spec.plan, batch, 0, "fp32", "workbench")
+    return Case(spec.shapes, cluster, spec.plan, batch, None, "fp32", "workbench")
 
 
 def known(**constants):

@@ -96,7 +96,7 @@ def desk(devices):
 def recorded_case(name, **changes):
     model, plan = RECORDED[name]
     plan = Plan.parse(f"{plan}.mb8")
-    case = Case(model, desk(plan.world_size), plan, 8 * plan.dp, 0, "fp32", "workbench")
+    case = Case(model, desk(plan.world_size), plan, 8 * plan.dp, None, "fp32", "workbench")
     return replace(case, **changes)
 
 

@@ -1,7 +1,6 @@
 """Configurations of Hugging Face: parameter counts as published, layers as they are, and what is refused."""
 
 import json
-import warnings
 
 import pytest
 
@@ -98,16 +97,37 @@ def test_of_images_and_text_the_text_is_read(tmp_path):
     scout = {"num_hidden_layers": 48, "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8,
              "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "vocab_size": 202048,
              "num_local_experts": 16, "num_experts_per_tok": 1, "max_position_embeddings": 4096}  # fmt: skip
-    for step, parameters in ((1, 107_769_861_120), (2, None)):  # Scout, and layers in turn as in Maverick
-        config = {"model_type": "llama4", "text_config": scout | {"interleave_moe_layer_step": step}}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if parameters:
-                assert catalog.model(tmp_path / "config.json").parameters == parameters
-            else:
-                with pytest.raises(ValueError, match="layers of several kinds are not modelled"):
-                    catalog.model(tmp_path / "config.json")
+    for step, experts, parameters in ((1, 16, 107_769_861_120), (2, 128, 400_711_848_960)):  # Scout and Maverick
+        text = scout | {"interleave_moe_layer_step": step, "num_local_experts": experts}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text}))
+        with pytest.warns(UserWarning, match="the text part alone is read"):
+            model = catalog.model(tmp_path / "config.json")
+        assert model.parameters == parameters and 17.1e9 < model.active_parameters < 17.3e9  # 17B active, says the card
+        assert [model.is_mixture(layer) for layer in (0, 1, 46, 47)] == [step == 1, True, step == 1, True]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parameters"),
+    [
+        ({}, 92_884_224),
+        (
+            {
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_hidden_layers": 27,
+                "num_attention_heads": 16,
+                "image_size": 384,
+                "patch_size": 14,
+            },
+            428_225_600,
+        ),
+    ],
+)
+def test_of_siglip_the_images_are_read(tmp_path, sizes, parameters):
+    """base-patch16-224 and so400m-patch14-384, whose 384 pixels are 27 patches of 14 and a rest."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip", "vision_config": sizes}))
+    with pytest.warns(UserWarning, match="the image part alone is read"):
+        assert catalog.model(tmp_path).parameters == parameters
 
 
 @pytest.mark.parametrize(
@@ -121,8 +141,15 @@ def test_of_images_and_text_the_text_is_read(tmp_path):
     ],
 )
 def test_what_cannot_be_said_is_refused_with_a_way_out(tmp_path, kind, reason):
-    with pytest.raises(ValueError, match=f"{reason}.*describe it as a Transformer"):
+    with pytest.raises(
+        ValueError, match=f"{reason}.*Transformer.'mine', layers=2, hidden=64, heads=2, ffn=256, vocab=100"
+    ):
         catalog.model(write(tmp_path, kind, (2, 64, 2, 256, 100), {}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": kind, "d_model": 512, "num_layers": 6, "d_ff": 2048})
+    )
+    with pytest.raises(ValueError, match=r"layers=6, hidden=512, heads=..., ffn=2048, vocab=..., sequence=..."):
+        catalog.model(tmp_path)
 
 
 def test_a_list_is_no_configuration(tmp_path):

@@ -1,5 +1,8 @@
 """What a newcomer gets wrong in the first hour: each ends in one line that names the thing and the way out."""
 
+import inspect
+import operator
+import re
 import warnings
 from dataclasses import replace
 
@@ -137,3 +140,15 @@ def test_names_are_taken_as_people_type_them():
     assert mm.memory(usual[0], usual[2]).equals(mm.memory(spelled[0], spelled[2], dtype="bfloat16"))
     one, other = (mm.simulate("gpt2", "A100", text, global_batch=8) for text in ("dp8.z1", "dp8 zero1"))
     assert mm.breakdown(one).equals(mm.breakdown(other))
+
+
+OF_THE_DESIGN = """read_trace breakdown export_trace compare plot_timeline save_figure setup model models cluster
+    clusters devices Plan simulate estimate memory fits largest_model search tune RunSpec launch calibrate machine
+    expect dataset view_timeline view_in_perfetto Timeline"""
+
+
+@pytest.mark.parametrize("name", OF_THE_DESIGN.split())
+def test_help_names_what_to_look_at_next(name):
+    told = re.search(r"See also: (.*?)\.$", inspect.getdoc(getattr(mm, name)), re.MULTILINE)[1]
+    for other in told.split(", "):
+        assert other != f"mm.{name}" and callable(operator.attrgetter(other.removeprefix("mm."))(mm)), other

@@ -208,6 +208,7 @@ FIELDS = {
         "layers": ["2", None, -1, 0, 1.5, INF, NAN, True, [2]], "hidden": [64.5, -4], "heads": [NAN, 0], "ffn": [-4],
         "sequence": [-1, 1.5], "vocab": [-1], "kv_heads": [-1, 3, 1.5], "head_dim": [-1, INF], "experts": [-1, 1.5],
         "active_experts": [-1], "shared_experts": [-1], "expert_ffn": [-1], "dense_layers": [-1, 5], "window": [-1],
+        "moe_every": [-1, 1.5],
         "full_every": [-1], "q_lora_rank": [-1], "v_head_dim": [-1], "classes": [-1], "image": [-1], "patch": [-1],
         "gated": ["no", 2], "norm": [None, [], "batch"], "name": [3, None],
     },

@@ -33,7 +33,7 @@ def drawn_cases(kind: str, count: int, seed: int, *, most_passes: int = 6000) ->
         try:
             plan, batch = (_ordinary if kind == "ordinary" else _random)(draw, model, cluster)
             software = _one(draw, SOFTWARE) if kind == "software" else None
-            case = Case(model, cluster, plan, batch, 0, cluster.device.nearest("bf16"), software)
+            case = Case(model, cluster, plan, batch, None, cluster.device.nearest("bf16"), software)
             enforce(rules_of(case), plan, case)
         except ValueError:
             continue

@@ -35,7 +35,7 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
     work, kinds = Work.of(case), {}
 
     def blocks(layer: int) -> list[Block]:
-        mixture = bool(case.model.experts) and layer >= case.model.dense_layers
+        mixture = case.model.is_mixture(layer)
         kind = mixture, case.model.layer_window(layer) > 0
         if kind not in kinds:
             kinds[kind] = layer_blocks(work, layer, mixture=mixture, windowed=kind[1], exchanged=case.plan.ep > 1)

@@ -49,6 +49,7 @@ class Shape:
     expert_ffn: Number
     router_bias: Number
     dense_layers: Number  # first ones that are no mixtures
+    moe_every: Number  # of the others every such one is a mixture, 0 for all
     window: Number  # tokens a layer attends to
     full_every: Number  # every such layer attends to all
     image: Number  # 1 for a vision transformer
@@ -91,7 +92,9 @@ class Shape:
     @property
     def mixture_share(self) -> Number:
         """Share of layers that are mixtures of experts."""
-        return np.where(np.asarray(self.experts) > 0, 1 - np.asarray(self.dense_layers) / self.layers, 0.0)
+        every = np.maximum(self.moe_every, 1)
+        count = np.floor(np.asarray(self.layers) / every) - np.floor(np.asarray(self.dense_layers) / every)
+        return np.where(np.asarray(self.experts) > 0, count / self.layers, 0.0)
 
     @property
     def windowed_share(self) -> Number:

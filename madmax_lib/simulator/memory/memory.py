@@ -78,6 +78,7 @@ def memory(
     `peak_bytes`. Offload is not counted, all lies on the device: see `fits` for it.
     Raises ValueError for unknown names, a plan that model, batch or software cannot have, an offload that `fits`
     refuses, gpipe without global_batch.
+    See also: mm.fits, mm.largest_model, mm.simulator.peak_bytes.
 
     >>> parts = memory("gpt2-large", "dp4.z3").set_index("component")["size_bytes"]  # FSDP: 4 + 4 + 8 bytes
     >>> gpt = catalog.model("gpt2-large")
@@ -110,12 +111,12 @@ def memory(
 
 def held_layers(model: Transformer, plan: Plan, software: str | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Layers of each pipeline stage, and how many of them have experts, (pp,) each."""
-    first = model.dense_layers if model.experts else model.layers  # layer with experts
+    below = np.cumsum([0, *map(model.is_mixture, range(model.layers))])  # layers with experts before each
     if software and plan.pp > 1 and software_of(software, "bf16").stages_by_flops:
         ends = np.append(0, ends_by_flops(model, plan.pp))
-        return np.diff(ends), np.diff(np.maximum(ends, first))
+        return np.diff(ends), np.diff(below[ends])
     held = [[layer for chunk in stage for layer in chunk] for stage in chunk_layers(model.layers, plan)]
-    layers, mixtures = np.array([(len(of), sum(layer >= first for layer in of)) for of in held]).T
+    layers, mixtures = np.array([(len(of), sum(map(model.is_mixture, of))) for of in held]).T
     return layers, mixtures
 
 

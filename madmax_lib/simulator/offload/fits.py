@@ -8,7 +8,7 @@ shapes, wider and deeper, until a step does not fit.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -31,6 +31,7 @@ from madmax_lib.simulator.offload.placement import (
 )
 from madmax_lib.software import Software
 from madmax_lib.specs import Cluster, Model, Transformer
+from madmax_lib.units import format_bytes
 
 __all__ = ["FitsResult", "fits", "gpt_shape", "largest_model", "moments", "room_bytes", "shares_that_fit"]
 
@@ -55,7 +56,7 @@ _MODEL = ("weights", "gradients", "optimizer", "chunk tails")
 _PASS = ("buckets", "gathered weights")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FitsResult:
     """Whether a step can be run, and what it holds where.
 
@@ -66,8 +67,17 @@ class FitsResult:
     """
 
     fits: bool
-    table: pd.DataFrame = field(repr=False)
+    table: pd.DataFrame
     share: float = float("nan")
+
+    def __repr__(self) -> str:
+        share = f" with {self.share:.0%} of the states away from the device" if self.share == self.share else ""
+        lines = [f"{'fits' if self.fits else 'does not fit'}{share}; {self.bound} is tightest"]
+        for place, row in self._places().iterrows():
+            used, left = format_bytes(row.usable_bytes - row.margin_bytes), row.margin_bytes
+            way = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} short"
+            lines.append(f"{place}: {used} of {format_bytes(row.usable_bytes)}, {way}")
+        return "\n".join(lines)
 
     @property
     def margins_bytes(self) -> dict[str, float]:
@@ -102,6 +112,7 @@ def fits(
     whose habits, as in `memory`; under offload always DeepSpeed's. imbalance: of experts, as in `Case`. policy: how
     states leave the device; if it names no share, the least one that the device needs.
     Raises ValueError for a plan that cannot be laid over model and cluster, or an offload to what the cluster lacks.
+    See also: mm.memory, mm.largest_model, mm.planner.lever_table.
 
     >>> [fits("llama2-7b", "dgx-a100", plan, global_batch=8).fits for plan in ("dp8", "dp8.z3")]
     [False, True]
@@ -228,6 +239,7 @@ def largest_model(cluster: Cluster | str, method: str) -> tuple[Transformer, Pla
     recompute, one sample of 1,024 tokens per device, heads of 128 channels, 16 layers or more and at most one per 24
     channels.
     Raises ValueError for an unknown method, or one whose smallest model does not fit.
+    See also: mm.fits, mm.memory.
     """
     if method not in list(_SIZE_METHODS):
         raise ValueError(f"method={shown(method)} is not one of {', '.join(_SIZE_METHODS)}")

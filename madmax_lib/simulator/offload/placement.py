@@ -153,7 +153,7 @@ def _tensor_sizes(model: Transformer) -> list[int]:
     rest = model.attention_parameters - sum(attention)  # biases and norms of queries and keys
     layers = []
     for layer in range(model.layers):
-        mixture = model.experts and layer >= model.dense_layers
+        mixture = model.is_mixture(layer)
         width, copies = (model.expert_ffn, model.experts + model.shared_experts) if mixture else (model.ffn, 1)
         matrices = [h * width] * (3 if model.gated else 2)
         biases = [model.mlp_parameters(width) - sum(matrices)] if model.mlp_bias else []

@@ -27,7 +27,7 @@ class Pieces:
     """What a step is made of, with its prices."""
 
     prices: Prices
-    layer: LayerTime  # of a mixture one behind its first dense ones
+    layer: LayerTime  # of a mixture the mean one behind its first dense ones
     dense: LayerTime
     embedding: LayerTime
     head: LayerTime
@@ -81,7 +81,8 @@ def _passes(prices: Prices) -> tuple:
     layer = dense
     if np.any(np.asarray(work.shape.experts) > 0):
         layer, mixed = _mixture_layer(prices)
-        layer = mean(dense, layer, np.asarray(work.shape.experts) > 0)  # dense models may stand beside mixtures
+        share = (np.asarray(work.shape.experts) > 0) / np.maximum(work.shape.moe_every, 1)
+        layer = mean(dense, layer, share)  # dense models may stand beside mixtures
         share = work.shape.mixture_share
         layers = Held(share * mixed.dense + (1 - share) * layers.dense, share * mixed.experts)
     ends = layer_time([first], prices), layer_time([last], prices)

