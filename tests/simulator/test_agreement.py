@@ -12,6 +12,7 @@ from madmax_lib import catalog
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.plan_layers import chunk_layers
+from madmax_lib.simulator.memory.memory import held_layers
 from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.schedule.engine import run
 from madmax_lib.simulator.simulate import _lay_out
@@ -52,6 +53,18 @@ def test_laid_out_steps_take_as_long_as_the_closed_form_says(kind, count, within
     apart = table["difference"].abs()
     assert (apart <= 0.03).mean() >= within, table.head(20).to_string()
     assert apart.median() <= median
+
+
+def test_every_second_layer_is_a_mixture():
+    """As in Llama 4 Maverick: both forms agree, and memory counts the experts of each stage."""
+    drawn = [case for case in drawn_cases("random", 60, seed=9, most_passes=300) if case.model.experts]
+    assert len(drawn) >= 5
+    for case in drawn:
+        case = replace(case, model=replace(case.model, moe_every=2, layers=case.model.layers // 2 * 2, dense_layers=0))
+        laid_s = max(run(_lay_out(case, shipped())[1])[1])
+        assert laid_s == pytest.approx(float(step_s(Steps.of(case), shipped())[0]), rel=0.05), case.plan
+        held, mixtures = held_layers(case.model, case.plan)
+        assert (held.sum(), mixtures.sum()) == (case.model.layers, case.model.moe_layers)
 
 
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (16, 1), (2, 3), (4, 3), (8, 2), (8, 5)])

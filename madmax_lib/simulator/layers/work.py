@@ -97,6 +97,12 @@ class Shape:
         return np.where(np.asarray(self.experts) > 0, count / self.layers, 0.0)
 
     @property
+    def mixture_share_behind(self) -> Number:
+        """Of the layers behind the first dense ones."""
+        behind = np.maximum(1 - np.asarray(self.dense_layers) / self.layers, 1e-9)  # nothing behind: no mixtures
+        return self.mixture_share / behind
+
+    @property
     def windowed_share(self) -> Number:
         """Share of layers that attend to a window only."""
         every = np.maximum(self.full_every, 1)

@@ -81,8 +81,7 @@ def _passes(prices: Prices) -> tuple:
     layer = dense
     if np.any(np.asarray(work.shape.experts) > 0):
         layer, mixed = _mixture_layer(prices)
-        share = (np.asarray(work.shape.experts) > 0) / np.maximum(work.shape.moe_every, 1)
-        layer = mean(dense, layer, share)  # dense models may stand beside mixtures
+        layer = mean(dense, layer, work.shape.mixture_share_behind)  # dense models may stand beside mixtures
         share = work.shape.mixture_share
         layers = Held(share * mixed.dense + (1 - share) * layers.dense, share * mixed.experts)
     ends = layer_time([first], prices), layer_time([last], prices)

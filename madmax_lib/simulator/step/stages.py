@@ -46,7 +46,7 @@ def stages_of(steps: Steps, pieces: Pieces) -> Stages:
     first, middle, last = _layers_of_stages(steps)
     passes_s, halves_s = _with_traffic(pieces.layer, pieces)
     layer_s, head_s = sum(passes_s), sum(pieces.head.passes_s)
-    mixed, every, single = np.asarray(shape.experts) > 0, np.maximum(shape.moe_every, 1), pp == 1
+    mixed, share, single = np.asarray(shape.experts) > 0, shape.mixture_share_behind, pp == 1
     fewer, cheaper_s = np.minimum(np.where(mixed, shape.dense_layers, 0), first), (0.0, 0.0)
     if pieces.dense is not pieces.layer:
         dense_s = _with_traffic(pieces.dense, pieces)[0]
@@ -80,7 +80,7 @@ def stages_of(steps: Steps, pieces: Pieces) -> Stages:
         layers=(first, middle, last),
         farther_s=farther_s,
         dense=fewer,
-        held=tuple((many, mixed * (many - dense) / every, *rest) for many, dense, *rest in held),
+        held=tuple((many, share * (many - dense), *rest) for many, dense, *rest in held),
         in_first=(first_s >= slowest_s) & (single | ~in_last),
         in_last=in_last,
     )
