@@ -6,7 +6,7 @@ import pytest
 from madmax_lib.__main__ import main
 from madmax_lib.datasets import PROJECT, dataset
 from madmax_lib.view.notebooks.page import Result
-from madmax_lib.view.notebooks.runner import run_notebook
+from madmax_lib.view.notebooks.runner import _own, notebooks, run_notebook
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,24 @@ def test_site_runs_every_notebook_and_leaves_the_committed_figures(tmp_path, mon
     docs = {page.stem for page in (PROJECT / "docs").glob("[a-z]*.md")}
     assert pages == {"index", *two} | docs and folders == {PROJECT / "build" / "figures"}
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "site" / "index.html")
+
+
+def test_runs_side_by_side_have_names_of_their_own(tmp_path):
+    with _own(tmp_path, "00_tour") as first, _own(tmp_path, "00_tour") as second, _own(tmp_path, "01_explore") as other:
+        assert first == (tmp_path / "00_tour.ipynb", 1) and second == (tmp_path / "00_tour-2.ipynb", 2)
+        assert other[1] == 1
+    with _own(tmp_path, "00_tour") as again:
+        assert again == first
+
+
+def test_notebooks_are_listed_with_their_questions_and_parameters(capsys):
+    assert main(["run", "--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == len(notebooks()) and listed[0].startswith("00_tour  ") and all("?" in line for line in listed)
+    with pytest.raises(SystemExit) as left:
+        main(["run", "20", "--help"])
+    told = capsys.readouterr().out
+    assert left.value.code == 0 and "parameters of 20_overlap:" in told and "step: int = -1" in told
 
 
 def test_a_dead_kernel_is_a_failed_notebook(tmp_path):
