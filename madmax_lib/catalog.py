@@ -120,7 +120,7 @@ def device_named(text: str) -> Device | None:
 def cluster(name: str | Path | Cluster, nodes: int | None = None, devices: int | None = None) -> Cluster:
     """A cluster by name, or that of a `machine.json` that a calibration wrote; a Cluster stays what it is.
 
-    The name of a device stands for the first cluster that has it: H100 is dgx-h100.
+    The name of a device stands for the first cluster that has it: H100 is dgx-h100, 64xH100 eight nodes of it.
 
     nodes: how many (default: the catalog's). devices: over all nodes, which shrink to hold no more (default: whole).
     Raises ValueError for an unknown name, or numbers that do not go together, OSError for a file that is not there.
@@ -129,7 +129,9 @@ def cluster(name: str | Path | Cluster, nodes: int | None = None, devices: int |
     if isinstance(name, Cluster) and nodes is devices is None:
         return name
     own = _from_machine(Path(name)) if str(name).endswith(".json") else None
-    name = _cluster_name(name) if isinstance(name, str) and not own else name
+    if isinstance(name, str) and not own:
+        name, count = _cluster_name(name)
+        devices = count if nodes is devices is None else devices
     name, (*_, row) = (own.name, [vars(own)]) if own else _rows("cluster", name)
     full = used = int(row["devices_per_node"])
     nodes = None if nodes is None else whole(f"{name}: nodes", nodes, 1)
@@ -148,10 +150,12 @@ def cluster(name: str | Path | Cluster, nodes: int | None = None, devices: int |
     return Cluster(name, device(row["device"]), used, nodes, *links, _host(name), nics)
 
 
-def _cluster_name(name: str) -> str:
+def _cluster_name(name: str) -> tuple[str, int | None]:
+    """The name of a cluster, and of how many devices where the text says so: of one itself, a device, or 8 x that."""
     known = (_index.__wrapped__ if os.environ.get(USER_FOLDER) else _index)("cluster", "clusters")[0]
-    one = None if _plain("cluster", name) in known else device_named(name)
-    return cluster_with(one) if one else name
+    count, of = re.fullmatch(r"(?:([1-9]\d*) ?x ?)?(.*)", name.strip()).groups()
+    one = None if _plain("cluster", name) in known else device_named(of)
+    return (cluster_with(one, int(count or 0)), int(count) if count else None) if one else (name, None)
 
 
 def cluster_with(device: Device, gpus: int = 0) -> str:
@@ -237,7 +241,8 @@ def _rows(what: str, name: str) -> tuple[str, list[dict]]:
         raise ValueError(f"{what}={shown(name)} must be a {what.title()} or the name of one")
     names, rows = (_index.__wrapped__ if os.environ.get(USER_FOLDER) else _index)(what, file)
     if not (found := names.get(plain := _plain(what, name))):
-        near = dict.fromkeys(names[key] for key in difflib.get_close_matches(plain, names, n=6, cutoff=0.0))
+        begin = [key for key in names if plain and key.startswith(plain)]
+        near = dict.fromkeys(names[key] for key in begin + difflib.get_close_matches(plain, names, n=6, cutoff=0.0))
         add = f"add it to {file}.csv in the folder {USER_FOLDER}, or pass a {what.title()} of your own"
         add += "; those that runs alone know are mm.RunSpec(model=...).shapes" if what == "model" else ""
         raise ValueError(f"unknown {what} {name!r}; nearest: {', '.join([*near][:3])}; {add}")

@@ -177,6 +177,14 @@ def test_a_network_of_the_node_is_shared_by_the_devices_that_are_used():
     assert catalog.cluster("dgx-h100", nodes=2, devices=8).nics_per_node == 4
 
 
+def test_devices_stand_for_a_cluster():
+    spellings = {"H100": (8, 1), "8xH100": (8, 1), "64 x A100-80GB": (8, 8), "2xT4": (2, 1), "4xV100": (4, 1)}
+    clusters = {spelling: catalog.cluster(spelling) for spelling in spellings}
+    assert {s: (one.devices_per_node, one.nodes) for s, one in clusters.items()} == spellings
+    assert [one.name for one in clusters.values()] == ["dgx-h100", "dgx-h100", "dgx-a100", "kaggle-2xt4", "p3-8xlarge"]
+    assert catalog.cluster("H100", nodes=3).nodes == catalog.cluster("8xH100", nodes=3).nodes == 3
+
+
 def test_tables_are_read_once_and_stay_as_they_are():
     first = catalog.cluster("dgx-a100")
     first.device.peak_flops["bf16"] = 0.0
