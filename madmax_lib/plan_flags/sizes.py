@@ -11,11 +11,8 @@ from madmax_lib.specs import Transformer
 __all__ = ["MADE_UP", "bridge_sizes", "megatron_sizes", "named_sizes", "titan_config"]
 
 MADE_UP = {"mock-data": True, "tokenizer-type": "NullTokenizer", "train-iters": 20, "lr": 1e-4}  # until data is given
-_TITAN = {  # config functions of torchtitan_recipes and their modules
-    "llama3-8b": "llama3", "llama3-70b": "llama3", "llama3-405b": "llama3", "deepseek-v2-lite": "deepseek_v3",
-    "deepseek-v3": "deepseek_v3",
-}  # fmt: skip
-_OTHER_NAMES = {"deepseek-v2-lite": "deepseek_v3_16b", "deepseek-v3": "deepseek_v3_671b"}
+_TITAN = {f"llama3-{size}": ("llama3", f"llama3_{size}") for size in ("8b", "70b", "405b")}  # module, config function
+_TITAN |= {"deepseek-v2-lite": ("deepseek_v3", "deepseek_v3_16b"), "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b")}
 _BRIDGE = {"swiglu": "gated_linear_unit", "num-experts": "num_moe_experts"}
 _NOT_OF_BRIDGE = ("group-query-attention", "max-position-embeddings")  # it follows from others
 _TURNED = {"disable-bias-linear": "add_bias_linear"}
@@ -83,10 +80,9 @@ def bridge_sizes(model: Transformer, sequence: int) -> dict:
 
 def titan_config(model: Transformer) -> dict:
     """Module and config function of torchtitan; none for a model that has none of just its sizes."""
-    module = _TITAN.get(model.name)
-    if module is None or catalog.model(model.name) != model:
+    if model.name not in _TITAN or catalog.model(model.name) != model:
         return {}
-    return {"module": module, "config": _OTHER_NAMES.get(model.name, model.name.replace("-", "_"))}
+    return dict(zip(("module", "config"), _TITAN[model.name], strict=True))
 
 
 def named_sizes(model: Transformer) -> dict:

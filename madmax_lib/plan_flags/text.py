@@ -36,7 +36,7 @@ def source_of(source: str | Path | Mapping | Sequence[str]) -> Source:
     Raises ValueError for a text that is none, FileNotFoundError for no file.
     """
     if isinstance(source, Mapping):
-        return Source("dict", source)
+        return Source("dict", source, str(source.get("_comment", "")))
     if not isinstance(source, (str, Path)):
         return _flags(" ".join(map(str, source)))
     text, name = str(source), "configuration"
