@@ -18,7 +18,7 @@ def blocks(
     model: Model, plan: Plan, sequence: int | None = None, dtype: str = "bf16", *, imbalance: float = 1.0
 ) -> list[list[Block]]:
     """Blocks of each pipeline stage, those of its chunks in a row."""
-    chunks = chunk_blocks(Case(model, None, plan, sequence=sequence or 0, dtype=dtype, imbalance=imbalance))
+    chunks = chunk_blocks(Case(model, None, plan, sequence=sequence, dtype=dtype, imbalance=imbalance))
     return [[block for chunk in stage for block in chunk] for stage in chunks]
 
 
