@@ -155,15 +155,21 @@ def plans_peak_bytes(case: Case) -> np.ndarray:
     return result
 
 
-def _cut_alike(model: Transformer, plans: Plans) -> Iterator[tuple[dict, np.ndarray]]:
-    """How a product of plans cuts the layers into stages, and the rows that do so; equal chunks make equal stages."""
-    columns = (np.broadcast_to(getattr(plans, name), (plans.shape[0], 1)) for name in _STAGED)
-    cuts = np.concatenate([*columns], axis=1).astype(int)
-    even = (cuts[:, 2:] == 0).all(axis=1) & (model.layers % (cuts[:, 0] * cuts[:, 1]) == 0)
-    cuts[even, 1] = 1
-    kinds, number = np.unique(cuts, axis=0, return_inverse=True)
-    for place, kind in enumerate(kinds.tolist()):
-        yield dict(zip(_STAGED, kind, strict=True)), np.flatnonzero(number.reshape(-1) == place)
+def _cut_alike(model: Transformer, plans: Plans, *further) -> Iterator[tuple[dict, np.ndarray]]:
+    """How plans cut the layers into stages, and the rows that do so and are equal in further numbers.
+
+    Plans are a table or a product, whose columns have one way. Chunks of equal stages make no difference.
+    """
+    cuts = {name: np.ravel(getattr(plans, name)) for name in _STAGED}
+    uneven = sum(cuts[name] for name in _STAGED[2:]) + model.layers % (cuts["pp"] * cuts["interleave"]) > 0
+    cuts["interleave"] = np.where(uneven, cuts["interleave"], 1)
+    code = np.zeros(plans.shape[0], np.int64)
+    for column in (*further, *cuts.values()):
+        if np.size(column) > 1:
+            code = pd.factorize(code * (int(column.max()) + 1) + column)[0]
+    order, ends = np.argsort(code, kind="stable"), np.cumsum(np.bincount(code))
+    for rows in np.split(order, ends[:-1]):
+        yield {name: column[rows[0] % len(column)].item() for name, column in cuts.items()}, rows
 
 
 def table_peak_bytes(case: Case) -> np.ndarray:
@@ -175,22 +181,14 @@ def table_peak_bytes(case: Case) -> np.ndarray:
     if isinstance(plans, Plan):
         software = case.software or default_software(plans)
         return np.atleast_1d(_fullest(case, _differing_stages(case.model, plans, software)))
-    size, code = plans.shape[0], np.zeros(plans.shape[0], np.int64)
-    usual = np.where(plans.tp * plans.pp * plans.ep > 1, 2, np.isin(plans.zero, (0, 3)))
-    for column in (0 if case.software else usual, *(getattr(plans, name) for name in _STAGED)):
-        if np.ndim(column):
-            code = pd.factorize(code * (int(column.max()) + 1) + column)[0]
-    order, ends = np.argsort(code, kind="stable"), np.cumsum(np.bincount(code))
-    result = np.empty(size)
-    for rows in np.split(order, ends[:-1]):
-        first = plans[int(rows[0])]
-        staged = {name: getattr(first, name) for name in _STAGED}
-        software = case.software or default_software(first)
+    usual = 0 if case.software else np.where(plans.tp * plans.pp * plans.ep > 1, 2, np.isin(plans.zero, (0, 3)))
+    result = np.empty(plans.shape[0])
+    for staged, rows in _cut_alike(case.model, plans, usual):
+        software = case.software or default_software(plans[int(rows[0])])
         stages = _differing_stages(case.model, Plan(**staged), software)[..., None]
         for start in range(0, len(rows), _CHUNK):
             part = rows[start : start + _CHUNK]
-            alike = replace(case, plan=replace(plans[part], **staged), software=software)
-            result[part] = _fullest(alike, stages)
+            result[part] = _fullest(replace(case, plan=plans[part], software=software), stages)
     return result
 
 
