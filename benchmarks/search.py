@@ -34,9 +34,7 @@ def main() -> None:
     theirs_s, launched = searched(model, cluster, arguments.batch)
     left = launched.dropped.set_index("rule")["count"]["a stack must launch it"]
     print(f"launched by a stack: {launched.evaluated:,} plans in {theirs_s:.1f} CPU s, {left:,} by none left out")
-    print(
-        f"{launched.evaluated / theirs_s:,.0f} timed per CPU s, {(launched.evaluated + left) / theirs_s:,.0f} looked at"
-    )
+    print(f"{(launched.evaluated + left) / theirs_s:,.0f} plans looked at per CPU s")
     print(launched)
     for row in catalog.table("search_published").itertuples():
         plans, theirs_s = float(row.plans), float(row.seconds)

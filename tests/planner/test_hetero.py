@@ -110,6 +110,26 @@ def test_never_worse_than_trying_everything(seed, live):
     assert sum(best.terms.values()) == pytest.approx(best.cost_ms)
 
 
+@pytest.mark.parametrize(("seed", "known_ms"), [(40, 376.37), (44, 756.12), (52, 476.08), (79, 317.60)])
+def test_a_fast_next_stage_lets_in_what_a_slow_one_excludes(seed, known_ms):
+    """Few GPUs and large messages: plans of these costs exist, with stages that only go before a fast one."""
+    rng, gpus, nodes, table = np.random.default_rng(seed), {}, [], {}
+    layers, types = int(rng.integers(5, 9)), "AB" if rng.random() < 0.7 else "A"
+    for name in types:
+        for number in range(1 + (rng.random() < 0.5)):
+            gpus.setdefault(name, int(rng.integers(2, 4)))
+            nodes.append(Node.of_file(f"{name}{number}", name, gpus[name], 1.0, 50.0, 2.0 if name == "A" else 9.0))
+    for name, tp, batch in product(types, (1, 2), (1, 2, 4)):
+        slow = (1.0 if name == "A" else 1.7) * rng.uniform(0.8, 1.2) * batch**0.8 / tp**0.7
+        layer_s = slow * 0.02 * np.array([rng.uniform(0.3, 2), *[1.0] * (layers - 2), rng.uniform(0.3, 2)])
+        memory_bytes = np.full(layers, MB_BYTES * rng.uniform(50, 300) / tp)
+        table[name, tp, "none", batch] = Price(layer_s, memory_bytes, live_bytes=np.zeros(layers))
+    prices = PriceList(table, np.full(layers, 1e8), 0.0, dict.fromkeys(types, 0.02))
+    rules = CostRules(8, 256, int(rng.choice([40000, 200000, 400000])), memory_factor=float(rng.choice([0.0, 1.0])))
+    given = HeteroProblem(prices, tuple(nodes), tuple(fleets(nodes)), rules)
+    assert hetero.plan(given, progress=False).cost_ms <= known_ms
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_no_step_takes_longer_than_it_costs(seed):
     """Random plans laid out event by event, messages beside compute: the cost is never below, and rarely far above."""
