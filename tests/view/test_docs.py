@@ -118,6 +118,8 @@ def test_the_readme_is_short_and_its_tables_are_those_of_the_pages():
     assert len(readme.split()) <= 1400 and len(readme.splitlines()) <= 150
     pages = [path.read_text() for path in PAGES.values() if path != PAGES["README"]]
     rows = [line.removesuffix(" |") for line in readme.splitlines() if re.match(r"\| [^|]+ \| .*\d", line)]
+    sure, accurate = readme.partition("## How sure is it?")[2], PAGES["how-accurate-is-it"].read_text()
+    assert {f"{share} %" for share in re.findall(r"(\d+(?:\.\d+)?) %", sure)} <= set(re.findall(r"[\d.]+ %", accurate))
     assert rows and not [row for row in rows if not any(row in re.sub(r" \(\*.*?\*\)", "", page) for page in pages)]
 
 
