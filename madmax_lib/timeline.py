@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.atomic import replacing
+from madmax_lib.fields import argument
 from madmax_lib.side_tables import SIDE_TABLES, SideTables, joined
 
 __all__ = ["BUSY_KINDS", "KINDS", "SPANS", "Meta", "Timeline", "concat", "kept", "with_origin"]
@@ -230,9 +231,7 @@ def kept(analysis: Callable[[Timeline], _Tables]) -> Callable[[Timeline], _Table
 
     @wraps(analysis)
     def remembered(timeline: Timeline) -> _Tables:
-        if not isinstance(timeline, Timeline):
-            return analysis(timeline)
-        if timeline not in tables:
+        if argument("timeline", timeline, Timeline) not in tables:
             tables[timeline] = analysis(timeline)
         result = tables[timeline]
         return tuple(table.copy() for table in result) if isinstance(result, tuple) else result.copy()

@@ -7,6 +7,7 @@ Traces record the rows that a rank sends to each member of the group and gets fr
 import numpy as np
 import pandas as pd
 
+from madmax_lib.fields import argument
 from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.call_metadata import call_metadata, members
 
@@ -20,7 +21,7 @@ def exchanges(timeline: Timeline) -> pd.DataFrame:
     sender. `.attrs["imbalance"]` has for each group how much the rank that gets most has of the mean, from the ranks
     of the timeline: "mean" of the calls, weighted by their bytes, and the "worst". Empty without recorded splits.
     """
-    records = timeline.side_tables["calls"]
+    records = argument("timeline", timeline, Timeline).side_tables["calls"]
     recorded = ((records["in_splits"] != "") | (records["out_splits"] != "")).any()
     row = np.flatnonzero((timeline.spans["kind"] == "comm") & recorded)
     told = call_metadata(timeline, row).assign(rank=timeline.spans["rank"].to_numpy()[row])

@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pandas as pd
 
+from madmax_lib.fields import argument
 from madmax_lib.intervals import pack, total
 from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.waits.launch import device_work
@@ -30,7 +31,7 @@ def batches(timeline: Timeline) -> pd.DataFrame:
     from the first span. wall_s: its annotation on the host. period_s: to the next batch, NaN for the last. device_s:
     time in which kernels run that it has launched. tokens_per_s: over the period, of the last over wall_s.
     """
-    spans = timeline.spans
+    spans = argument("timeline", timeline, Timeline).spans
     marks = spans[(spans["kind"] == "annotation") & (spans["stream"] < 0)]
     told = {name: batch for name in marks["name"].unique() if (batch := _told(name))}
     own = [name for name in told if _VLLM.match(name)] or list(
