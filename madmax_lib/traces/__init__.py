@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         held_at_peak as held_at_peak,
         memory_timeline as memory_timeline,
         peak as peak,
-        read_memory_timeline as read_memory_timeline,
     )
     from madmax_lib.traces.operators.ops import (
         kernel_types as kernel_types,

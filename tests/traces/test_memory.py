@@ -1,6 +1,3 @@
-import gzip
-import json
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,8 +6,8 @@ from support import dataset_or_skip, lanes, local_or_skip, make_timeline, with_c
 import madmax_lib as mm
 from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import Timeline
-from madmax_lib.traces import allocations, growth, held_at_peak, hta, memory_timeline, peak, read_memory_timeline
-from madmax_lib.traces.operators.memory import BEFORE, CATEGORIES
+from madmax_lib.traces import allocations, growth, held_at_peak, memory_timeline, peak
+from madmax_lib.traces.operators.memory import BEFORE
 
 ANALYSES = [memory_timeline, allocations, peak, held_at_peak, growth]
 
@@ -283,60 +280,3 @@ def test_cpu_traces_of_gloo_have_a_peak_too(name):
     assert (table["allocated_bytes"].to_numpy() == events["allocated_bytes"].to_numpy()).all()
     assert held_at_peak(timeline)["size_bytes"].sum() == peak(timeline)["peak_bytes"].item() > 0
     assert {"forward", "backward"} <= set(allocations(timeline)["phase"])
-
-
-RAW = [[-1, 1, 100, 0], [-1, 1, 40, 7], [2000, 2, 8, 4], [2000, 2, 4, 3]]
-RAW += [[3000, 3, -8, 4], [3000, 3, 8, 5], [5000, 4, -4, 3]]
-
-
-def test_raw_export_in_closed_form(tmp_path):
-    path = tmp_path / "m.raw.json"
-    path.write_text(json.dumps(RAW))
-    table = read_memory_timeline(path)
-    wide = table.set_index(["category"])["size_bytes"]
-    assert {c: wide[c].tolist() for c in CATEGORIES if wide[c].any()} == {
-        "parameter": [100] * 4,
-        "unknown": [40] * 4,
-        "activation": [0, 8, 0, 0],
-        "temporary": [0, 4, 4, 0],
-        "gradient": [0, 0, 8, 8],
-    }
-    assert (table["time_s"].unique() * 1e9).round().tolist() == [0, 1000, 3000]  # older blocks at the first moment
-    packed = tmp_path / "m.raw.json.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    pd.testing.assert_frame_equal(read_memory_timeline(packed), table)
-
-
-OTHER_FILES = [
-    b"", b"not json", b'{"traceEvents": []}', b"[[1, 2], [[3, 4]]]", b"[[0, 1, 5]]", b'[[0, 1, "5", 0]]',
-    b"[[0, 1, 5, 8]]", b"[[0, 1, 5, -1]]", b"[[0, 9, 5, 0]]", b"[[0, 1, 99999999999999999999999, 0]]",
-    b"\x1f\x8b" + b"x" * 50, b"\xff\xfe[[0, 1, 5, 0]]", gzip.compress(b"[[0, 1, 5, 0]]", mtime=0)[:-9],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("content", OTHER_FILES)
-def test_another_file_is_refused_in_one_line(tmp_path, content):
-    path = tmp_path / "m.raw.json.gz"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="not a raw export of torch's memory timeline") as error:
-        read_memory_timeline(path)
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_no_file_and_no_rows(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_memory_timeline(tmp_path / "none.raw.json")
-    (tmp_path / "m.json").write_text("[]")
-    assert not len(read_memory_timeline(tmp_path / "m.json"))
-
-
-def test_raw_export_equals_hta():
-    path = local_or_skip("traces/hta-samples/memory_timeline.raw.gz")
-    with hta._quiet():
-        from hta.memory_analysis import MemoryAnalysis
-
-        times, sizes = MemoryAnalysis(str(path))._process_raw_events()
-    table = read_memory_timeline(path)
-    assert (table["size_bytes"].to_numpy().reshape(-1, len(CATEGORIES)) == np.array(sizes)).all()
-    seconds = (np.array(times) - min(times)) / 1e9
-    assert np.allclose(table["time_s"][:: len(CATEGORIES)], seconds, rtol=0, atol=1e-12)

@@ -117,13 +117,6 @@ def test_the_fullest_device_is_drawn_unless_another_is_named():
         memory.plot_held(held, device="cuda:3")
 
 
-@pytest.mark.parametrize(("text", "most"), [("[[-1, 1, 100, 0], [2, 2, 8, 4], [3, 3, -8, 4]]", 108), ("[]", 0)])
-def test_categories_are_stacked_to_the_total(tmp_path, text, most):
-    (tmp_path / "m.json").write_text(text)
-    data = figure_data(memory.plot_memory_categories(mm.traces.read_memory_timeline(tmp_path / "m.json")))
-    assert data.drop(columns="time_s").sum(axis=1).max() == most if most else not len(data)
-
-
 def test_a_pair_of_timelines_shows_both_sides(tmp_path, monkeypatch):
     monkeypatch.setenv("MADMAX_FIGURES", str(tmp_path))
     a, b = everything(provenance={"files": {"0": "sha a"}}), everything(source="simulated")

@@ -5,17 +5,10 @@ it; they are `Timeline.side_tables["memory"]`, the only source here, so a timeli
 Times are the host's: a caching allocator takes a block back when the host lets go of it, while kernels may still read
 it.
 What was allocated before the recording began is known only as a sum, "before the trace".
-
-The raw export of torch's memory timeline tells categories instead of operators; `read_memory_timeline` sums it up.
 """
 
-import gzip
-import hashlib
 import re
-import zlib
-from pathlib import Path
 
-import msgspec
 import numpy as np
 import pandas as pd
 
@@ -24,12 +17,7 @@ from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["BEFORE", "CATEGORIES", "allocations", "growth", "held_at_peak", "memory_timeline", "peak"]
-__all__ += ["read_memory_timeline"]
-
-# by their number in the raw export [torch.profiler._memory_profiler, order of _CATEGORY_TO_COLORS]
-CATEGORIES = ("parameter", "optimizer_state", "input", "temporary", "activation", "gradient", "autograd_detail",
-              "unknown")  # fmt: skip
+__all__ = ["BEFORE", "allocations", "growth", "held_at_peak", "memory_timeline", "peak"]
 
 BEFORE = "before the trace"  # allocated there, or anywhere else that no event with an address tells
 _OTHERS = "other operators"
@@ -142,42 +130,6 @@ def growth(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table, timeline)
 
 
-def read_memory_timeline(path: str | Path) -> pd.DataFrame:
-    """Memory by category over time, from torch's `export_memory_timeline("x.raw.json.gz")`: time_s, category,
-    size_bytes.
-
-    The file, JSON or gzip of it, is a list of [time in ns, action, bytes, category], bytes signed and time -1 for what
-    existed before; each moment has a row for each of CATEGORIES, time_s from the first. Raises FileNotFoundError, and
-    ValueError for a file that is something else.
-    """
-    data = Path(path).read_bytes()
-    try:
-        text = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-        rows = np.array(msgspec.json.decode(text, type=list[tuple[int, int, int, int]]), dtype=np.int64).reshape(-1, 4)
-    except (msgspec.DecodeError, OSError, EOFError, zlib.error, OverflowError) as error:
-        raise ValueError(f"{path}: not a raw export of torch's memory timeline ({error})") from None
-    valid = np.isin(rows[:, 1], (1, 2, 3, 4)) & (rows[:, 3] >= 0) & (rows[:, 3] < len(CATEGORIES))
-    if not valid.all():
-        wrong = f"unknown action or category in {rows[~valid][0].tolist()}"
-        raise ValueError(f"{path}: not a raw export of torch's memory timeline ({wrong})")
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    time_ns = np.maximum(rows[:, 0], rows[rows[:, 0] >= 0, 0].min(initial=np.iinfo(np.int64).max))
-    last = np.flatnonzero(np.diff(rows[:, 0], append=-2))  # last row of each moment
-    change = np.where(rows[:, 3:] == np.arange(len(CATEGORIES)), rows[:, 2:3], 0)
-    sizes = np.cumsum(change, axis=0)[last]
-    table = pd.DataFrame(
-        {
-            "time_s": np.repeat((time_ns[last] - time_ns[:1]) / NS_PER_S, len(CATEGORIES)),
-            "category": pd.Categorical(np.tile(CATEGORIES, len(last)), CATEGORIES),
-            "size_bytes": sizes.ravel(),
-        }
-    )
-    origin = {"name": Path(path).name, "sha256": hashlib.sha256(data).hexdigest()}
-    table.attrs.update(provenance={"files": {"0": origin}, "rules": "raw export"}, source="measured")
-    return table
-
-
-@kept
 def _events(timeline: Timeline) -> pd.DataFrame:
     """Allocator events by device and time, with what follows from their order.
 

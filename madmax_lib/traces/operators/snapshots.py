@@ -9,7 +9,7 @@ import pandas as pd
 
 from madmax_lib.traces.operators.memory import BEFORE
 from madmax_lib.traces.read.block_sizes import Replay
-from madmax_lib.traces.read.snapshots import Snapshot
+from madmax_lib.traces.read.snapshots import Snapshot, of_device
 
 __all__ = ["fragmentation", "out_of_memory", "snapshot_diff", "snapshot_held", "snapshot_peak", "snapshot_timeline"]
 
@@ -28,7 +28,7 @@ def snapshot_timeline(snapshot: Snapshot) -> pd.DataFrame:
     zero_us = snapshot.events["time_us"].where(lambda time: time >= 0).min()
     parts = []
     for (rank, device), replay in snapshot.replays.items():
-        events = _events(snapshot, rank, device)
+        events = of_device(snapshot.events, rank, device)
         time_s = (events["time_us"].where(lambda time: time >= 0) - zero_us) / 1e6
         about = {"rank": rank, "device": f"cuda:{device}", "time_s": time_s, "action": events["action"]}
         parts.append(pd.DataFrame(about).join(replay.levels[1:].reset_index(drop=True)))
@@ -144,7 +144,7 @@ def out_of_memory(snapshot: Snapshot) -> pd.DataFrame:
     """
     rows = []
     for (rank, device), replay in snapshot.replays.items():
-        events = _events(snapshot, rank, device)
+        events = of_device(snapshot.events, rank, device)
         for event in np.flatnonzero(events["action"] == "oom").tolist():
             oom, reserved = events.iloc[event], int(replay.levels["reserved_bytes"][event + 1])
             active = int(replay.allocations.query("begin <= @event < freed")["block_bytes"].sum())
@@ -169,22 +169,21 @@ def out_of_memory(snapshot: Snapshot) -> pd.DataFrame:
     return _with_origin(pd.DataFrame(rows, columns=columns), snapshot)
 
 
-def _events(snapshot: Snapshot, rank: int, device: int) -> pd.DataFrame:
-    events = snapshot.events
-    return events[(events["rank"] == rank) & (events["device"] == device)].reset_index(drop=True)
-
-
 def _time_s(snapshot: Snapshot, rank: int, device: int, event: int) -> float:
     """Seconds of an event since the first of all, NaN for the time before it or where times are not told."""
     time_us = snapshot.events["time_us"].where(lambda time: time >= 0)
-    return float(_events(snapshot, rank, device)["time_us"][event] - time_us.min()) / 1e6 if event >= 0 else np.nan
+    return (
+        float(of_device(snapshot.events, rank, device)["time_us"][event] - time_us.min()) / 1e6
+        if event >= 0
+        else np.nan
+    )
 
 
 def _moment(replay: Replay, at: str, snapshot: Snapshot, rank: int, device: int) -> int:
     """Event of a moment, -1 before the first."""
     levels = replay.levels["allocated_bytes" if replay.exact else "requested_bytes"]
     if at == "oom":
-        ooms = np.flatnonzero(_events(snapshot, rank, device)["action"] == "oom")
+        ooms = np.flatnonzero(of_device(snapshot.events, rank, device)["action"] == "oom")
         if not len(ooms):
             raise ValueError(f"rank {rank}, cuda:{device} did not run out of memory while it was recorded")
         return int(ooms[-1])

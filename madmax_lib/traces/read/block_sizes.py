@@ -15,6 +15,7 @@ import pandas as pd
 __all__ = ["ACTIONS", "Replay", "replay"]
 
 _UNIT, _MIB = 512, 1 << 20
+_CHUNK = 1 << 16  # events
 _NEVER = np.iinfo(np.int64).max
 ACTIONS = ["alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"]
 ACTIONS += ["segment_map", "segment_unmap", "oom", "other"]  # of an event, by its code
@@ -235,11 +236,13 @@ def _block_sizes(
         inside = (at >= 0) & (at < len(events))
         life[at[inside]] = np.flatnonzero(inside)
     rows = np.flatnonzero(~_is(action, "free_requested", "other"))
-    columns = (events[name].to_numpy()[rows].tolist() for name in ("address", "size_bytes"))
+    columns = [action, np.arange(len(events)), *(events[name].to_numpy() for name in ("address", "size_bytes")), life]
     try:
         free = _FreeBlocks(events, action, blocks, lives)
-        for event in zip(events["action"].iloc[rows], rows.tolist(), *columns, life[rows].tolist(), strict=True):
-            free.follow(*event)
+        for first in range(0, len(rows), _CHUNK):  # as objects of Python, all would take gigabytes
+            part = (column[rows[first : first + _CHUNK]].tolist() for column in columns)
+            for code, *event in zip(*part, strict=True):
+                free.follow(ACTIONS[code], *event)
     except _Misfit:
         return None, {}
     sizes = np.array(free.sizes, dtype=np.int64)

@@ -127,7 +127,10 @@ def load_plain(path: Path, between: Callable[[pickle.Unpickler], None] | None = 
             checked = _Checked(source, lambda: between and between(unpickler))
             unpickler = _Plain(io.BufferedReader(checked, _BLOCK))
             with _without_collection():
-                return unpickler.load()
+                try:
+                    return unpickler.load()
+                finally:
+                    unpickler = None  # it knows all objects, and what it reads from knows it
     except Exception as reason:  # damaged bytes end in nearly any error
         if isinstance(reason, OSError) and reason.errno is not None:
             raise

@@ -22,7 +22,7 @@ from madmax_lib.traces.read.files import rank_in_name
 from madmax_lib.traces.read.frames import Stacks
 from madmax_lib.traces.read.plain_pickles import load_plain
 
-__all__ = ["Snapshot", "read_snapshot"]
+__all__ = ["Snapshot", "of_device", "read_snapshot"]
 
 _KEYS = {"action": ("action", ""), "address": ("addr", None), "size_bytes": ("size", 0), "stream": ("stream", 0)}
 _KEYS |= {"time_us": ("time_us", -1), "frames": ("frames", None)}
@@ -55,15 +55,20 @@ class Snapshot:
     @cached_property
     def replays(self) -> dict[tuple[int, int], Replay]:
         """The allocations and levels of each (rank, device). ValueError where events and segments contradict."""
-        events, blocks = (dict(tuple(table.groupby(["rank", "device"]))) for table in (self.events, self.blocks))
-        result = {}
-        for key in sorted({*events, *blocks}):
-            rank, device = map(int, key)
+        keys, result = ["rank", "device"], {}
+        pools = pd.concat([table[keys].drop_duplicates() for table in (self.events, self.blocks)]).drop_duplicates()
+        for rank, device in pools.sort_values(keys).itertuples(index=False):
             try:
-                result[rank, device] = replay(events.get(key, self.events[:0]), blocks.get(key, self.blocks[:0]))
+                result[rank, device] = replay(*(of_device(table, rank, device) for table in (self.events, self.blocks)))
             except ValueError as reason:
                 raise ValueError(f"rank {rank}, cuda:{device}: {reason}") from None
         return result
+
+
+def of_device(table: pd.DataFrame, rank: int, device: int) -> pd.DataFrame:
+    """Rows of one device; the table itself where it is the only one, as millions of rows are not copied for nothing."""
+    rows = (table["rank"] == rank) & (table["device"] == device)
+    return table if rows.all() else table[rows].reset_index(drop=True)
 
 
 def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
@@ -76,19 +81,19 @@ def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
     """
     paths = _files(source)
     named = [_rank(path) for path in paths]
-    ranks = named if None not in named and len(paths) > 1 else list(range(len(paths)))
-    ranks = named if len(paths) == 1 and named[0] is not None else ranks
-    if twice := next((rank for rank in ranks if ranks.count(rank) > 1), None):
-        raise ValueError(f"{paths[0].parent}: two snapshots of rank {twice}; give those of one moment")
+    ranks = named if None not in named else list(range(len(paths)))
+    if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
+        raise ValueError(f"{paths[0].parent}: two snapshots of rank {twice[0]}; give those of one moment")
     stacks, parts, files = Stacks(), [], {}
     for rank, path in zip(ranks, paths, strict=True):
-        file = _File(stacks)
         try:
-            parts.append([table.assign(rank=rank) for table in file.read(path)])
+            parts.append(_File(stacks).read(path, rank))
         except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError) as reason:
             raise ValueError(f"{path}: no memory snapshot, an entry is damaged ({reason!r})") from None
         files[str(rank)] = {"name": path.name, "sha256": content_sha256(path)}
-    events, blocks = (pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True))
+    events, blocks = parts[0]
+    if len(parts) > 1:
+        events, blocks = (pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True))
     if not len(events) and not len(blocks):
         raise ValueError(f"{paths[0]}: the snapshot holds no events and no segments; no GPU memory was in use")
     return Snapshot(events, blocks, stacks.table(), tuple(stacks.texts), files)
@@ -101,8 +106,8 @@ class _File:
         self._stacks, self._open, self._memo = stacks, {}, 0
         stacks.forget()
 
-    def read(self, path: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Events and blocks, with their device."""
+    def read(self, path: Path, rank: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Events and blocks, with rank and device."""
         top = load_plain(path, self._empty)
         top = top if isinstance(top, dict) else {"segments": top}
         traces, segments = top.get("device_traces", top.get("traces", [])), top.get("segments")
@@ -111,12 +116,15 @@ class _File:
         for lists in (traces, [segment["blocks"] for segment in segments]):
             if len(set(map(id, lists))) < len(lists):  # a few bytes could ask for any number of rows
                 raise ValueError(f"{path}: no memory snapshot, a list of events or blocks is in two places")
-        parts = [part for device, trace in enumerate(traces) for part in self._parts(device, trace)]
-        names = [*_TYPES, "device"]
-        columns = {name: np.concatenate([part.pop(name) for part in parts]) for name in names if parts}
-        columns = columns or {name: np.zeros(0, _TYPES.get(name, "int64")) for name in names}
-        columns["action"] = pd.Categorical.from_codes(columns["action"], ACTIONS)
-        return pd.DataFrame(columns, copy=False), self._blocks(segments)
+        blocks = self._blocks(segments).assign(rank=rank)
+        devices = [self._trace(trace) for trace in traces or [[]]]
+        del top, traces, segments
+        columns = {name: [np.frombuffer(of[name], dtype) for of in devices] for name, dtype in _TYPES.items()}
+        columns["device"] = [np.full(len(of["action"]), device, dtype=np.int32) for device, of in enumerate(devices)]
+        events = {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in columns.items()}
+        events["action"] = pd.Categorical.from_codes(events["action"], ACTIONS)
+        events["rank"] = np.full(len(events["stack"]), rank, dtype=np.int32)
+        return pd.DataFrame(events, copy=False), blocks
 
     def _empty(self, unpickler) -> None:
         """Turn the events that are there into columns. A list of events is looked for as long as none grows."""
@@ -129,15 +137,16 @@ class _File:
 
     def _take(self, trace: list) -> int:
         """Move the events of a list into its columns."""
-        _, parts = self._open.setdefault(id(trace), (trace, []))
+        _, columns = self._open.setdefault(id(trace), (trace, {name: bytearray() for name in _TYPES}))
         events = trace[:]
         trace.clear()
-        parts.append(self._columns(events))
+        for name, values in self._columns(events).items() if events else ():
+            columns[name] += _whole(values, _TYPES[name]).tobytes()  # arrays of each part would keep its memory in use
         for event in events:
             event.clear()
         return len(events)
 
-    def _columns(self, events: list[dict]) -> dict[str, np.ndarray]:
+    def _columns(self, events: list[dict]) -> dict[str, list]:
         columns = {name: _column(events, key, default) for name, (key, default) in _KEYS.items()}
         columns["action"] = [*map(_CODES.__getitem__, columns["action"])]
         columns["stack"] = [*map(self._stacks.number, columns.pop("frames"))]
@@ -147,14 +156,12 @@ class _File:
         columns["metadata"] = [*map(self._stacks.text, texts)]
         if None in columns["address"]:
             columns["address"] = [event.get("addr", event.get("device_free", 0)) for event in events]
-        return {name: _whole(columns[name], dtype) for name, dtype in _TYPES.items()}
+        return columns
 
-    def _parts(self, device: int, trace: list) -> list[dict[str, np.ndarray]]:
+    def _trace(self, trace: list) -> dict[str, bytearray]:
         """Columns of all events of a device."""
-        if trace:
-            self._take(trace)
-        _, parts = self._open.pop(id(trace), (trace, []))
-        return [{**part, "device": np.full(len(part["action"]), device)} for part in parts]
+        self._take(trace)
+        return self._open.pop(id(trace))[1]
 
     def _blocks(self, segments: list[dict]) -> pd.DataFrame:
         rows = []

@@ -1,4 +1,4 @@
-"""How do the tables of `traces.operators.memory` look? Memory over time, by category, and the holders of its peak.
+"""How do the tables of `traces.operators.memory` look? Memory over time, of snapshots too, and the holders of its peak.
 
 Memory in use is violet, what is there from before the trace grey; a dark line is what the allocator has reserved.
 """
@@ -8,17 +8,16 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.timeline import Timeline
-from madmax_lib.traces.operators.memory import BEFORE, CATEGORIES, held_at_peak, memory_timeline, peak
+from madmax_lib.traces.operators.memory import BEFORE, held_at_peak, memory_timeline, peak
 from madmax_lib.traces.operators.snapshots import snapshot_held, snapshot_peak, snapshot_timeline
 from madmax_lib.traces.read.snapshots import Snapshot
 from madmax_lib.units import bytes_unit, format_bytes, format_s
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_held", "plot_memory", "plot_memory_categories"]
+__all__ = ["plot_held", "plot_memory"]
 
 _NO_EVENTS = "No allocator events: record with profile_memory=True"
-_SHADES = ("#4c5b7a", "#8a7bb5", "#b9c6dd", "#d9cf8f", "#c2566e", "#5fa3a3", "#e3a7b3", draw.COLORS["idle"])
-_CATEGORY_COLORS = dict(zip(CATEGORIES, _SHADES, strict=True))
+_NO_HISTORY = "A snapshot without history: call torch.cuda.memory._record_memory_history() before the steps"
 _MOST_STEPS = 12  # up to which steps are numbered
 
 
@@ -31,7 +30,8 @@ def plot_memory(timeline: Timeline | Snapshot, ax: Axes | None = None, *, device
     table, peaks, holders = _tables(timeline)
     peaks = _named(peaks, device)
     if not len(peaks) or not len(table):
-        return draw.empty(ax, table, _NO_EVENTS, timeline if isinstance(timeline, Timeline) else table)
+        missing = _NO_EVENTS if isinstance(timeline, Timeline) else _NO_HISTORY
+        return draw.empty(ax, table, missing, timeline if isinstance(timeline, Timeline) else holders)
     top = peaks.loc[peaks["peak_bytes"].idxmax()]
     table = table[(table["device"] == top["device"]) & (table["rank"] == top["rank"])]
     drawn = draw.thinned(table, "allocated_bytes")
@@ -68,26 +68,6 @@ def _tables(source: Timeline | Snapshot) -> tuple[pd.DataFrame, pd.DataFrame, pd
     holders = snapshot_held(source, top=3).rename(columns={"site": "operator"})
     holders["operator"] = holders["operator"].str.split(" < ").str[0]
     return table.assign(allocated_bytes=level), peaks, holders
-
-
-def plot_memory_categories(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Stacked area of `read_memory_timeline`: what kind of data fills the memory, over time."""
-    wide = pd.DataFrame(table["size_bytes"].to_numpy().reshape(-1, len(CATEGORIES)), columns=CATEGORIES)
-    if not len(wide):
-        return draw.empty(ax, table, "An empty memory timeline")
-    ax = ax or draw.new_axes(height=3.2)
-    wide = wide.assign(total=wide.sum(axis=1), time_s=table["time_s"].to_numpy()[:: len(CATEGORIES)])
-    drawn, high = draw.thinned(wide, "total"), wide.loc[wide["total"].idxmax()]
-    unit, factor = bytes_unit(high["total"])
-    fills = {name: color for name, color in _CATEGORY_COLORS.items() if drawn[name].max() > 0.003 * high["total"]}
-    style = {"labels": {name: name.replace("_", " ") for name in fills}, "source": table.attrs.get("source")}
-    draw.areas(ax, drawn["time_s"] * 1e3, drawn / factor, fills, step="post", **style)
-    draw.legend(ax, ax.get_legend_handles_labels()[0][::-1], "beside")
-    most = high[list(CATEGORIES)].astype(float).idxmax()
-    title = f"Peak {format_bytes(high['total'])}: {high[most] / max(high['total'], 1):.0%} {most.replace('_', ' ')}"
-    limits = {"reach": drawn["time_s"].max() * 1e3, "ylim": (0, 1.1 * high["total"] / factor)}
-    data = drawn[["time_s", *CATEGORIES]]
-    return draw.finish(ax, data, title, x="time [ms]", y=f"memory [{unit}]", origin=table, **limits)
 
 
 def plot_held(table: pd.DataFrame, ax: Axes | None = None, *, device: str | None = None) -> Axes:
