@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 8 -m madmax_lib.runs.measure.links collectives.csv quick
 
-Groups are the first 2, 4, 8, ... ranks and all, and one rank of every node where nodes have more. Sizes are those of
+Groups are of 2, 4, 8, ... neighbours and of all, and one rank of every node where nodes have more; groups of neighbours
+work all at once, as they do in a step. Sizes are those of
 nccl-tests: the whole buffer of a rank, the gathered one, or the input of a reduce-scatter; send_recv is one way between
 two ranks, there and back by turns, and passes it around a ring of more. Seconds are medians of the repeats, mean of the
 ranks. Without a file all ranks add up their numbers once, to see whether they reach each other.
@@ -39,23 +40,23 @@ def main(path: str = "", size: str = "normal") -> None:
     dist.all_reduce(whole)
     if whole.item() != world * (world + 1) / 2:
         raise RuntimeError(f"the sum over {world} ranks is {whole.item():g}, not {world * (world + 1) / 2:g}")
-    for members in _groups(world, on_node) if path else []:
-        group = dist.new_group(members)
-        if rank in members:
-            _time_group(group, members, device, size, Path(path) if rank == 0 else None)
+    for together in _groups(world, on_node) if path else []:
+        for members, group in [(members, dist.new_group(members)) for members in together]:
+            if rank in members:
+                _time_group(group, members, device, size, Path(path) if rank == 0 else None)
         dist.barrier()
     dist.destroy_process_group()
 
 
-def _groups(world: int, on_node: int) -> list[list[int]]:
-    """Ranks of each group.
+def _groups(world: int, on_node: int) -> list[list[list[int]]]:
+    """Ranks of the groups that are timed at once, the first one's times being written.
 
-    >>> _groups(8, 4)
-    [[0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 4]]
+    >>> _groups(4, 2)
+    [[[0, 1], [2, 3]], [[0, 1, 2, 3]], [[0, 2]]]
     """
     counts = sorted({2**power for power in range(1, world.bit_length()) if 2**power < world} | {world} - {1})
-    across = [list(range(0, world, on_node))] if world > on_node > 1 else []
-    return [list(range(count)) for count in counts] + across
+    across = [[list(range(0, world, on_node))]] if world > on_node > 1 else []
+    return [[list(range(at, at + size)) for at in range(0, world - size + 1, size)] for size in counts] + across
 
 
 def _time_group(group, members: list[int], device: str, size: str, path: Path | None) -> None:

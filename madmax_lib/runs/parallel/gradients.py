@@ -70,7 +70,8 @@ def sum_tied(modules: Sequence[Network], mesh: Mesh) -> Tensor | None:
     gradient, group = local(parameter.grad), mesh.group("pp")
     own = gradient.to(mesh.dense.device_type, copy=True)  # NCCL sends nothing that is offloaded
     other, peer = torch.empty_like(own), dist.get_global_rank(group, 0 if last else stages - 1)
-    exchange = [dist.P2POp(dist.isend, own, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+    # in this order: Gloo says that a buffer is there on the connection on which the other one is sent
+    exchange = [dist.P2POp(dist.irecv, other, peer, group), dist.P2POp(dist.isend, own, peer, group)]
     for request in dist.batch_isend_irecv(exchange):
         request.wait()
     gradient.add_(other.to(gradient.device))

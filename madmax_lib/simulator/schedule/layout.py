@@ -12,6 +12,7 @@ from madmax_lib.case import Case
 from madmax_lib.simulator.layers.ops import Block, Comm, mirror
 from madmax_lib.simulator.offload.hosts import Offloaded
 from madmax_lib.simulator.schedule.engine import Program
+from madmax_lib.simulator.schedule.messages import Message, crosses
 from madmax_lib.simulator.schedule.passes import BEFORE, MESSAGE, MicroBatch, Pass
 from madmax_lib.simulator.schedule.schedules import Slot, dependency, in_order, order
 from madmax_lib.simulator.schedule.sharding import Sharding
@@ -46,7 +47,7 @@ class StepBuilder:
         """All stages and micro-batches, gradients, optimizer."""
         plan, program = self.plan, Program()
         orders = [order(plan.schedule, s, plan.pp, micro_batches, plan.interleave) for s in range(plan.pp)]
-        sent: dict[tuple[int, Slot], int] = {}
+        sent: dict[tuple[int, Slot], int | Message] = {}
         latest: dict[int, int] = {}
         ends: list[list[int]] = [[] for _ in range(plan.pp)]
         for stage, slot in in_order(orders, plan.interleave):
@@ -54,11 +55,13 @@ class StepBuilder:
             first, last = number == 0 and plan.overlap_gather, number == micro_batches - 1
             pass_ = self._pass(stage, direction, chunk, first, last)
             message = sent.get(dependency(slot, stage, plan.pp, plan.interleave))
+            if isinstance(message, Message):
+                message = message.received(program, latest.get(stage), crosses(slot, stage, plan, micro_batches))
             outside = {MESSAGE: message, BEFORE: latest.get(stage)}
             waits = [(op, outside[what]) for op, what in pass_.waits if outside[what] is not None]
             base = program.extend(pass_.program, stage, waits)
             latest[stage] = base + pass_.last
-            sent[stage, slot] = base + pass_.sends
+            sent[stage, slot] = pass_.message.of(stage, base) if pass_.message else base + pass_.sends
             ends[stage] += [base + end for end in pass_.ends] + ([base + pass_.last] if last else [])
         self.sharding.sum_tied(program, ends)
         for stage in range(plan.pp):
@@ -90,6 +93,9 @@ class StepBuilder:
         same_node = low * devices // node == ((high + 1) * devices - 1) // node  # it holds the devices of both stages
         duration_s = self.comm_s("send_recv", size_bytes, "same node" if same_node else "other node")
         ready, name = [*ready, pass_.computed] if pass_.computed >= 0 else ready, f"send_recv {what}"
+        if self.batch.prices.habits.meets:
+            pass_.message = Message(what, duration_s, size_bytes, tuple(op for op in ready if op >= 0))
+            return
         pass_.sends = pass_.op(Stream.PIPELINE, "comm", name, duration_s, ready, group="pp", size_bytes=size_bytes)
         if self.batch.prices.habits.blocking_sends:
             stop_s = self.batch.prices.constants["send_stop_s"] / 2

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from madmax_lib.simulator.layers.ops import Block, Comm
 from madmax_lib.simulator.schedule.engine import Program
+from madmax_lib.simulator.schedule.messages import Message
 from madmax_lib.simulator.schedule.streams import Stream
 from madmax_lib.simulator.step.prices import Prices
 
@@ -27,10 +28,11 @@ class Pass:
     """The ops of one pass of a chunk, numbered from 0.
 
     comm_s: seconds of a collective (kind, size in bytes, group, calls); 0 for a group of one. slowdown: of compute
-    beside the traffic of weights, by unit. program: the ops. waits: (op, what it waits for outside: MESSAGE or BEFORE).
-    last: its last op on the compute stream, -1 before there is one; computed: its last that computes. sends: op that
-    sends the result on, -1 if none does. ends: ops that the optimizer waits for. launches: what the host issued.
-    gathers, restores: what each gather of parameters, and each return of a checkpoint, waited for so far.
+    beside the traffic of weights, by unit. program: the ops. waits: (op, what it waits for outside: MESSAGE or
+    BEFORE). last: its last op on the compute stream, -1 before there is one; computed: its last that computes.
+    sends: op that sends the result on, -1 if none does; message: what is sent once its receiver is there. ends: ops
+    that the optimizer waits for. launches: what the host issued. gathers, restores: what each gather of parameters,
+    and each return of a checkpoint, waited for so far.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Pass:
         self.program = Program()
         self.waits: list[tuple[int, int]] = []
         self.last, self.computed, self.sends = -1, -1, -1
+        self.message: Message | None = None
         self.ends: list[int] = []
         self.gathers: list[list[int]] = []
         self.restores: list[list[int]] = []

@@ -27,6 +27,7 @@ class Stream(IntEnum):
     DOWN = 7, "copies to the device"
     UP = 8, "copies to the host"
     RECEIVE = 9, "messages awaited"
+    BACK = 10, "messages back to the stage before"
     HOST = -1, "host computes"
     DRIVES = -2, "drives"
     LAUNCH = -3, "host launches"

@@ -98,6 +98,7 @@ class Habits:
     send_once: Number  # a token goes once to a rank with several of its experts
     sums_tied: Number  # first and last stage add up the gradients of a tied table
     blocking_sends: Number  # messages between stages stop the host
+    meets: Number  # a message waits for its receiver, and for what that one sends back
     by_flops: Number  # stages are cut at equal FLOPs, the head's among them
     on_host: Number  # the host computes itself (CPU devices), and waits for what it has not issued asynchronously
     fsdp_blocks: Number  # among that collectives of FSDP
@@ -230,6 +231,7 @@ def _habits(case: Case) -> dict[str, float | str | np.ndarray]:
         "send_once": float(software.send_once),
         "sums_tied": float(software.sums_tied),
         "blocking_sends": float(software.sends_block),
+        "meets": on_host * (np.not_equal(plan.schedule, "zero-bubble") & np.equal(plan.interleave, 1)),
         "by_flops": float(software.stages_by_flops),
         "on_host": on_host,
         "fsdp_blocks": blocks["fsdp"],

@@ -277,7 +277,7 @@ def sends_s(steps: Steps, pieces: Pieces, stages: Stages) -> Number:
     1F1B: pp micro-batches are between the forward and the backward pass of the first stage, so a micro-batch takes at
     least 1/pp of the way there and back. GPipe and interleaved schedules wait only while the pipeline fills and
     drains, with every chunk where no more micro-batches than stages go through it in a row. Software
-    whose messages stop the host waits for each of them.
+    whose messages stop the host waits for each of them. Where messages wait for their receiver no pass hides them.
     """
     p, prices, work = steps.work.plan, pieces.prices, steps.work
     pp, chunks = np.asarray(p.pp), np.asarray(p.interleave)
@@ -293,7 +293,23 @@ def sends_s(steps: Steps, pieces: Pieces, stages: Stages) -> Number:
     spare_s = (steps.in_round - pp) * stages.slowest_s / chunks
     filling_s = 2 * (pp - 1) * one_s + (chunks - 1) * np.maximum(2 * pp * one_s - spare_s, 0.0)
     shown_s = np.where(filling, filling_s, count * way_s + 2 * np.maximum(pp - 2, 0) * one_s)
+    if np.any(prices.habits.meets):
+        shown_s = np.where(prices.habits.meets, _met_s(steps, stages, one_s), shown_s)
     if np.any(prices.habits.blocking_sends):
         stops_s = prices.habits.blocking_sends * (2 * one_s + prices.constants["send_stop_s"]) * count * chunks
         shown_s = np.maximum(shown_s, stops_s)
     return np.where(pp > 1, shown_s, 0.0)
+
+
+def _met_s(steps: Steps, stages: Stages, one_s: Number) -> Number:
+    """Messages that travel when both stages wait for them, on the longest path (`schedule.messages`).
+
+    GPipe: one before each pass. 1F1B: two with each neighbour between the passes of a micro-batch, one to fill and one
+    to drain.
+    """
+    p, count = steps.work.plan, steps.micro_batches
+    pp = np.asarray(p.pp)
+    ways = zip(stages.held, (2, 4, 2), strict=True)
+    period_s = reduce(np.maximum, ((layers > 0) * (stage_s + many * one_s) for ((layers, *_, stage_s), many) in ways))
+    between_s = np.where(np.asarray(p.schedule) == "gpipe", 2 * one_s, period_s - stages.slowest_s)
+    return 2 * (pp - 1) * one_s + (count - 1) * between_s
