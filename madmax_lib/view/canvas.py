@@ -69,7 +69,10 @@ def _look(kind: str) -> tuple[str, str]:
 def _placed(timeline: Timeline, hosts: bool) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Rows (rank, stream, level, label) from the top, and the spans with the place of their row; level -1: at work."""
     busy = busy_spans(timeline)
-    rows, spans = lanes(busy)[["rank", "stream", "label"]].assign(level=-1), busy.assign(level=-1, at=busy.index)
+    rows, spans = (
+        lanes(busy, timeline.meta)[["rank", "stream", "label"]].assign(level=-1),
+        busy.assign(level=-1, at=busy.index),
+    )
     if hosts:
         calls = _nested(timeline)
         levels = calls[["rank", "stream", "level"]].drop_duplicates()

@@ -2,6 +2,9 @@
 
 import pandas as pd
 
+from madmax_lib.simulator.schedule.streams import Stream
+from madmax_lib.timeline import Meta
+
 __all__ = ["COLORS", "LABELS", "lanes", "percent", "plural", "row_label", "shorten"]
 
 COLORS = {  # also told apart by lightness alone, in print without colour
@@ -45,17 +48,24 @@ def shorten(text: object, most: int = 38, *, keep_end: bool = False) -> str:
     return f"…{text[1 - most :]}" if keep_end else f"{text[: most - 1]}…"
 
 
-def lanes(spans: pd.DataFrame) -> pd.DataFrame:
-    """Rank, stream, place and label of each row to draw.
+def lanes(spans: pd.DataFrame, meta: Meta | None = None) -> pd.DataFrame:
+    """Rank, stream, place and label of each row to draw; with the meta of a step simulated here, streams have names.
 
     By rank, device before host, computing before communicating, then number.
     """
+    named = meta is not None and meta.source == "simulated" and "plan" in meta.provenance
     rows = spans.assign(comm=spans["kind"].eq("comm")).groupby(["rank", "stream"])["comm"].mean().reset_index()
     rows = rows.assign(host=rows["stream"] < 0, talks=rows["comm"] > 0.5, number=rows["stream"].abs())
     rows = rows.sort_values(["rank", "host", "talks", "number"], ignore_index=True)[["rank", "stream"]]
-    return rows.assign(place=rows.index, label=[row_label(*row) for row in rows.itertuples(index=False)])
+    return rows.assign(place=rows.index, label=[row_label(*row, named=named) for row in rows.itertuples(index=False)])
 
 
-def row_label(rank: int, stream: int) -> str:
-    """Text for a row of a timeline."""
+def row_label(rank: int, stream: int, *, named: bool = False) -> str:
+    """Text for a row of a timeline; named: of the simulator's streams, by what they do.
+
+    >>> row_label(8, 1), row_label(8, 1, named=True)
+    ('rank 8 · stream 1', 'rank 8 · tensor parallel')
+    """
+    if named and stream in set(Stream):
+        return f"rank {rank} · {Stream(stream).label}"
     return f"rank {rank} · " + (f"stream {stream}" if stream >= 0 else f"thread {-stream}")

@@ -29,7 +29,7 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, *, step: int | Non
         raise ValueError("nothing to draw: no span of kind " + ", ".join(BUSY_KINDS))
     spans = spans.assign(start_ns=spans["start_ns"] - spans["start_ns"].min())
     reach_ns = int((spans["start_ns"] + spans["dur_ns"]).max())
-    lanes = draw.lanes(spans)
+    lanes = draw.lanes(spans, timeline.meta)
     ax = ax or draw.new_axes(height=0.9 + 0.24 * len(lanes))
     placed = spans.merge(lanes, on=["rank", "stream"])
     drawn = draw.blocks(ax, placed, BUSY_KINDS, reach_ns=reach_ns, source=timeline.meta.source, wider=_WIDER)

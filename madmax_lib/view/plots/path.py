@@ -26,7 +26,7 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     start_ns, dur_ns = (path[column].mul(NS_PER_S).round().astype("int64") for column in ("start_s", "dur_s"))
     on_path = _within(path.assign(start_ns=start_ns, dur_ns=dur_ns), reach_ns)
     columns = ["rank", "stream", "kind"]
-    lanes = draw.lanes(pd.concat([work.loc[work["kind"] != "host", columns], path[columns]]))
+    lanes = draw.lanes(pd.concat([work.loc[work["kind"] != "host", columns], path[columns]]), timeline.meta)
     ax, drawn = ax or draw.new_axes(height=0.9 + 0.24 * len(lanes)), []
     for part, table, height, alpha in (("beside", work, 0.5, 0.25), ("path", on_path, 0.8, None)):
         fills = {kind: draw.fill_of(_COLORS[kind], timeline.meta.source) | {"alpha": alpha} for kind in PATH_KINDS}
