@@ -1,12 +1,16 @@
 import asyncio
+import json
+import shlex
 from dataclasses import replace
 
 import pytest
 
 import madmax_lib as mm
+from madmax_lib.__main__ import main
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.units import format_s
+from madmax_lib.view.canvas import columns
 from madmax_lib.view.explore.explorer import Later, doublings, message_html, slider
 from madmax_lib.view.explore.plan_card import plan_card, plan_card_html
 from madmax_lib.view.explore.space_explorer import SpaceExplorer
@@ -62,6 +66,7 @@ def test_the_software_can_be_turned(step):
         ({"plan": "dp3"}, "3"),
         ({"plan": "dq3"}, "dq3"),
         ({"model": "<nobody>"}, "&lt;nobody&gt;"),
+        ({"model": "/no/config.json"}, "/no/config.json"),
     ],
 )
 def test_a_plan_that_cannot_be_is_one_line_and_the_picture_stays(step, change, reason):
@@ -81,6 +86,8 @@ def test_the_timeline_has_few_micro_batches_on_a_rank_of_each_stage(step):
     step.draw()
     (timeline,) = step.view.timelines
     assert timeline.meta.provenance["global_batch"] == 8 * 2 and timeline.ranks == [0, 8]
+    labels = [row["label"] for row in columns([timeline], [""])[0]["rows"]]
+    assert labels[:2] == ["rank 0 · device computes", "rank 0 · tensor parallel"]
     assert "8 of 32 micro-batches" in step.html
 
 
@@ -98,6 +105,52 @@ def test_controls_carry_the_names_of_the_parameters_and_follow_each_other(step):
     assert "does not divide" in step.numbers.value
 
 
+@pytest.fixture
+def config(tmp_path):
+    """A small llama as Hugging Face writes it."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+    path = tmp_path / "my own" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 1024} | sizes))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"tp": 4, "zero": 1, "recompute": "full", "sequence": 512},
+        {"software": "torchtitan", "nodes": 4},
+        {"cluster": "kaggle-2xt4", "global_batch": 128},
+        {"model": "config"},
+    ],
+)
+def test_the_printed_command_gives_the_numbers_that_are_shown(step, config, change, capsys):
+    step.set(**change | ({"model": config} if "model" in change else {}))
+    line = step.html.split("<pre")[1].split(">", 1)[1].split("</pre>")[0]
+    assert not step.error and main([*shlex.split(line.replace("&#x27;", "'"))[1:], "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    for name in ("step_s", "low_s", "high_s", "mfu", "tokens_per_s"):
+        assert row[name] == pytest.approx(step.card.row[name], rel=1e-5), name  # six digits
+
+
+def test_an_own_model_joins_the_menu_and_a_wrong_path_changes_nothing(step, config):
+    pytest.importorskip("ipywidgets")
+    step.widget.layout.width = "100%"
+    step.controls["own model"].value = "/no/config.json"
+    assert "/no/config.json" in step.numbers.value and step.parameters["model"] == "gpt2-large"
+    step.controls["tp"].value = 4
+    assert "MFU" in step.numbers.value
+    step.controls["own model"].value = config
+    assert step.parameters["model"] == step.controls["model"].value == config and "MFU" in step.numbers.value
+    assert step.controls["sequence"].value == 1024 and step.parameters["sequence"] == 0
+    step.controls["sequence"].value = 512
+    step.controls["model"].value = "gpt2-large"
+    assert step.controls["sequence"].value == step.parameters["sequence"] == 512
+    step.controls["sequence"].value = mm.model("gpt2-large").sequence
+    assert step.parameters["sequence"] == 0
+
+
 @pytest.fixture(scope="module")
 def space():
     return SpaceExplorer(**SPACE, space=SMALL)
@@ -108,7 +161,7 @@ def test_the_best_plan_is_chosen_and_the_front_is_marked(space):
     best = space.points["step_s"].idxmin()
     assert space.step.parameters["plan"] == space.points["plan"][best] == str(space.result.best)
     front = space.points[space.points["front"]].sort_values("step_s")
-    assert front["memory_gb"].is_monotonic_decreasing and space.points["plan"].is_unique
+    assert front["memory_gib"].is_monotonic_decreasing and space.points["plan"].is_unique
 
 
 def test_a_filter_searches_the_smaller_space(space):
@@ -127,7 +180,7 @@ def test_a_click_shows_the_plan(space):
     pytest.importorskip("anywidget")
     space.filter(tp="any", recompute="any")
     assert space.widget.children[0].children[0].description == "tp"
-    other = int(space.points["memory_gb"].idxmin())
+    other = int(space.points["memory_gib"].idxmin())
     space.front.chosen = other
     plan = space.points["plan"][other]
     assert space.step.parameters["plan"] == plan and plan in space.numbers.value
@@ -159,13 +212,17 @@ def test_traces_are_chosen_by_set_rank_and_step():
 def test_trace_controls_offer_what_the_trace_has():
     pytest.importorskip("ipywidgets")
     traces = TraceExplorer(trace="vit-ddp")
-    assert traces.widget.children[0].children[1].options == (0, 1)
+    assert traces.widget.children[0].children[2].options == (0, 1)
     traces.controls["ranks"].value = (0,)
     traces.controls["step"].value = traces.whole.steps[0]
     assert traces.parameters == {"trace": "vit-ddp", "ranks": [0], "step": traces.whole.steps[0]}
     assert traces.numbers.value.count("<tr") == 2
     traces.controls["trace"].value = "gpt-fsdp"
     assert traces.controls["step"].value == -1 and "gpt-fsdp" in traces.controls["trace"].options
+    traces.controls["own trace"].value = "/no/such/trace"
+    assert "/no/such/trace" in traces.numbers.value and traces.parameters["trace"] == "gpt-fsdp"
+    traces.controls["own trace"].value = own = str(mm.dataset("vit-fsdp"))
+    assert traces.controls["trace"].value == traces.parameters["trace"] == own
 
 
 def test_work_waits_for_the_last_change_where_a_loop_runs():

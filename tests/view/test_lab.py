@@ -151,7 +151,7 @@ def check_canvas(page, canvas):
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 30)
     tip = canvas.locator("xpath=../..").locator(".tip")
     tip.wait_for()
-    assert re.search(r"\n(compute|communication), .+s at .+s\nrank 0 · stream 0", tip.inner_text())
+    assert re.search(r"\n(compute|communication), .+s at .+s\nrank 0 · device computes", tip.inner_text())
     page.keyboard.press("a")
     assert page.locator(".jp-Cell").count() == cells, "keys on the canvas reached the notebook"
     page.keyboard.down("Shift")

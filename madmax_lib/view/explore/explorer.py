@@ -5,6 +5,7 @@ gives them back as they stand, for `python -m madmax_lib run NAME -p name=value`
 """
 
 import asyncio
+import shlex
 from collections.abc import Callable
 from functools import cached_property
 from html import escape
@@ -13,7 +14,7 @@ from matplotlib import pyplot as plt
 
 from madmax_lib.view.explore.widgets import interactive, view_bundle
 
-__all__ = ["Explorer", "Later", "doublings", "message_html", "offer", "slider"]
+__all__ = ["Explorer", "Later", "command_html", "doublings", "message_html", "offer", "path_box", "slider"]
 
 
 class Explorer:
@@ -44,14 +45,14 @@ class Explorer:
         return ipywidgets.HTML(self.html)
 
     def stacked(self, *views):
-        """One widget: the controls in three columns, the numbers, and views below them."""
+        """One widget: the controls in as many columns as fit, the numbers, and views below them."""
         import ipywidgets as w
 
         for name, control in self.controls.items():
             control.description, control.style = name, {"description_width": "6.5em"}
             control.observe(lambda change, name=name: self._turned(name, change["new"]), "value")
-        grid = w.GridBox(list(self.controls.values()), layout=w.Layout(grid_template_columns="repeat(3, 1fr)"))
-        return w.VBox([grid, *views])
+        explorer = w.VBox([w.GridBox(list(self.controls.values())), *views])
+        return explorer.add_class("madmax-explorer")
 
     def _turned(self, name: str, value) -> None:
         if self._following:
@@ -101,12 +102,24 @@ def slider(values: list[int], value: int):
     return ipywidgets.SelectionSlider(options=sorted({*values, value}), value=value)
 
 
+def path_box(what: str):
+    """A box for the path of one's own file or folder."""
+    import ipywidgets
+
+    return ipywidgets.Text(placeholder=what, continuous_update=False)
+
+
 def offer(control, value) -> None:
     """Set a control to a value, which joins its options if it is none of them."""
     if value not in control.options:
         options = [value, *control.options]
         control.options = sorted(options) if isinstance(value, int) else options
     control.value = value
+
+
+def command_html(words: list) -> str:
+    """A command that gives the same numbers; a click selects it whole."""
+    return f'<pre title="the same numbers; a click selects the line">{escape(shlex.join(map(str, words)))}</pre>'
 
 
 def message_html(text: str) -> str:

@@ -16,9 +16,11 @@ function ticks(low, high) {
 function render({ model, el }) {
   el.classList.add("madmax-front");
   function draw() {
-    const points = model.get("points"), chosen = model.get("chosen"), room = model.get("room_gb");
+    const points = model.get("points"), chosen = model.get("chosen"), room = model.get("room_gib");
     const svg = document.createElementNS(NS, "svg");
     svg.setAttribute("viewBox", `0 0 ${WIDE} ${TALL}`);
+    svg.setAttribute("role", "group");
+    svg.setAttribute("aria-label", `${points.length} plans by memory and time; Enter chooses one`);
     svg.style = `width:100%;max-width:${WIDE}px;font-family:sans-serif`;
     const times = points.map((p) => p.step_s), low = 0.95 * Math.min(...times), high = 1.03 * Math.max(...times);
     const x = (gb) => LEFT + (gb / (room * 1.05)) * (WIDE - LEFT - RIGHT);
@@ -30,19 +32,20 @@ function render({ model, el }) {
       for (const t of ticks(low, high)) label({ x: LEFT - 6, y: y(t) + 4, "text-anchor": "end" }, +t.toPrecision(4));
       add(svg, "path", { d: `M${LEFT} ${TOP}V${TALL - LOW}H${WIDE - RIGHT}`, fill: "none", stroke: "currentColor" });
       add(svg, "path", { d: `M${x(room)} ${TOP}V${TALL - LOW}`, stroke: "currentColor", "stroke-dasharray": 4 });
-      const front = points.filter((p) => p.front).sort((a, b) => a.memory_gb - b.memory_gb);
-      const corner = (p, i) => (i ? `H${x(p.memory_gb)}V${y(p.step_s)}` : `M${x(p.memory_gb)} ${y(p.step_s)}`);
+      const front = points.filter((p) => p.front).sort((a, b) => a.memory_gib - b.memory_gib);
+      const corner = (p, i) => (i ? `H${x(p.memory_gib)}V${y(p.step_s)}` : `M${x(p.memory_gib)} ${y(p.step_s)}`);
       add(svg, "path", { d: front.map(corner).join(""), fill: "none", stroke: "#3b75af" });
     }
-    label({ x: (WIDE + LEFT) / 2, y: TALL - 6 }, "memory of the fullest device [GB], dashed: what it has");
+    label({ x: (WIDE + LEFT) / 2, y: TALL - 6 }, "memory of the fullest device [GiB], dashed: what it has");
     label({ x: -TALL / 2 + 10, y: 12, transform: "rotate(-90)" }, "step [s]");
     const order = points.map((_, i) => i).sort((a, b) => points[a].front - points[b].front); // the front on top
     for (const i of order) {
       const p = points[i];
       const [r, fill] = i === chosen ? [7, "#e1812c"] : p.front ? [5, "#fff"] : [3, "#3b75af55"];
-      const at = { cx: x(p.memory_gb), cy: y(p.step_s), r, fill, stroke: "#3b75af" };
+      const at = { cx: x(p.memory_gib), cy: y(p.step_s), r, fill, stroke: "#3b75af" };
       const dot = add(svg, "circle", { ...at, tabindex: 0, role: "button", "data-plan": p.plan });
-      add(dot, "title", {}, `${p.plan}\n${p.step_s.toPrecision(4)} s, ${p.memory_gb.toPrecision(3)} GB`);
+      const said = `${p.plan}\n${p.step_s.toPrecision(4)} s, ${p.memory_gib.toPrecision(3)} GiB`;
+      add(dot, "title", {}, said); dot.setAttribute("aria-label", said);
       const choose = () => (model.set("chosen", i), model.save_changes());
       dot.style.cursor = "pointer";
       dot.addEventListener("click", choose);

@@ -14,7 +14,7 @@ from madmax_lib.planner.compare import EXPOSED
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.memory.memory import fullest_stage, memory, peak_bytes, usable_bytes
 from madmax_lib.specs import Cluster, Model
-from madmax_lib.units import format_bytes, format_s
+from madmax_lib.units import format_s
 from madmax_lib.view.drawing import COLORS, DASHED, bars, patch_key
 
 __all__ = ["PlanCard", "plan_card", "plan_card_html", "plot_plan_card"]
@@ -66,21 +66,25 @@ def plan_card_html(card: PlanCard) -> str:
     return (
         f'<div style="font-variant-numeric:tabular-nums;line-height:1.5">'
         f"<b>{card.step_text}</b> · {card.row['tokens_per_s']:,.0f} tokens/s · "
-        f"memory <b>{format_bytes(peak)}</b> of {format_bytes(card.room_bytes)}, {verdict}"
+        f"memory <b>{_gib(peak)}</b> of {_gib(card.room_bytes)}, {verdict}"
         f"{_bar_html(card.time_s, card.row['step_s'], format_s)}"
-        f"{_bar_html(card.memory_bytes, max(card.room_bytes, peak), format_bytes)}</div>"
+        f"{_bar_html(card.memory_bytes, max(card.room_bytes, peak), _gib)}</div>"
     )
 
 
 def plot_plan_card(card: PlanCard, axes: tuple[Axes, Axes]) -> None:
-    """The two bars into two axes: parts of the step in percent, memory in GB."""
+    """The two bars into two axes: parts of the step in percent, memory in GiB."""
     time, room = axes
     _bar(time, card.time_s / card.row["step_s"] * 100)
     time.set(xlim=(0, 100), xlabel="share of the step [%]", title=card.step_text)
-    _bar(room, card.memory_bytes / 1e9)
-    room.axvline(card.room_bytes / 1e9, **DASHED)
-    room.set_xlim(0, 1.05e-9 * max(card.room_bytes, card.memory_bytes.sum()))
-    room.set_xlabel("memory of the fullest device [GB], dashed: what it has")
+    _bar(room, card.memory_bytes / 2**30)
+    room.axvline(card.room_bytes / 2**30, **DASHED)
+    room.set_xlim(0, 1.05 * max(card.room_bytes, card.memory_bytes.sum()) / 2**30)
+    room.set_xlabel("memory of the fullest device [GiB], dashed: what it has")
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.3g} GiB"  # as devices are sold: 80, not 85.9
 
 
 def _bar_html(parts: pd.Series, whole: float, text: Callable[[float], str]) -> str:

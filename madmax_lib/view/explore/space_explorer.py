@@ -70,11 +70,11 @@ class SpaceExplorer(WorkloadExplorer):
 
     @property
     def points(self) -> pd.DataFrame:
-        """The plans that are shown: plan, step_s, memory_gb and whether they are on the front."""
+        """The plans that are shown: plan, step_s, memory_gib and whether they are on the front."""
         front = self.result.pareto.assign(front=True)
         others = self.result.table[~self.result.table["plan"].isin(front["plan"])].assign(front=False)
         both = pd.concat([front, others], ignore_index=True)
-        return both.assign(memory_gb=both["memory_bytes"] / 1e9)[["plan", "step_s", "memory_gb", "front"]]
+        return both.assign(memory_gib=both["memory_bytes"] / 2**30)[["plan", "step_s", "memory_gib", "front"]]
 
     def figure(self) -> plt.Figure:
         """The static picture: the front above the timeline of the chosen plan."""
@@ -89,7 +89,7 @@ class SpaceExplorer(WorkloadExplorer):
     @cached_property
     def front(self):
         """The plans as dots that can be clicked."""
-        front = widget_class("front.js", points=[], chosen=-1, room_gb=0.0)(room_gb=self.step.card.room_bytes / 1e9)
+        front = widget_class("front.js", points=[], chosen=-1, room_gib=0.0)(room_gib=self.step.card.room_bytes / 2**30)
         front.observe(lambda change: self._clicked(change["new"]), "chosen")
         return front
 

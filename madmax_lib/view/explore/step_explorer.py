@@ -13,14 +13,24 @@ from madmax_lib import catalog
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.simulate import simulate
 from madmax_lib.specs import Cluster, Transformer
-from madmax_lib.view.explore.explorer import Explorer, Later, doublings, message_html, offer, slider
+from madmax_lib.timeline import Timeline
+from madmax_lib.view.explore.explorer import (
+    Explorer,
+    Later,
+    command_html,
+    doublings,
+    message_html,
+    offer,
+    path_box,
+    slider,
+)
 from madmax_lib.view.explore.plan_card import PlanCard, plan_card, plan_card_html, plot_plan_card
 from madmax_lib.view.explore.widgets import TimelineView
 from madmax_lib.view.plots.breakdown import plot_timeline
 
 __all__ = ["StepExplorer", "WorkloadExplorer", "transformers"]
 
-_DELAY_S = 0.05  # after the last change, before a timeline is laid out
+_DELAY_S = 0.01  # after the last change, before a timeline is laid out
 _DRAWN = 8  # micro-batches of a drawn step, or one per stage where there are more stages
 _DEGREES = ("tp", "pp", "cp", "ep", "micro_batch")
 _CHOICES = {
@@ -80,8 +90,9 @@ class StepExplorer(WorkloadExplorer):
         leaves its reason in `error`.
         """
         of_plan = {name: value for name, value in changes.items() if name not in self.parameters}
-        self.parameters |= {name: value for name, value in changes.items() if name in self.parameters}
         try:
+            catalog.model(changes.get("model", self.parameters["model"]))  # one that is none is not taken over
+            self.parameters |= {name: value for name, value in changes.items() if name in self.parameters}
             self.plan = Plan.parse(self.parameters["plan"])
             if changes and "plan" not in changes:
                 self.plan = _filling(self.plan, self.cluster.world_size, of_plan)
@@ -99,8 +110,7 @@ class StepExplorer(WorkloadExplorer):
     def _timeline(self):
         plan, batch = self.plan, self.batch
         batch["global_batch"] = min(batch["global_batch"], self._drawn[0] * plan.dp * plan.micro_batch)
-        timeline = simulate(self.model, self.cluster, plan, **batch)
-        return timeline.select(ranks=timeline.ranks[:: len(timeline.ranks) // plan.pp])
+        return _stages(self.model, self.parameters["cluster"], self.parameters["nodes"], plan, **batch)
 
     @property
     def _drawn(self) -> tuple[int, int]:
@@ -117,7 +127,16 @@ class StepExplorer(WorkloadExplorer):
         """Numbers and bars, or the reason why there are none."""
         if self.error:
             return message_html(self.error)
-        return plan_card_html(self.card) + f"<div>below: {self._caption}</div>"
+        return plan_card_html(self.card) + f"<div>below: {self._caption}</div>" + command_html(self.command)
+
+    @property
+    def command(self) -> list[str]:
+        """The command line that prints these numbers, word by word."""
+        p = self.parameters
+        words = ["madmax", "estimate", p["model"], p["cluster"], p["plan"], "--nodes", p["nodes"]]
+        optional = {"sequence": p["sequence"], "software": p["software"] != "none" and p["software"]}
+        given = {"global-batch": p["global_batch"], "dtype": self.batch["dtype"]} | optional
+        return words + [word for name, value in given.items() if value for word in (f"--{name}", value)]
 
     def figure(self) -> plt.Figure:
         """The static picture: parts of time and memory as bars above the timeline."""
@@ -138,10 +157,11 @@ class StepExplorer(WorkloadExplorer):
         turned = {name: getattr(plan, name) for name in (*_DEGREES, *_CHOICES)}
         return {
             "model": w.Dropdown(options=sorted({p["model"], *transformers()}), value=p["model"]),
+            "own model": path_box("path of a Hugging Face config.json"),
             "cluster": w.Dropdown(options=sorted({p["cluster"], *catalog.names("clusters")}), value=p["cluster"]),
             "nodes": slider(doublings(1, 1024), p["nodes"]),
             "global_batch": slider(doublings(1, 8192), p["global_batch"]),
-            "sequence": slider([0, *doublings(512, 131072)], p["sequence"]),
+            "sequence": slider(doublings(512, 131072), p["sequence"] or self.model.sequence),
             "software": w.Dropdown(options=[*catalog.table("software")["name"].unique()], value=p["software"]),
             **{name: slider(doublings(1, 64), turned[name]) for name in _DEGREES},
             **{name: w.Dropdown(options=values, value=turned[name]) for name, values in _CHOICES.items()},
@@ -156,13 +176,17 @@ class StepExplorer(WorkloadExplorer):
 
     def turn(self, name: str, value) -> None:
         """Change one parameter, or field of the plan. Raises ValueError for a plan that cannot be laid out."""
-        self.set(**{name: value})
+        if name == "sequence" and value == self.model.sequence:
+            value = 0  # so that it follows the model
+        self.set(**{"model" if name == "own model" else name: value})
         if self.error:
             raise ValueError(self.error)
 
     def follow(self) -> None:
         """Bring the plan's controls to the plan, and the timeline a moment later."""
         self.controls["plan"].value = self.parameters["plan"]
+        offer(self.controls["model"], self.parameters["model"])
+        offer(self.controls["sequence"], self.parameters["sequence"] or self.model.sequence)
         for field in (*_DEGREES, *_CHOICES):
             offer(self.controls[field], getattr(self.plan, field))
         self._draw_later()
@@ -172,6 +196,13 @@ class StepExplorer(WorkloadExplorer):
 def transformers() -> list[str]:
     """Names of the models that have a closed form: all but recommendation models."""
     return [name for name in catalog.names("models") if isinstance(catalog.model(name), Transformer)]
+
+
+@lru_cache(maxsize=32)
+def _stages(model: Transformer, cluster: str, nodes: int, plan: Plan, **batch) -> Timeline:
+    """The simulated step on a rank of each stage; what was seen before is there at once."""
+    timeline = simulate(model, catalog.cluster(cluster, nodes=nodes), plan, **batch)
+    return timeline.select(ranks=timeline.ranks[:: len(timeline.ranks) // plan.pp])
 
 
 def _filling(plan: Plan, world_size: int, changes: dict) -> Plan:

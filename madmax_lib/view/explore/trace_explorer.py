@@ -7,7 +7,7 @@ from matplotlib import pyplot as plt
 from madmax_lib.datasets import dataset, names
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.read.kineto import read_trace
-from madmax_lib.view.explore.explorer import Explorer, message_html
+from madmax_lib.view.explore.explorer import Explorer, message_html, offer, path_box
 from madmax_lib.view.explore.widgets import TimelineView, breakdown_html
 from madmax_lib.view.notebooks.environment import is_here
 
@@ -62,7 +62,8 @@ class TraceExplorer(Explorer):
         here = self.parameters["trace"]
         local = [name for name in names() if is_here(name)]
         trace = w.Dropdown(options=list(dict.fromkeys([here, *local])), value=here)
-        return {"trace": trace, "ranks": w.SelectMultiple(rows=4), "step": w.Dropdown()}
+        own = path_box("path of a trace, or of a folder of them")
+        return {"trace": trace, "own trace": own, "ranks": w.SelectMultiple(rows=4), "step": w.Dropdown()}
 
     @cached_property
     def widget(self):
@@ -72,10 +73,12 @@ class TraceExplorer(Explorer):
 
     def turn(self, name: str, value) -> None:
         """Change one parameter."""
+        name = "trace" if name == "own trace" else name
         self.set(**{name: list(value) if name == "ranks" else value})
 
     def follow(self) -> None:
         """Offer the ranks and steps of the trace that is chosen."""
+        offer(self.controls["trace"], self.parameters["trace"])
         ranks, step = self.controls["ranks"], self.controls["step"]
         ranks.options, ranks.value = self.whole.ranks, tuple(self.parameters["ranks"])
         step.options = [("all", -1), *((str(step), step) for step in self.whole.steps)]

@@ -2,10 +2,10 @@
 // in ticks), with about.links where it was launched (-1: nowhere), then its kind as uint8. Spans lie row after row, in
 // each row in order of start. Rows with a level are calls of a host thread; one rank's are shown at a time.
 const AXIS = 22, TITLE = 20, FAINT = 0.35; // CSS pixels; least opacity of a pixel in which anything happens
-const BODY = `<div class="bar"><span class="legend"></span><input type="search" placeholder="search names, Enter: next">
+const BODY = `<div class="bar"><span class="legend"></span><input type="search" placeholder="search names, Enter: next" aria-label="search names">
   <button title="show everything (0)">all</button><label hidden>calls of <select></select></label>
   <span class="status" role="status"></span></div>
-  <div class="rows"><canvas tabindex="0" role="img"></canvas></div><div class="tip" hidden></div>
+  <div class="rows"><canvas tabindex="0" role="img"></canvas><div></div></div><div class="tip" hidden></div>
   <div class="detail" hidden></div><div class="report"></div>
   <div class="help">wheel or W S: zoom · drag, shift+wheel or A D: pan · click: a span and what launched it ·
   shift+drag: select a window, Esc: clear</div>`;
@@ -53,6 +53,16 @@ function paint(line, [low, high], { start, dur }, shade, colors, [t0, t1], part,
     }
     const alpha = 255 * Math.max(FAINT, Math.min(sum, 1));
     if (sum) line[x] = (alpha << 24) | ((blue / sum) << 16) | ((green / sum) << 8) | (red / sum);
+  }
+}
+
+// Sliders, menus and boxes of ipywidgets have no name for a screen reader: the text beside them becomes it.
+function name_controls(explorer) {
+  for (const label of explorer?.querySelectorAll(".widget-label") || []) {
+    const control = label.parentElement.querySelector("[role=slider], select, input, textarea");
+    const value = label.parentElement.querySelector(".widget-readout");
+    control?.setAttribute("aria-label", label.textContent);
+    if (value) control?.setAttribute("aria-valuetext", value.textContent);
   }
 }
 
@@ -108,7 +118,9 @@ function render({ model, el }) {
       row.tall = !isCall(row) ? most : `${row.rank}` === ranks.value ? 13 : 0;
       panel = row.panel; row.y = y; y += row.tall;
     }
-    canvas.style.height = `${y + AXIS}px`;
+    const seen = Math.min(y, Math.round(0.85 * innerHeight) - AXIS); // the canvas stays in place while rows scroll
+    canvas.style.height = `${seen + AXIS}px`;
+    box.lastElementChild.style.height = `${y - seen}px`;
     schedule();
   }
 
@@ -122,43 +134,54 @@ function render({ model, el }) {
   }
 
   function draw() {
-    const began = performance.now(), u = devicePixelRatio || 1, css = getComputedStyle(el);
+    const began = performance.now(), u = devicePixelRatio || 1, css = getComputedStyle(el), top = box.scrollTop;
     wide = canvas.clientWidth;
     if (!wide) return;
-    canvas.width = wide * u; canvas.height = canvas.clientHeight * u; ctx.scale(u, u);
+    const tall = canvas.clientHeight - AXIS;
+    canvas.width = wide * u; canvas.height = (tall + AXIS) * u; ctx.scale(u, u);
     ctx.font = "11px sans-serif"; ctx.textBaseline = "middle"; ctx.fillStyle = css.color;
     const low = about.rows[0].tall < 9;
     left = low ? 60 : 10 + Math.max(...about.rows.map((row) => (row.tall ? ctx.measureText(row.label).width : 0)));
-    const width = Math.max(Math.round((wide - left) * u), 1), image = new ImageData(width, about.rows.length);
+    const shown = about.rows.filter((row) => row.tall && row.y + row.tall > top && row.y < top + tall + TITLE);
+    const width = Math.max(Math.round((wide - left) * u), 1), image = new ImageData(width, Math.max(shown.length, 1));
     const shades = matches ? [...colors, [205, 205, 205]] : colors; // grey: what the search does not find
     const part = new Float32Array(shades.length * width), full = new Int32Array(part.length);
     const pixels = new Uint32Array(image.data.buffer);
-    const ranges = about.rows.map(({ first, end, tall }) =>
-      tall && [firstAbove(spans.reach, first, end, view[0]), firstAbove(spans.start, first, end, view[1])]);
+    const ranges = shown.map(({ first, end }) =>
+      [firstAbove(spans.reach, first, end, view[0]), firstAbove(spans.start, first, end, view[1])]);
     ranges.forEach((range, r) => {
-      if (range) paint(pixels.subarray(r * width, (r + 1) * width), range, spans, shade, shades, view, part, full);
+      paint(pixels.subarray(r * width, (r + 1) * width), range, spans, shade, shades, view, part, full);
     });
-    lines.width = width; lines.height = about.rows.length; lines.getContext("2d").putImageData(image, 0, 0);
+    lines.width = width; lines.height = image.height; lines.getContext("2d").putImageData(image, 0, 0);
     ctx.imageSmoothingEnabled = false;
-    about.rows.forEach((row, r) => {
-      const { tall } = row;
-      if (!tall) return;
-      ctx.drawImage(lines, 0, r, width, 1, left, row.y + 1, wide - left, Math.max(tall - 2, 2));
-      if (row.simulated) hatch(row);
+    ctx.translate(0, -top);
+    shown.forEach((row, r) => ctx.drawImage(lines, 0, r, width, 1, left, row.y + 1, wide - left, Math.max(row.tall - 2, 2)));
+    hatch(shown);
+    shown.forEach((row, r) => {
       ctx.fillStyle = css.color;
-      if (tall >= 9) ctx.fillText(row.label, 4, row.y + tall / 2);
+      if (row.tall >= 9) ctx.fillText(row.label, 4, row.y + row.tall / 2);
       if (row.title) ctx.fillText(row.title, left, row.y - TITLE / 2);
-      if (ranges[r][1] - ranges[r][0] < 4 * width && tall >= 12) names(row, ranges[r]);
+      if (ranges[r][1] - ranges[r][0] < 4 * width && row.tall >= 12) names(row, ranges[r]);
     });
-    axis(css.color); drawBrush(brush); drawChosen(css.color);
+    drawBrush(brush); drawChosen(css.color);
+    ctx.setTransform(u, 0, 0, u, 0, 0); ctx.clearRect(0, tall, wide, AXIS);
+    axis(css.color);
     canvas.dataset.ms = (performance.now() - began).toFixed(1);
     canvas.dataset.draws = 1 + +(canvas.dataset.draws || 0);
     status.textContent = `${about.count.toLocaleString("en")} spans, ${time((view[1] - view[0]) * about.tick_s)} shown`;
     if (matches) status.textContent += `, ${matching.toLocaleString("en")} match`;
+    canvas.setAttribute("aria-label", `timeline of ${about.rows.length} rows, ${status.textContent}`);
+    name_controls(el.closest(".madmax-explorer"));
   }
 
-  function hatch(row) {
-    ctx.fillStyle = stripes; ctx.fillRect(left, row.y + 1, wide - left, row.tall - 2);
+  function hatch(rows) { // only what was drawn, so an idle stream stays empty
+    const simulated = rows.filter((row) => row.simulated);
+    if (!simulated.length) return;
+    const first = simulated[0], last = simulated[simulated.length - 1];
+    ctx.globalCompositeOperation = "source-atop"; ctx.fillStyle = stripes;
+    for (const { y, tall } of first.panel === last.panel ? [{ y: first.y, tall: last.y + last.tall - first.y }] : simulated)
+      ctx.fillRect(left, y + 1, wide - left, tall - 2);
+    ctx.globalCompositeOperation = "source-over";
   }
 
   // Names are cut by their letters: clipping regions cost a hundred times as much.
@@ -188,7 +211,7 @@ function render({ model, el }) {
   function drawBrush(range) {
     if (!range) return;
     const [a, b] = range.map(x_of);
-    ctx.fillStyle = "rgba(90,90,90,.18)"; ctx.fillRect(a, 0, b - a, canvas.clientHeight - AXIS);
+    ctx.fillStyle = "rgba(90,90,90,.18)"; ctx.fillRect(a, box.scrollTop, b - a, canvas.clientHeight - AXIS);
   }
 
   function show(t0, t1) {
@@ -208,7 +231,8 @@ function render({ model, el }) {
 
   // The span under the mouse, or one within three pixels of it; -1 where there is none.
   function under(event) {
-    const row = about.rows.find(({ y, tall }) => event.offsetY >= y && event.offsetY < y + tall), t = t_of(event.offsetX);
+    const t = t_of(event.offsetX), at = event.offsetY + box.scrollTop;
+    const row = about.rows.find(({ y, tall }) => at >= y && at < y + tall);
     const near = (3 * (view[1] - view[0])) / wide; // three pixels
     let best = -1, distance = near;
     for (let i = row ? firstAbove(spans.reach, row.first, row.end, t - near) : 0; row && i < row.end; i++) {
@@ -226,7 +250,7 @@ function render({ model, el }) {
     const kind = about.kinds[spans.kind[best]].label;
     tip.textContent = `${about.names[spans.name[best]]}\n${kind}, ${dur} at ${start}\n${row.label}`;
     tip.style.left = `${Math.min(event.offsetX + 12, wide - 220)}px`;
-    tip.style.top = `${box.offsetTop - box.scrollTop + event.offsetY + 14}px`;
+    tip.style.top = `${box.offsetTop + event.offsetY + 14}px`;
   }
 
   const rowOf = (i) => about.rows.findIndex(({ first, end }) => i >= first && i < end);
@@ -296,6 +320,7 @@ function render({ model, el }) {
     const middle = found + spans.dur[best] / 2;
     const half = Math.min((view[1] - view[0]) / 2, 10 * Math.max(spans.dur[best], 1));
     choose(best);
+    box.scrollTop = Math.max(0, about.rows[rowOf(best)].y - 100);
     show(middle - half, middle + half);
   }
 
@@ -336,15 +361,19 @@ function render({ model, el }) {
   search.addEventListener("keydown", (event) => event.key === "Enter" && next());
   all.addEventListener("click", () => show(0, about.reach));
   ranks.addEventListener("change", place);
+  box.addEventListener("scroll", schedule);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", schedule);
+  const theme = new MutationObserver(schedule); // JupyterLab says its theme at the page's body
+  theme.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light", "class"] });
   const reported = () => (report.innerHTML = model.get("_report"));
   const heard = { "change:_data": load, "change:_report": reported, "change:selection": selected };
   for (const [what, answer] of Object.entries(heard)) model.on(what, answer);
   const observer = new ResizeObserver(schedule);
+  addEventListener("resize", place);
   load(); selected(); reported(); observer.observe(canvas);
   return () => {
     for (const [what, answer] of Object.entries(heard)) model.off(what, answer);
-    observer.disconnect(); cancelAnimationFrame(asked);
+    observer.disconnect(); theme.disconnect(); removeEventListener("resize", place); cancelAnimationFrame(asked);
   };
 }
 
