@@ -140,7 +140,7 @@ def _plan(text):
 WRONG = [  # trace, changes of its case, what is said
     ("gpt-ddp", {"model": "llama3-70b", "cluster": mm.cluster("dgx-h100"), **_plan("tp8")}, "a trace of a CPU, but"),
     ("gpt-ddp", {"model": "gpt2", "sequence": 64}, "FLOPs of a rank and step were traced"),
-    ("gpt-memory", {"model": "vit-huge", "sequence": 0}, "FLOPs of a rank and step were traced"),
+    ("gpt-memory", {"model": "vit-huge", "sequence": None}, "FLOPs of a rank and step were traced"),
     ("gpt-ddp", {"global_batch": 64}, "FLOPs of a rank and step were traced"),
     ("gpt-fsdp", {"sequence": 16}, "FLOPs of a rank and step were traced"),
     ("vit-ddp", {"model": GPT, "sequence": 64, "global_batch": 64}, "FLOPs of a rank and step were traced"),

@@ -336,7 +336,8 @@ def test_megatron_builds_the_model(name):
         sparse += experts * (h + ("moe-router-enable-expert-bias" in flags))
     mixtures = [int(bool(experts))] * layers
     if pattern := flags.get("moe-layer-freq"):
-        mixtures = [int(kind) for kind, count in re.findall(r"\[(\d)\]\*(\d+)", pattern) for _ in range(int(count))]
+        runs = re.findall(r"\[(\d)\]\*(\d+)", pattern) or [(kind, 1) for kind in re.findall(r"\d", pattern)]
+        mixtures = [int(kind) for kind, count in runs for _ in range(int(count))]
     total = sum(sparse if mixture else dense_part for mixture in mixtures) + layers * (attention + 2 * norm) + norm
     total += flags["vocab-size"] * h * (2 if "untie-embeddings-and-output-weights" in flags else 1)
     total += flags["max-position-embeddings"] * h * (flags["position-embedding-type"] == "learned_absolute")
