@@ -23,9 +23,9 @@ SHOTS = PROJECT / "build" / "screenshots"
 
 @pytest.fixture(scope="module")
 def lab(chromium, tmp_path_factory):
-    """Address of a JupyterLab on copies of two notebooks; its own settings, kernels of this environment."""
+    """Address of a JupyterLab on copies of three notebooks; its own settings, kernels of this environment."""
     home = tmp_path_factory.mktemp("lab")
-    for name in ("00_tour", "01_explore"):
+    for name in ("00_tour", "01_explore", "20_overlap"):
         shutil.copy(PROJECT / "notebooks" / f"{name}.ipynb", home)
     for name, values in SETTINGS.items():
         path = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
@@ -59,11 +59,16 @@ def opened(chromium, lab, notebook):
     context = chromium.new_context(viewport={"width": 1400, "height": 1000})
     page = context.new_page()
     page.set_default_timeout(60_000)
+    errors = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     try:
         page.goto(f"{address}/lab/workspaces/{notebook}/tree/{notebook}.ipynb")
         page.locator(".jp-Notebook .jp-Cell").first.wait_for()
         page.get_by_text(re.compile(r"\| Idle$")).first.wait_for()
         yield page
+        errors = [text for text in errors if "net::ERR" not in text]  # badges are on the network
+        assert not errors, errors
     finally:
         SHOTS.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=SHOTS / f"{notebook}.png")
@@ -116,8 +121,9 @@ def shown(canvas):
     return canvas.locator("xpath=../..").locator(".status").inner_text()
 
 
-def test_the_tour_runs_without_an_error(lab, chromium):
-    with opened(chromium, lab, "00_tour") as page:
+@pytest.mark.parametrize("notebook", ["00_tour", "20_overlap"])
+def test_a_notebook_runs_without_an_error(lab, chromium, notebook):
+    with opened(chromium, lab, notebook) as page:
         run_all(page)
         assert page.locator(".jp-RenderedImage img, .jp-RenderedSVG").count() >= 2
         page.locator(".jp-RenderedImage, .jp-RenderedSVG").first.scroll_into_view_if_needed()
@@ -133,6 +139,7 @@ def test_explorers_answer_to_wheel_brush_slider_filter_and_click(lab, chromium):
         redrawn(page, step, lambda: page.keyboard.press("Control+b"))  # no file browser in the picture
         page.screenshot(path=SHOTS / "step_explorer.png")
         check_space(page)
+        check_width_and_theme(page, step)
         assert page.locator('.jp-OutputArea-output[data-mime-type*="error"]').count() == 0
 
 
@@ -193,3 +200,25 @@ def check_space(page):
     page.locator(".widget-dropdown", has_text=re.compile("^recompute")).last.locator("select").select_option("full")
     page.wait_for_function("(n) => n.innerText.includes('full')", arg=chosen.element_handle())
     page.screenshot(path=SHOTS / "space_explorer.png")
+
+
+def check_width_and_theme(page, canvas):
+    page.keyboard.press("Control+b")  # the file browser again
+    page.set_viewport_size({"width": 1024, "height": 1000})
+    cut = """() => [...document.querySelectorAll(".madmax-explorer")].flatMap((box) => [...box.querySelectorAll(
+      "input, select, button, pre, canvas, svg, td, .widget-readout")].filter((part) => part.offsetParent
+      && part.getBoundingClientRect().right > box.getBoundingClientRect().right + 1)).map((part) => part.outerHTML)"""
+    page.wait_for_function(f"() => !({cut})().length")
+    unnamed = "() => document.querySelectorAll('.madmax-explorer [role=slider]:not([aria-label])').length"
+    assert page.evaluate(unnamed) == 0 and "rows" in canvas.get_attribute("aria-label")
+    ink = page.evaluate("(c) => getComputedStyle(c).color", canvas.element_handle())
+
+    def dark():
+        page.keyboard.press("Control+Shift+C")
+        page.locator(".lm-CommandPalette-input").last.fill("JupyterLab Dark")
+        page.keyboard.press("Enter")
+
+    redrawn(page, canvas, dark)
+    assert page.evaluate("(c) => getComputedStyle(c).color", canvas.element_handle()) != ink
+    canvas.scroll_into_view_if_needed()
+    page.screenshot(path=SHOTS / "step_explorer_dark.png")

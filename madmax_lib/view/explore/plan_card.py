@@ -39,6 +39,7 @@ class PlanCard:
     time_s: pd.Series  # parts of the step by name, which add up to it
     memory_bytes: pd.Series  # parts of the fullest device's memory, which add up to its peak
     room_bytes: float  # what a process can have on a device
+    sold_bytes: float  # what its data sheet says: 80 GB of a device that has 80 GiB
 
     @property
     def step_text(self) -> str:
@@ -56,7 +57,7 @@ def plan_card(model: Model, cluster: Cluster, plan: Plan, **run) -> PlanCard:
     always = fullest[fullest["phase"] == "always"].set_index("component")["size_bytes"]
     states = always.reindex(_STATES, fill_value=0.0)
     parts = [*states, always.sum() - states.sum(), peak_bytes(fullest) - always.sum()]
-    return PlanCard(row, time_s, pd.Series(parts, _MEMORY), usable_bytes(cluster.device))
+    return PlanCard(row, time_s, pd.Series(parts, _MEMORY), usable_bytes(cluster.device), cluster.device.memory_bytes)
 
 
 def plan_card_html(card: PlanCard) -> str:
@@ -66,7 +67,7 @@ def plan_card_html(card: PlanCard) -> str:
     return (
         f'<div style="font-variant-numeric:tabular-nums;line-height:1.5">'
         f"<b>{card.step_text}</b> · {card.row['tokens_per_s']:,.0f} tokens/s · "
-        f"memory <b>{_gib(peak)}</b> of {_gib(card.room_bytes)}, {verdict}"
+        f"memory <b>{_gib(peak)}</b> of {_gib(card.room_bytes)} (sold as {card.sold_bytes / 1e9:.3g} GB), {verdict}"
         f"{_bar_html(card.time_s, card.row['step_s'], format_s)}"
         f"{_bar_html(card.memory_bytes, max(card.room_bytes, peak), _gib)}</div>"
     )
@@ -84,7 +85,7 @@ def plot_plan_card(card: PlanCard, axes: tuple[Axes, Axes]) -> None:
 
 
 def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.3g} GiB"  # as devices are sold: 80, not 85.9
+    return f"{size_bytes / 2**30:.3g} GiB"
 
 
 def _bar_html(parts: pd.Series, whole: float, text: Callable[[float], str]) -> str:

@@ -157,7 +157,7 @@ class StepExplorer(WorkloadExplorer):
         turned = {name: getattr(plan, name) for name in (*_DEGREES, *_CHOICES)}
         return {
             "model": w.Dropdown(options=sorted({p["model"], *transformers()}), value=p["model"]),
-            "own model": path_box("path of a Hugging Face config.json"),
+            "own model": path_box("path of a config.json"),
             "cluster": w.Dropdown(options=sorted({p["cluster"], *catalog.names("clusters")}), value=p["cluster"]),
             "nodes": slider(doublings(1, 1024), p["nodes"]),
             "global_batch": slider(doublings(1, 8192), p["global_batch"]),

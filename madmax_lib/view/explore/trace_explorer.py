@@ -62,7 +62,7 @@ class TraceExplorer(Explorer):
         here = self.parameters["trace"]
         local = [name for name in names() if is_here(name)]
         trace = w.Dropdown(options=list(dict.fromkeys([here, *local])), value=here)
-        own = path_box("path of a trace, or of a folder of them")
+        own = path_box("path of a file or folder")
         return {"trace": trace, "own trace": own, "ranks": w.SelectMultiple(rows=4), "step": w.Dropdown()}
 
     @cached_property

@@ -175,4 +175,4 @@ def breakdown_html(table: pd.DataFrame) -> str:
         shown[label] = [f"{format_s(value)} ({share:.0%})" for value, share in zip(table[name], shares, strict=True)]
     shown["window"] = table["total_s"].map(format_s)
     shown["overlap"] = ["" if math.isnan(value) else f"{value:.0%}" for value in table["overlap"]]
-    return shown.to_html(index=False, border=0, justify="left", col_space=100)
+    return shown.to_html(index=False, border=0, justify="left", col_space=70)
