@@ -137,11 +137,12 @@ def test_the_printed_command_gives_the_numbers_that_are_shown(step, config, chan
 def test_an_own_model_joins_the_menu_and_a_wrong_path_changes_nothing(step, config):
     pytest.importorskip("ipywidgets")
     step.widget.layout.width = "100%"
-    step.controls["own model"].value = "/no/config.json"
-    assert "/no/config.json" in step.numbers.value and step.parameters["model"] == "gpt2-large"
+    for wrong in ("/no/config.json", "dlrm-a", " "):
+        step.controls["own model"].value = wrong
+        assert (wrong in step.numbers.value) and step.parameters["model"] == "gpt2-large"
     step.controls["tp"].value = 4
     assert "MFU" in step.numbers.value
-    step.controls["own model"].value = config
+    step.controls["own model"].value = f" {config} "
     assert step.parameters["model"] == step.controls["model"].value == config and "MFU" in step.numbers.value
     assert step.controls["sequence"].value == 1024 and step.parameters["sequence"] == 0
     step.controls["sequence"].value = 512

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable
 from functools import cached_property
 from html import escape
+from pathlib import Path
 
 from matplotlib import pyplot as plt
 
@@ -55,8 +56,10 @@ class Explorer:
         return explorer.add_class("madmax-explorer")
 
     def _turned(self, name: str, value) -> None:
-        if self._following:
+        own = name.startswith("own ")  # a box for the path of one's own model or trace
+        if self._following or (own and not value.strip()):
             return
+        name, value = (name.removeprefix("own "), str(Path(value.strip()).expanduser())) if own else (name, value)
         self.attempt(lambda: self.turn(name, value))
         if not self.error:
             self._following = True

@@ -91,7 +91,9 @@ class StepExplorer(WorkloadExplorer):
         """
         of_plan = {name: value for name, value in changes.items() if name not in self.parameters}
         try:
-            catalog.model(changes.get("model", self.parameters["model"]))  # one that is none is not taken over
+            model = catalog.model(changes.get("model", self.parameters["model"]))  # one that is none is not taken over
+            if not isinstance(model, Transformer):
+                raise ValueError(f"{model.name}: recommendation models have no closed form; use mm.simulate")
             self.parameters |= {name: value for name, value in changes.items() if name in self.parameters}
             self.plan = Plan.parse(self.parameters["plan"])
             if changes and "plan" not in changes:
@@ -178,7 +180,7 @@ class StepExplorer(WorkloadExplorer):
         """Change one parameter, or field of the plan. Raises ValueError for a plan that cannot be laid out."""
         if name == "sequence" and value == self.model.sequence:
             value = 0  # so that it follows the model
-        self.set(**{"model" if name == "own model" else name: value})
+        self.set(**{name: value})
         if self.error:
             raise ValueError(self.error)
 

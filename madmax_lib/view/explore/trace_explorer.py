@@ -73,7 +73,6 @@ class TraceExplorer(Explorer):
 
     def turn(self, name: str, value) -> None:
         """Change one parameter."""
-        name = "trace" if name == "own trace" else name
         self.set(**{name: list(value) if name == "ranks" else value})
 
     def follow(self) -> None:
