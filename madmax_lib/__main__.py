@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -22,7 +23,12 @@ def main(arguments: list[str] | None = None) -> int:
         options = _parser(arguments).parse_args(arguments)
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"madmax: warning: {message}", file=sys.stderr)
-            return options.command(options)
+            status = options.command(options)
+            sys.stdout.flush()
+            return status
+    except BrokenPipeError:  # `| head` has read what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (OSError, ValueError, ImportError) as error:
         print(f"madmax: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import nbformat
 import pytest
@@ -129,3 +132,12 @@ def test_an_empty_trace_is_bad_input(tmp_path, capsys):
     (tmp_path / "rank0.json").write_text('{"traceEvents": []}')
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 2
     assert "the trace holds no events" in capsys.readouterr().err and not (tmp_path / "r.html").exists()
+
+
+def test_a_pipe_that_is_closed_early_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "madmax_lib", "breakdown", str(dataset("gpt-ddp"))]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
