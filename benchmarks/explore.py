@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 from playwright.sync_api import sync_playwright
 
-import madmax_lib.view.explore
+import madmax_lib
 from madmax_lib.view import StepExplorer
-from madmax_lib.view.words import COLORS, LABELS
 
-SCRIPT = Path(madmax_lib.view.explore.__file__).with_name("widgets.js")
+SCRIPT = Path(madmax_lib.__file__).parent / "view" / "explore" / "widgets.js"
 PAGE = """<style>{css}</style><div id="at"></div><script type="module">{script}
 const bytes = Uint8Array.from(atob("{data}"), (c) => c.charCodeAt(0));
 const values = {{ _about: {about}, _report: "", selection: [] }};
@@ -44,14 +43,14 @@ def spans(rows: int, count: int) -> tuple[dict, bytes]:
     each, random = count // rows, np.random.default_rng(0)
     gap, dur = random.integers(0, 3000, (rows, each)), random.integers(1000, 9000, (rows, each))
     start = (gap + dur).cumsum(axis=1) - dur
-    kinds = ["compute", "comm", "memcpy", "other"]
+    kinds = {"compute": "#3b75af", "communication": "#e1812c", "copies": "#8cc269", "other": "#56378c"}
     drawn = [{"label": f"rank {row} · stream 7", "rank": row, "stream": 7, "level": -1} for row in range(rows)]
     about = {"panel": 0, "title": "", "simulated": True}
     drawn = [row | about | {"first": k * each, "end": (k + 1) * each} for k, row in enumerate(drawn)]
     name = random.integers(0, 50, rows * each)
     numbers = b"".join(column.astype(np.int32).tobytes() for column in (start.ravel(), dur.ravel(), name))
     about = {"rows": drawn, "names": [f"kernel {k}" for k in range(50)], "count": rows * each, "tick_s": 1e-9}
-    about |= {"kinds": [{"label": LABELS[kind], "color": COLORS[kind]} for kind in kinds], "links": False}
+    about |= {"kinds": [{"label": label, "color": color} for label, color in kinds.items()], "links": False}
     return about | {"reach": int((start + dur).max())}, numbers + (name % 4).astype(np.uint8).tobytes()
 
 
