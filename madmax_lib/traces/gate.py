@@ -85,11 +85,13 @@ def gate(a: Timeline | Sequence[Timeline], b: Timeline | Sequence[Timeline], thr
 
     a, b: recordings of the same training, or lists of them: with five or more in all the spread between recordings is
     known. threshold: smallest growth that matters, 0.03 for 3 %; a growth that is surely smaller passes.
-    Raises ValueError for a threshold outside of 0..10, and for timelines with fewer than four steps that count.
+    Raises ValueError for a threshold outside of 0..10, for timelines with fewer than four steps that count, of other
+    ranks than the rest, or of files that were not read whole.
     """
     if not 0 < number("threshold", threshold) < 10:
         raise ValueError(f"threshold={threshold!r} is not a share above 0, such as 0.03 for 3 %")
     sides = [[_Recording(one) for one in _several(name, side)] for name, side in (("a", a), ("b", b))]
+    _check_whole([one.timeline for side in sides for one in side])
     table, alike = _tested(sides, threshold)
     order = {"slower": 0, "cannot tell": 1, "minor": 2, "fine": 3}
     table = table.sort_values(["verdict", "ratio"], key=lambda c: c.map(order) if c.name == "verdict" else -c)
@@ -103,6 +105,19 @@ def gate(a: Timeline | Sequence[Timeline], b: Timeline | Sequence[Timeline], thr
         threshold=threshold,
         alike=alike,
     )
+
+
+def _check_whole(timelines: list[Timeline]) -> None:
+    """Raise ValueError where recordings differ in their ranks, or a file ended early: less work looks like a gain."""
+    ranks = [set(timeline.spans["rank"].unique().tolist()) for timeline in timelines]
+    for missing in (sorted(set.union(*ranks) - own) for own in ranks):
+        if missing:
+            raise ValueError(
+                f"one recording has no trace of rank {missing[0]}, which another has; a gate needs all of both"
+            )
+    warned = (said for one in timelines for said in one.meta.provenance.get("warnings", {}).values())
+    for text in (text for said in warned for text in said if "complete events, lost" in text):
+        raise ValueError(f"{text}; a gate needs whole recordings")
 
 
 class _Recording:

@@ -134,8 +134,9 @@ def _gate(a: list[Timeline], b: list[Timeline], threshold: float) -> Answer:
         "gate": threshold,
         "slower": list(table["quantity"][table["verdict"] == "slower"]),
     }
-    explanation = result.explanation[columns].astype({"rank": object}).replace({"rank": {-1: "all"}})
-    about |= {"explanation": explanation.to_dict("records"), "cannot_tell_below": dict(unclear)}
+    explanation = result.explanation[columns]
+    ranks = explanation["rank"].astype(object).where(explanation["rank"] >= 0, "all")
+    about |= {"explanation": explanation.assign(rank=ranks).to_dict("records"), "cannot_tell_below": dict(unclear)}
     about |= {"alike": result.alike} if result.alike != 1 else {}
     return Answer(table, about, passed=result.passed)
 
@@ -147,8 +148,10 @@ def _stragglers(options: Namespace) -> Answer:
     table, about = stragglers(timeline), {"ranks": len(timeline.ranks)}
     if timeline.steps:
         without = what_if_no_stragglers(timeline)
-        about |= {"slowdown": without.S, "step_s": without.T_replay, "without_s": without.T_ideal}
-        about |= {"repaired_worst_ranks": without.M_W, "repaired_last_stage": without.M_S}
+        about |= {"slowdown": without.S, "replayed_s": without.T_replay, "without_s": without.T_ideal}
+        about |= {"measured_over_replayed": without.replay_gap}
+        if without.costs:
+            about |= {"repaired_worst_ranks": without.M_W, "repaired_last_stage": without.M_S}
         about["slowdown_by_kind"] = dict(without.by_kind)
         table.insert(1, "slowdown", table["rank"].map(without.by_rank))
     return Answer(table, about)

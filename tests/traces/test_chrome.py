@@ -204,7 +204,9 @@ def test_a_cut_at_any_byte_keeps_all_complete_events(tmp_path, indent, block):
         assert [row.name for row in rows] == [f"k{i}" for i in range(kept)], text[:cut]
         assert trace.skipped == 0
         if cut < list_end or tail:
-            message = f"kept {kept} complete events, lost the last {tail or begun} bytes"
+            message = (
+                f"kept {kept} complete events, lost the last {tail or begun} bytes read and all that should follow"
+            )
             assert "truncated JSON" in warned(trace) and warned(trace).endswith(message), text[:cut]
 
 
@@ -221,8 +223,8 @@ def test_a_gzip_cut_at_any_byte_keeps_all_complete_events(tmp_path):
             rows, trace = read(write(tmp_path / "t.gz", packed[:cut]))
             kept, begun = expected_cut(ends, starts, readable)
             assert [row.name for row in rows] == [row["name"] for row in NOISY[:kept]]
-            message = f"truncated gzip; kept {kept} complete events, lost the last {begun} bytes"
-            assert warned(trace) == f"{trace.path}: {message}"
+            lost = f"lost the last {begun} bytes read and all that should follow"
+            assert warned(trace) == f"{trace.path}: truncated gzip; kept {kept} complete events, {lost}"
 
 
 @pytest.mark.parametrize("at", [-6, -1, 0.5], ids=["checksum", "length", "middle"])

@@ -1,5 +1,7 @@
 """The gate on steps whose noise and slow-down are drawn, so that the right verdict is known."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -184,3 +186,15 @@ def test_holm_with_equal_weights_is_holm(seed):
 def test_bad_input(a, b, threshold, message):
     with pytest.raises(ValueError, match="^" + message.replace("(", r"\(")):
         gate(a, b, threshold)
+
+
+def test_recordings_that_lack_a_rank_or_an_end_are_not_judged():
+    whole = recording()
+    half = Timeline(whole.spans[whole.spans["rank"] == 1].reset_index(drop=True))
+    for sides in ((whole, half), (half, whole), (whole, [whole, half])):
+        with pytest.raises(ValueError, match="no trace of rank 0, which another has"):
+            gate(*sides)
+    said = "truncated gzip; kept 9 complete events, lost the last 3 bytes read and all that should follow"
+    cut = replace(whole, meta=replace(whole.meta, provenance={"warnings": {"0": [said]}}))
+    with pytest.raises(ValueError, match=r"truncated gzip; .* needs whole recordings"):
+        gate(whole, cut)

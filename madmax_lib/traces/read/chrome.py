@@ -189,6 +189,7 @@ def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
     if not text:
         raise NotATrace(f"{trace.path}: {trace.damage or 'empty file'}, not a profiler trace")
     reason = {b"{": "JSON without traceEvents", b"[": "a list, but not of events"}.get(text[:1], "not JSON")
+    reason = "a packed Nsight export: unpack it first" if text.startswith(b"SQLite format 3") else reason
     raise _kind_of(trace, text)(f"{trace.path}: not a profiler trace ({trace.damage or reason})")
 
 

@@ -119,6 +119,7 @@ class RawTrace:
         if self.lost_keys:
             self.warn("the keys before the events could not be read")
         if self.damage:
-            self.warn(f"{self.damage}; kept {self.events} complete events, lost the last {self.lost_bytes} bytes")
+            begun = f"the last {self.lost_bytes} bytes read and all that should follow"
+            self.warn(f"{self.damage}; kept {self.events} complete events, lost {begun}")
         if self.skipped:
             self.warn(f"skipped {self.skipped} unreadable of {self.events + self.skipped} events")

@@ -109,7 +109,13 @@ def _of_rank(rank: int, rows: pd.DataFrame, facts: dict, files: dict) -> Timelin
     ).reset_index(drop=True)[list(SPANS)]
     spans["step"] = assign_steps(spans)
     columns = {"row": np.flatnonzero(operator), "shapes": forward[2][operator].fillna("").to_numpy()}
-    columns |= {"types": "", "inputs": "", "sequence": forward[1][operator].fillna(-1).to_numpy(), "forward_thread": -1}
+    columns |= {
+        "types": "",
+        "inputs": "",
+        "strides": "",
+        "sequence": forward[1][operator].fillna(-1).to_numpy(),
+        "forward_thread": -1,
+    }
     columns = {name: np.broadcast_to(values, operator.sum()) for name, values in columns.items()}
     provenance = {
         "rules": "exact",

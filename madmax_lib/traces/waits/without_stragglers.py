@@ -61,17 +61,22 @@ class WithoutStragglers:
         return self.T_measured / self.T_replay
 
     @property
+    def costs(self) -> bool:
+        """Whether stragglers cost 1 % or more; shares of less than that say nothing."""
+        return self.S >= 1.01
+
+    @property
     def waste(self) -> float:
         """Share of the GPU time that is lost, 1 - 1/S."""
         return 1 - 1 / self.S
 
     def __repr__(self) -> str:
         gives = {"last stage": self.M_S, f"worst {_WORST:.0%} of the ranks": self.M_W}
-        gives = [f"{what} {share:.0%}" for what, share in gives.items() if share == share]
+        gives = [f"{what} {share:.0%}" for what, share in gives.items() if share == share and self.costs]
         gaps = ", launch gaps are the story" if self.replay_gap > 1.05 else ""
         lines = [
             f"slowdown by stragglers S = {self.S:.4g}: {self.T_replay:.4g} s a step, {self.T_ideal:.4g} s without",
-            f"given back by repairing: {', '.join(gives) or 'nothing was lost'}",
+            f"given back by repairing: {', '.join(gives) or 'next to nothing is lost'}",
             f"slowest: rank {self.by_rank.idxmax()}, {self.by_kind.idxmax()}",
             f"measured / replayed = {self.replay_gap:.4g}{gaps}",
         ]
