@@ -84,13 +84,19 @@ def test_report_says_what_it_has_and_what_it_leaves_out(spans, world_size, words
     assert words in page and absent not in page
 
 
+def test_work_between_steps_is_not_idle_time():
+    rows = [(0, 7, "compute", "k", start, 100) for start in (0, 100, 200)]
+    page = report(with_columns(make_timeline(rows), step=[1, -1, 2])).html
+    assert "0% is idle" in page and "outside all steps" not in page
+
+
 def test_a_report_is_about_the_steps():
     """300 ns of compute of before the first step are told apart."""
     rows = [(0, 7, "compute", "k", start, dur) for start, dur in ((0, 300), (500, 100))]
     timeline = with_columns(make_timeline(rows), step=[-1, 3])
     page = report(timeline).html
-    assert "300 ns of work per rank belong to no step" in page and ">100 ns<" in page and ">600 ns<" not in page
-    assert "belong to no step" not in report(timeline.select(steps=[3])).html
+    assert "300 ns of work per rank lie outside all steps" in page and ">100 ns<" in page and ">600 ns<" not in page
+    assert "outside all steps" not in report(timeline.select(steps=[3])).html
     with pytest.raises(ValueError, match="nothing to report"):
         report(Timeline(timeline.spans[:0]))
     with pytest.raises(ValueError, match="timeline"):

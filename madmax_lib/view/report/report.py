@@ -52,7 +52,7 @@ def report(timeline: Timeline, title: str = "trace", beside: Timeline | None = N
     """
     if not len(argument("timeline", timeline, Timeline)):
         raise ValueError("nothing to report: the timeline has no spans")
-    whole, timeline = timeline, timeline.select(steps=timeline.steps) if timeline.steps else timeline
+    whole, timeline = timeline, _of_steps(timeline)
     detail = timeline.select(ranks=views.detail_ranks(timeline))
     parts = [
         views.overview(timeline, detail),
@@ -75,6 +75,17 @@ def report(timeline: Timeline, title: str = "trace", beside: Timeline | None = N
     body = "\n".join([head, text(views.told(timeline, whole)), *parts, text(_DEFINITIONS), _script()])
     style = (_HERE / "report.css").read_text() + (_HERE.parent / "explore" / "widgets.css").read_text()
     return Report(title, page(f"Trace report: {title}", body, style))
+
+
+def _of_steps(timeline: Timeline) -> Timeline:
+    """Without what a rank does before its first step and behind its last; work between steps is not idle time."""
+    spans = timeline.spans
+    start_ns, end_ns = spans["start_ns"], spans["start_ns"] + spans["dur_ns"]
+    of_step, rank = (spans["step"] >= 0).to_numpy(), spans["rank"]
+    if of_step.all() or not of_step.any():
+        return timeline
+    first_ns, last_ns = start_ns[of_step].groupby(rank[of_step]).min(), end_ns[of_step].groupby(rank[of_step]).max()
+    return timeline.where(of_step | ((start_ns >= rank.map(first_ns)) & (end_ns <= rank.map(last_ns))).to_numpy())
 
 
 def write_report(

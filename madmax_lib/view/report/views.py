@@ -39,9 +39,13 @@ def told(timeline: Timeline, whole: Timeline) -> str:
     missing = timeline.meta.world_size - sum(map(len, timeline.meta.represents.values()))
     absent = f" ({missing} of {timeline.meta.world_size} ranks have no trace here)" if missing > 0 else ""
     device = timeline.meta.device or "no device named"
-    outside = breakdown(whole.where(whole.spans["step"] == -1)) if whole is not timeline else None
-    outside_s = (outside["total_s"] - outside["idle_s"]).mean() if outside is not None else 0.0
-    left = f". {format_s(outside_s)} of work per rank belong to no step and are not in the numbers" if outside_s else ""
+    busy_s = [(table["total_s"] - table["idle_s"]).mean() for table in map(breakdown, (whole, timeline))]
+    outside_s = busy_s[0] - busy_s[1] if whole is not timeline else 0.0
+    left = (
+        f". {format_s(outside_s)} of work per rank lie outside all steps and are not in the numbers"
+        if outside_s
+        else ""
+    )
     return f"{plural(len(timeline.ranks), 'rank')}{absent}, {steps_text}, {len(whole):,} spans, {device}{left}."
 
 
