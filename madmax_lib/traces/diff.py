@@ -93,17 +93,17 @@ def compare_ops(
 def align_steps(a: Timeline, b: Timeline) -> pd.DataFrame:
     """Pairs of steps to compare: step_a, step_b; only steps with device work, or -1 where no step has any.
 
-    A single simulated step stands for every step of the other timeline. Else equal numbers pair; without any, steps
-    pair in order. Of three or more pairs the first is dropped as warm-up, unless both timelines are simulated.
-    Empty when a timeline has no device work.
+    A single step, simulated or of another number, stands for every step of the other timeline. Else equal numbers pair;
+    without any, steps pair in order. Of three or more pairs the first is dropped as warm-up, unless both timelines are
+    simulated. Empty when a timeline has no device work.
     """
     steps_a, steps_b = _busy_steps(a), _busy_steps(b)
-    if len(steps_b) == 1 and b.meta.source == "simulated":
+    common = [(step, step) for step in steps_a if step in set(steps_b)]
+    if len(steps_b) == 1 and (b.meta.source == "simulated" or not common):
         pairs = [(step, steps_b[0]) for step in steps_a]
-    elif len(steps_a) == 1 and a.meta.source == "simulated":
+    elif len(steps_a) == 1 and (a.meta.source == "simulated" or not common):
         pairs = [(steps_a[0], step) for step in steps_b]
     else:
-        common = [(step, step) for step in steps_a if step in set(steps_b)]
         pairs = common or list(zip(steps_a, steps_b, strict=False))
     warm_up = len(pairs) > 2 and "measured" in (a.meta.source, b.meta.source)
     return pd.DataFrame(pairs[1 if warm_up else 0 :], columns=["step_a", "step_b"], dtype="int64")

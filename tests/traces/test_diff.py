@@ -128,6 +128,7 @@ def test_names_without_partner_are_matched_by_op():
         ([3, 4, 5], [4, 5, 6], [[4, 4], [5, 5]]),
         ([1, 2, 3], [1, 2, 3], [[2, 2], [3, 3]]),  # three pairs: the first is warm-up
         ([1, 2, 3], [11, 12, 13, 14], [[2, 12], [3, 13]]),  # no common number: in order
+        ([7], [4, 5, 6], [[7, 5], [7, 6]]),  # a lone step of another number stands for all
         ([-1], [7], [[-1, 7]]),
         ([1], [], []),
     ],
