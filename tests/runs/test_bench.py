@@ -96,7 +96,12 @@ def test_bad_requests_are_refused(options, message):
 
 @pytest.mark.parametrize(
     ("world", "on_node", "groups"),
-    [(1, 1, []), (2, 2, [[0, 1]]), (3, 3, [[0, 1], [0, 1, 2]]), (4, 1, [[0, 1], [0, 1, 2, 3]])],
+    [
+        (1, 1, []),
+        (2, 2, [[[0, 1]]]),
+        (3, 3, [[[0, 1]], [[0, 1, 2]]]),
+        (4, 1, [[[0, 1], [2, 3]], [[0, 1, 2, 3]]]),
+    ],
 )
 def test_groups_of_ranks(world, on_node, groups):
     assert links._groups(world, on_node) == groups
