@@ -57,11 +57,17 @@ def read(paths: list[str]) -> Timeline:
     return timeline
 
 
+def _ranks(timeline: Timeline) -> dict[str, int]:
+    """How many ranks have a trace, and how many of the job have none."""
+    missing = timeline.meta.world_size - sum(map(len, timeline.meta.represents.values()))
+    return {"ranks": len(timeline.ranks)} | ({"ranks_without_trace": missing} if missing > 0 else {})
+
+
 def _breakdown(options: Namespace) -> Answer:
     from madmax_lib.accounting import breakdown
 
     timeline = read(options.traces)
-    about = {"ranks": len(timeline.ranks), "steps": len(timeline.steps), "device": timeline.meta.device}
+    about = _ranks(timeline) | {"steps": len(timeline.steps), "device": timeline.meta.device}
     return Answer(breakdown(timeline), about)
 
 
@@ -145,7 +151,7 @@ def _stragglers(options: Namespace) -> Answer:
     from madmax_lib.traces.stragglers import stragglers, what_if_no_stragglers
 
     timeline = read(options.traces)
-    table, about = stragglers(timeline), {"ranks": len(timeline.ranks)}
+    table, about = stragglers(timeline), _ranks(timeline)
     if timeline.steps:
         without = what_if_no_stragglers(timeline)
         about |= {"slowdown": without.S, "replayed_s": without.T_replay, "without_s": without.T_ideal}
