@@ -87,8 +87,9 @@ def test_commands_parse(name):
 @pytest.mark.parametrize("name", [*having("python"), *having("py")])
 def test_examples_run(project, name):
     namespace = {}
-    for code in blocks(PAGES[name], "python"):
-        exec(compile(code, name, "exec"), namespace)
+    with plt.rc_context():  # mm.setup() in a page is not for the tests that follow
+        for code in blocks(PAGES[name], "python"):
+            exec(compile(code, name, "exec"), namespace)
     plt.close("all")
     for code in blocks(PAGES[name], "py"):
         compile(code, name, "exec")
