@@ -139,6 +139,8 @@ class Timeline:
         return self._part(np.asarray(keep), self.meta)
 
     def _part(self, keep: np.ndarray, meta: Meta) -> Timeline:
+        if keep.all():
+            return replace(self, meta=meta)
         new_row = np.where(keep, np.cumsum(keep) - 1, -1)
         edges = self.edges.assign(source=new_row[self.edges["source"]], target=new_row[self.edges["target"]])
         edges = edges[(edges["source"] >= 0) & (edges["target"] >= 0)].reset_index(drop=True)
@@ -315,5 +317,6 @@ def _check(timeline: Timeline) -> None:
         raise ValueError(f"dur_ns={spans['dur_ns'].iloc[row]} of span {row} ({spans['name'].iloc[row]}) is negative")
     if lost := set(spans["rank"].unique().tolist()) - set(timeline.meta.represents):
         raise ValueError(f"rank {min(lost)} has spans but is not in meta.represents")
-    if len(edges) and not edges[["source", "target"]].stack().between(0, len(spans) - 1).all():
+    ends = edges.loc[:, ["source", "target"]].to_numpy()
+    if ends.size and not (ends.min() >= 0 and ends.max() < len(spans)):
         raise ValueError(f"an edge points outside of the {len(spans)} spans")
