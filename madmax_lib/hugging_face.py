@@ -1,7 +1,7 @@
 """Which model does a Hugging Face `config.json` describe? A `Transformer`, by the keys in `data/hugging_face.csv`.
 
-A kind takes the rows of the kind that it is `like`, and puts its own in their place. Kinds whose layers differ in more
-than the window of attention, encoders beside decoders and state spaces are refused with the reason.
+A kind takes the rows of the kind that it is `like`, and puts its own in their place. How it stacks layers of several
+kinds is told by `hugging_face_stacks`; what no stack says is refused with the reason.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from madmax_lib.fields import shown, typed, whole
+from madmax_lib.hugging_face_stacks import STACKED, stacked
 from madmax_lib.specs import Transformer
 
 __all__ = ["read_config"]
@@ -20,11 +21,11 @@ _PLAIN = {"decoder_sparse_step": [1], "mlp_only_layers": [[]], "use_sliding_wind
           "interleave_moe_layer_step": [1]}  # fmt: skip
 _SIZES = {"layers": "num_hidden_layers num_layers n_layer", "hidden": "hidden_size d_model n_embd"}
 _SIZES |= {"heads": "num_attention_heads num_heads n_head", "ffn": "intermediate_size d_ff", "vocab": "vocab_size"}
-_REFUSED = {  # what no stack of equal layers says
-    "an encoder beside a decoder": "t5 mt5 umt5 bart mbart pegasus whisper marian",
-    "state-space layers": "mamba mamba2 falcon_mamba",
-    "state-space beside attention layers": "jamba nemotron_h zamba zamba2 bamba granitemoehybrid falcon_h1 lfm2",
-    "linear beside full attention": "qwen3_next minimax kimi_linear",
+_REFUSED = {  # what no stack of blocks says
+    "an encoder with biases, positions and norms of its own": "bart mbart pegasus whisper marian",
+    "layers that share weights": "zamba zamba2",
+    "state-space and attention side by side in a layer": "falcon_h1",
+    "linear attention or convolutions": "qwen3_next minimax kimi_linear lfm2",
 }
 
 
@@ -60,15 +61,20 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
         if key not in read and config.get(key) not in (None, *plain):
             raise ValueError(f"{path}: {key}={config[key]!r}: layers of several kinds are not modelled; {_own(config)}")
     values = {field: _value(path, config, *of_field) for field, of_field in by_kind[kind].items()}
+    if values.get("mixer_rank") == "auto":
+        values["mixer_rank"] = str(-(-int(values["hidden"]) // 16))
     shape = typed(Transformer, values, str(path))
-    if shape.get("positions") == "rope":
+    if shape.get("positions", "learned") != "learned":
         shape["sequence"] = _trained_sequence(config, shape["sequence"])
-    shape["ffn"] = shape["ffn"] or 4 * shape["hidden"]
+    shape["ffn"] = shape["ffn"] or (0 if kind in STACKED else 4 * shape["hidden"])
     if shape.get("image") and shape.get("patch"):  # a rest of pixels is left aside
         shape["image"] -= shape["image"] % shape["patch"]
     shape["attention_bias"] = shape.get("attention_bias", "all").replace("1", "all").replace("0", "none")
     shape["full_every"] = _full_every(path, config, shape.get("full_every", 0)) if shape.get("window") else 0
-    shape |= _beside(kind, config, shape)
+    try:
+        shape |= stacked(kind, config, shape) if kind in STACKED else _beside(kind, config, shape)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; {_own(config)}") from None
     folder = path.parent.name if path.stem == "config" else ""
     return Transformer(name or folder or path.stem, **shape)
 
@@ -124,18 +130,18 @@ def _full_every(path: Path, config: dict, every: int) -> int:
     return every
 
 
-def _beside(kind: str, config: dict, shape: dict) -> dict[str, int]:
-    """Parameters that no other field tells [the modelling files of transformers]."""
+def _beside(kind: str, config: dict, shape: dict) -> dict:
+    """Parameters and flags that no key tells alone [the modelling files of transformers]."""
     hidden, heads = shape["hidden"], whole("num_attention_heads", shape["heads"], 1)
     width = shape.get("head_dim") or hidden // heads
-    if kind == "bert":
-        return {
-            "other_parameters": whole("type_vocab_size", config.get("type_vocab_size", 2)) * hidden
-            + hidden * (hidden + 1)
-        }  # and the pooler
-    if kind == "dinov2":
-        return {"other_parameters": hidden, "other_layer_parameters": 2 * hidden}  # mask token; scales of the branches
+    if kind == "bert":  # types of tokens and the pooler
+        types = whole("type_vocab_size", config.get("type_vocab_size", 2))
+        return {"other_parameters": types * hidden + hidden * (hidden + 1)}
+    if kind in ("vit", "dinov2"):
+        return _of_images(kind, config, hidden)
     if kind == "siglip_vision_model":  # a head that pools by attention; no class token, which the count has
+        if not config.get("vision_use_head", True):
+            raise ValueError("vision_use_head=False is not modelled")
         ffn = shape["ffn"]
         pooling = hidden + 4 * hidden * (hidden + 1) + 2 * hidden + 2 * hidden * ffn + ffn + hidden
         return {"other_parameters": pooling - 2 * hidden}
@@ -143,4 +149,33 @@ def _beside(kind: str, config: dict, shape: dict) -> dict[str, int]:
         return {"other_layer_parameters": 2 * hidden}  # norms behind attention and feed-forward part
     if kind == "olmo2":
         return {"other_layer_parameters": (heads + shape.get("kv_heads", heads)) * width}  # norms of whole q and k
+    if kind == "glm4_moe" and shape["attention_bias"] == "all":
+        return {"attention_bias": "qkv"}
+    if shape.get("kv_lora_rank") and shape["attention_bias"] == "all":  # of the products down to latents and the last
+        down = shape.get("q_lora_rank", 0) + shape["kv_lora_rank"] + shape["rope_head_dim"]
+        return {"attention_bias": "none", "other_layer_parameters": down + hidden}
+    if kind == "qwen2_moe":
+        return _shared_expert(config, shape)
     return {}
+
+
+def _of_images(kind: str, config: dict, hidden: int) -> dict:
+    """Of DINOv2 a mask token, scales of both branches and the ratio of its feed-forward part; biases of both kinds."""
+    plain = config.get("qkv_bias", True)
+    fields = {} if plain else {"attention_bias": "none"}
+    scales = 0 if plain else hidden  # the projection has a bias
+    if kind == "vit":
+        return fields | {"other_layer_parameters": scales}
+    ffn = hidden * whole("mlp_ratio", config.get("mlp_ratio", 4), 1)
+    if config.get("use_swiglu_ffn"):
+        fields |= {"gated": True, "ffn": (ffn * 2 // 3 + 7) // 8 * 8}
+    return {"ffn": ffn, "other_parameters": hidden, "other_layer_parameters": scales + 2 * hidden} | fields
+
+
+def _shared_expert(config: dict, shape: dict) -> dict:
+    """Of Qwen2-MoE: as wide as several experts, with a gate."""
+    width = whole("shared_expert_intermediate_size", config.get("shared_expert_intermediate_size", 5632))
+    if width % shape["expert_ffn"] or shape["moe_every"] > 1:
+        sizes = f"shared_expert_intermediate_size={width} and moe_intermediate_size={shape['expert_ffn']}"
+        raise ValueError(f"{sizes}: a shared expert of no multiple, or of some layers alone, is not modelled")
+    return {"shared_experts": width // shape["expert_ffn"], "other_layer_parameters": shape["hidden"]}

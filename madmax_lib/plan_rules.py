@@ -167,6 +167,11 @@ def _shape_rule(name: str, what: str, count: Callable, unit: str) -> Rule:
 
 _TRANSFORMER = (
     Rule(
+        "layers must be of attention and a feed-forward part",
+        lambda p, c: (p.dp > 0) & bool(c.model.blocks),
+        "{c.model.name}: layers with blocks={c.model.blocks!r} are counted, but not priced",
+    ),
+    Rule(
         "a model needs tokens",
         lambda p, c: (p.dp > 0) & (not c.sequence),
         "{c.model.name} has no sequence of its own; give sequence=, the tokens per sample",

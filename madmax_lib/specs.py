@@ -4,19 +4,25 @@ FLOPs count matrix products only (2 per multiply-add, causal attention counted d
 with MATH attention. What a model trains on is in `hardware`, and named here too.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
+from madmax_lib.blocks import check_blocks, mixer_matrices, mixer_parameters, scan_flops
 from madmax_lib.fields import check_fields
 from madmax_lib.hardware import Cluster, Device, Host, Link
 
 __all__ = ["DLRM", "Cluster", "Device", "Host", "Link", "Model", "Transformer"]
 
-_CHOICES = {"norm": ("layer", "rms"), "positions": ("learned", "rope"), "attention_bias": ("all", "qkv", "none")}
+_CHOICES = {
+    "norm": ("layer", "rms"),
+    "positions": ("learned", "rope", "none"),
+    "attention_bias": ("all", "qkv", "none"),
+}
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder language model, or with `image` a vision transformer; with `experts` a mixture of experts."""
+    """A decoder language model; with `image` a vision transformer, `experts` a mixture, `blocks` a stack of any."""
 
     name: str
     layers: int
@@ -29,7 +35,7 @@ class Transformer:
     head_dim: int = 0  # channels of a head; 0: hidden / heads
     gated: bool = False  # the feed-forward part has a gate
     norm: str = "layer"  # layer (weight and bias) or rms
-    positions: str = "learned"  # learned or rope
+    positions: str = "learned"  # learned, rope, or none of a size: relative ones too
     attention_bias: str = "all"  # of all products, of qkv, or none
     qk_norm: bool = False  # rms norms of queries and keys per head
     mlp_bias: bool = True  # of the feed-forward products
@@ -54,6 +60,15 @@ class Transformer:
     classes: int = 0  # outputs of the vision transformer's head
     other_layer_parameters: int = 0  # of a layer, beside products, biases and two norms: further norms, layer scales
     other_parameters: int = 0  # beside layers and tables: types of tokens, a pooler
+    blocks: str = ""  # a word per layer, repeated: a letter per block (`blocks.py`), such as "M- *-"; empty: *- or *E
+    decoder_sequence: int = 0  # tokens of the decoder behind an encoder, whose layers have a block x
+    mixer_channels: int = 0  # inner ones of state-space mixers
+    mixer_state: int = 0  # numbers per channel
+    mixer_heads: int = 0  # of Mamba-2
+    mixer_groups: int = 0  # of its heads, that share B and C
+    mixer_conv: int = 0  # tokens that the convolution sees
+    mixer_rank: int = 0  # of dt in Mamba-1
+    other_mixer_parameters: int = 0  # of a mixer, beside products, convolution, A, D and dt: biases, further norms
 
     def __post_init__(self):
         check_fields(self, "layers", "hidden", "heads")
@@ -81,16 +96,24 @@ class Transformer:
             raise ValueError(f"{self.name}: active_experts={self.active_experts} is not in 1..{self.experts}")
         if self.dense_layers > self.layers:
             raise ValueError(f"{self.name}: dense_layers={self.dense_layers} are more than layers={self.layers}")
+        check_blocks(self)
+
+    @property
+    def words(self) -> list[str]:
+        """Blocks of each layer, a letter per block as in `blocks`."""
+        if words := self.blocks.split():
+            return words * (self.layers // len(words))
+        every, first = max(self.moe_every, 1), self.dense_layers if self.experts else self.layers
+        return ["*E" if layer >= first and (layer + 1) % every == 0 else "*-" for layer in range(self.layers)]
 
     @property
     def moe_layers(self) -> int:
         """Layers whose feed-forward part is a mixture of experts."""
-        every = max(self.moe_every, 1)
-        return self.layers // every - self.dense_layers // every if self.experts else 0
+        return sum("E" in word for word in self.words)
 
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer, counted from 0, is a mixture of experts."""
-        return bool(self.experts) and layer >= self.dense_layers and (layer + 1) % max(self.moe_every, 1) == 0
+        return "E" in self.words[layer]
 
     @property
     def attention_matrices(self) -> tuple[tuple[str, int, int], ...]:
@@ -155,11 +178,17 @@ class Transformer:
             return (self.hidden + 1) * self.classes
         return 0 if self.tied else self.vocab * self.hidden
 
+    def block_parameters(self, letter: str) -> int:
+        """Of a block without its norm."""
+        if letter in "Mm":
+            return mixer_parameters(self, letter)
+        return {"-": self.mlp_parameters(self.ffn), "E": self.moe_parameters}.get(letter, self.attention_parameters)
+
     @property
     def parameters(self) -> int:
         """All parameters, exactly."""
-        mlp = (self.layers - self.moe_layers) * self.mlp_parameters(self.ffn) + self.moe_layers * self.moe_parameters
-        layers = self.layers * (self.attention_parameters + 2 * self.norm_parameters) + mlp
+        count = Counter("".join(self.words))
+        layers = sum(count[letter] * (self.block_parameters(letter) + self.norm_parameters) for letter in count)
         return self.embedding_parameters + layers + self.norm_parameters + self.head_parameters
 
     @property
@@ -168,20 +197,37 @@ class Transformer:
         idle = (self.experts - self.active_experts) * self.mlp_parameters(self.expert_ffn)
         return self.parameters - self.moe_layers * idle
 
+    def decoder_tokens(self, sequence: float) -> float:
+        """Tokens that the head sees where a sample has so many: of a decoder behind an encoder as many as its share."""
+        return sequence * self.decoder_sequence / self.sequence if self.decoder_sequence else sequence
+
     def forward_flops(self, samples: float = 1, sequence: int | None = None) -> float:
         """FLOPs of the forward pass, attention to all tokens or a window; the backward pass takes twice as many."""
         s = sequence or self.sequence
-        products = sum(inputs * outputs for _, inputs, outputs in self.attention_matrices)
-        seen = sum(min(self.layer_window(layer) or s, s) for layer in range(self.layers))
-        matrices = 3 if self.gated else 2
-        dense = 2 * s * matrices * self.hidden * self.ffn
-        used = self.active_experts + self.shared_experts
-        moe = 2 * s * (used * matrices * self.hidden * self.expert_ffn + self.hidden * self.experts)
+        layers = 0.0
+        for number, word in enumerate(self.words):
+            tokens = self.decoder_tokens(s) if "x" in word else s
+            seen = min(self.layer_window(number) or tokens, tokens)
+            layers += sum(self._block_flops(letter, tokens, s if letter == "x" else seen, s) for letter in word)
         of_image = 2 * (s - 1) * 3 * self.patch**2 * self.hidden + 2 * self.hidden * self.classes
-        ends = of_image if self.image else 2 * s * self.hidden * self.vocab
-        attention = 2 * s * self.layers * products + 4 * s * seen * self.core_width
-        layers = attention + (self.layers - self.moe_layers) * dense + self.moe_layers * moe
+        ends = of_image if self.image else 2 * self.decoder_tokens(s) * self.hidden * self.vocab
         return samples * (layers + ends)
+
+    def _block_flops(self, letter: str, tokens: float, seen: float, sequence: float) -> float:
+        """Of a block with so many tokens that attend to those `seen`."""
+        matrices = 3 if self.gated else 2
+        if letter == "-":
+            return 2 * tokens * matrices * self.hidden * self.ffn
+        if letter == "E":
+            used = self.active_experts + self.shared_experts
+            return 2 * tokens * (used * matrices * self.hidden * self.expert_ffn + self.hidden * self.experts)
+        own = mixer_matrices(self, letter) if letter in "Mm" else self.attention_matrices
+        flops = 2 * tokens * sum(inputs * outputs for _, inputs, outputs in own)
+        if letter in "Mm":
+            return flops + tokens * scan_flops(self, letter, tokens)
+        if letter == "x":  # keys and values come from the encoder's tokens
+            flops += 2 * (sequence - tokens) * self.hidden * self.kv_heads * (self.head_dim + self.v_head_dim)
+        return flops + 4 * tokens * seen * self.core_width
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,82 @@ PUBLISHED = {
                 {"q_lora_rank": 1536, **_LATENT, **experts(384, 8, 2048, shared=1, dense=1)}, 1_026_408_232_448),
     "GLM-4.5-Air": ("glm4_moe", (46, 4096, 96, 10944, 151552, 8),
                     {"head_dim": 128, "attention_bias": True, **experts(128, 8, 1408, shared=1, dense=1)},
-                    106_852_245_504),
+                    106_852_251_264),
     "gpt-oss-20b": ("gpt_oss", (24, 2880, 64, 2880, 201088, 8), {"num_local_experts": 32, **_GPT_OSS}, 20_914_757_184),
     "gpt-oss-120b": ("gpt_oss", (36, 2880, 64, 2880, 201088, 8), {"num_local_experts": 128, **_GPT_OSS},
                      116_829_156_672),
     "dinov2-base": ("dinov2", (12, 768, 12), {"image_size": 518, "patch_size": 14}, 86_580_480),
+    "Qwen1.5-MoE-A2.7B": ("qwen2_moe", (24, 2048, 16, 5632, 151936, 16),
+                          {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+                           "shared_expert_intermediate_size": 5632}, 14_315_784_192),
+    "dinov2-giant": ("dinov2", (40, 1536, 24), {"image_size": 518, "patch_size": 14, "use_swiglu_ffn": True},
+                     1_136_480_768),
     "dinov2-large": ("dinov2", (24, 1024, 16), {"image_size": 518, "patch_size": 14}, 304_368_640),
+}  # fmt: skip
+
+
+def t5(kind, layers, hidden, heads, ffn, width, parameters, **more):
+    sizes = {"num_layers": layers, "d_model": hidden, "num_heads": heads, "d_ff": ffn, "d_kv": width}
+    return kind, sizes | {"vocab_size": 32128, "n_positions": 512} | more, parameters
+
+
+def nemotron(hidden, heads, ffn, mixers, state, pattern, parameters, **more):
+    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": ffn, "vocab_size": 131072}
+    sizes |= {"mamba_num_heads": mixers, "ssm_state_size": state, "num_key_value_heads": 8, "n_groups": 8}
+    return (
+        "nemotron_h",
+        sizes | {"max_position_embeddings": 8192, "hybrid_override_pattern": pattern} | more,
+        parameters,
+    )
+
+
+def granite(hidden, heads, ffn, shared, experts, active, mixers, parameters):
+    types = ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)]
+    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": ffn, "layer_types": types}
+    sizes |= {"shared_intermediate_size": shared, "num_local_experts": experts, "num_experts_per_tok": active}
+    sizes |= {"mamba_n_heads": mixers, "mamba_d_state": 128, "vocab_size": 100352, "tie_word_embeddings": True}
+    key_values = {"num_key_value_heads": heads // 3 if heads == 12 else 8, "num_hidden_layers": 40}
+    return "granitemoehybrid", sizes | key_values | {"max_position_embeddings": 4096}, parameters
+
+
+_GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+_JAMBA = {"num_key_value_heads": 8, "vocab_size": 65536, "max_position_embeddings": 262144}
+# name: kind, configuration as published, parameters [the classes of transformers 5.23; those of T5 1.1, Flan and mT5,
+# whose head stands apart in their checkpoints, of transformers 4]
+STACKS = {
+    "t5-small": t5("t5", 6, 512, 8, 2048, 64, 60_506_624),
+    "t5-base": t5("t5", 12, 768, 12, 3072, 64, 222_903_552),
+    "t5-large": t5("t5", 24, 1024, 16, 4096, 64, 737_668_096),
+    "t5-3b": t5("t5", 24, 1024, 32, 16384, 128, 2_851_598_336),
+    "t5-11b": t5("t5", 24, 1024, 128, 65536, 128, 11_307_321_344),
+    "flan-t5-xl": t5("t5", 24, 2048, 32, 5120, 64, 2_849_757_184, **_GATED),
+    "flan-t5-xxl": t5("t5", 24, 4096, 64, 10240, 64, 11_135_332_352, **_GATED),
+    "mt5-small": t5("mt5", 8, 512, 6, 1024, 64, 300_176_768, vocab_size=250112, tie_word_embeddings=False),
+    "mamba2-2.7b": ("mamba2", {"hidden_size": 2560, "num_hidden_layers": 64, "num_heads": 80, "n_groups": 1,
+                               "vocab_size": 50288, "tie_word_embeddings": True}, 2_702_599_680),
+    "Mamba-Codestral-7B": ("mamba2", {"hidden_size": 4096, "num_hidden_layers": 64, "vocab_size": 32768},
+                           7_285_403_648),
+    "mamba-2.8b": ("mamba", {"hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50280}, 2_768_345_600),
+    "falcon-mamba-7b": ("falcon_mamba", {"hidden_size": 4096, "num_hidden_layers": 64, "vocab_size": 65024,
+                                         "tie_word_embeddings": False}, 7_272_665_088),
+    "Jamba-v0.1": ("jamba", {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+                             "num_attention_heads": 32, **_JAMBA}, 51_570_323_328),
+    "Jamba-1.5-Large": ("jamba", {"num_hidden_layers": 72, "hidden_size": 8192, "intermediate_size": 24576,
+                                  "num_attention_heads": 64, **_JAMBA}, 398_555_145_696),
+    "Nemotron-H-8B": nemotron(4096, 32, 21504, 128, 128, "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+                              8_100_852_736),
+    "Nemotron-H-56B": nemotron(8192, 64, 32768, 256, 256, "M-M-M-M*-" + 9 * "M-M-M-M-M*-" + "M-M-M-M-M-",
+                               56_324_350_464),
+    "Nemotron-3-Nano": nemotron(2688, 32, 1856, 64, 128, "MEMEM*E" + 4 * "MEMEM*E" + "MEMEMEM*EMEMEMEME",
+                                31_577_940_288, num_key_value_heads=2, n_routed_experts=128, num_experts_per_tok=6,
+                                moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712),
+    "Bamba-9B": ("bamba", {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+                           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+                           "mamba_d_state": 128, "attn_layer_indices": [9, 18, 27],
+                           "max_position_embeddings": 4096}, 9_780_235_392),
+    "granite-4.0-h-small": granite(4096, 32, 768, 1536, 72, 10, 128, 32_207_337_984),
+    "granite-4.0-h-tiny": granite(1536, 12, 512, 1024, 64, 6, 48, 6_939_037_248),
+    "granite-4.0-h-micro": granite(2048, 32, 8192, 8192, 0, 0, 64, 3_191_396_096),
 }  # fmt: skip
 
 
@@ -63,6 +133,23 @@ def test_parameters_are_those_published(tmp_path, name):
     assert model.parameters == parameters
     assert tuple(getattr(model, field) for field in _SHARED[: len(shape)]) == shape
     assert estimate(model, catalog.cluster("dgx-h100", 4), "dp32.z3", global_batch=32)["step_s"].iloc[0] > 0
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks_of_several_kinds_of_layers_have_the_parameters_published(tmp_path, name):
+    kind, config, parameters = STACKS[name]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | config))
+    model = catalog.model(tmp_path)
+    assert (model.parameters, model.layers) == (parameters, len(model.words))
+
+
+def test_layers_of_a_stack_are_those_of_its_configuration(tmp_path):
+    words = {"t5-small": ("*- " * 6 + "*x- " * 6).strip(), "Jamba-v0.1": "m- mE m- mE *- mE m- mE", "mamba2-2.7b": "M"}
+    words["granite-4.0-h-tiny"] = "ME ME ME ME ME *E ME ME ME ME"
+    words["Nemotron-H-8B"] = " ".join(STACKS["Nemotron-H-8B"][1]["hybrid_override_pattern"])
+    for name, blocks in words.items():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": STACKS[name][0]} | STACKS[name][1]))
+        assert catalog.model(tmp_path).blocks == blocks
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"])
@@ -133,10 +220,10 @@ def test_of_siglip_the_images_are_read(tmp_path, sizes, parameters):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("t5", "an encoder beside a decoder"),
-        ("mamba2", "state-space layers"),
-        ("jamba", "state-space beside attention layers"),
-        ("nemotron_h", "state-space beside attention layers"),
+        ("bart", "an encoder with biases, positions and norms of its own"),
+        ("zamba2", "layers that share weights"),
+        ("falcon_h1", "state-space and attention side by side in a layer"),
+        ("qwen3_next", "linear attention or convolutions"),
         ("nobody", "is not one of gpt2, vit, dinov2, bert"),
     ],
 )
@@ -149,6 +236,24 @@ def test_what_cannot_be_said_is_refused_with_a_way_out(tmp_path, kind, reason):
         json.dumps({"model_type": kind, "d_model": 512, "num_layers": 6, "d_ff": 2048})
     )
     with pytest.raises(ValueError, match=r"layers=6, hidden=512, heads=..., ffn=2048, vocab=..., sequence=..."):
+        catalog.model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("Nemotron-H-8B", {"hybrid_override_pattern": "MZ"}, "hybrid_override_pattern='MZ' is no text of M"),
+        ("Nemotron-3-Nano", {"moe_latent_size": 8}, "experts of a latent"),
+        ("granite-4.0-h-tiny", {"layer_types": ["conv"] * 40}, "layer_types: 'conv' is not modelled"),
+        ("granite-4.0-h-tiny", {"shared_intermediate_size": 700}, "shared_intermediate_size=700 is no multiple"),
+        ("Jamba-v0.1", {"attn_layer_period": 0}, "attn_layer_period=0 must be a whole number above zero"),
+        ("mamba2-2.7b", {"n_groups": 7}, "mixer_groups=7 must divide"),
+        ("t5-small", {"num_decoder_layers": "six"}, "num_decoder_layers='six' must be a whole number"),
+    ],
+)
+def test_a_stack_that_no_words_say_is_refused(tmp_path, name, change, reason):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": STACKS[name][0]} | STACKS[name][1] | change))
+    with pytest.raises(ValueError, match=reason):
         catalog.model(tmp_path)
 
 
