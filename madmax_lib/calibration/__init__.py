@@ -28,15 +28,7 @@ if TYPE_CHECKING:
         kernel_seconds as kernel_seconds,
         kernel_timeline as kernel_timeline,
     )
-    from madmax_lib.calibration.validate import (
-        baseline as baseline,
-        confusion as confusion,
-        errors as errors,
-        folds as folds,
-        layout_ranks as layout_ranks,
-        predict as predict,
-        score as score,
-    )
+    from madmax_lib.calibration.validate import *
     from madmax_lib.calibration.vision import vision_errors as vision_errors
 
 __all__ = open_room(__name__)

@@ -9,17 +9,8 @@ if TYPE_CHECKING:
     from madmax_lib.planner.answer import SearchResult as SearchResult
     from madmax_lib.planner.campaign import campaign as campaign
     from madmax_lib.planner.codesign import codesign as codesign, training as training
-    from madmax_lib.planner.compare import (
-        EXPOSED as EXPOSED,
-        lever_table as lever_table,
-        shortlist as shortlist,
-        variants as variants,
-    )
-    from madmax_lib.planner.goodput import (
-        Goodput as Goodput,
-        practice as practice,
-        published_totals as published_totals,
-    )
+    from madmax_lib.planner.compare import *
+    from madmax_lib.planner.goodput import *
     from madmax_lib.planner.layouts import layouts as layouts
     from madmax_lib.planner.search import search as search
     from madmax_lib.planner.space import Space as Space, plan_of as plan_of

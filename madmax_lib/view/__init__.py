@@ -12,11 +12,7 @@ if TYPE_CHECKING:
     from madmax_lib.view.explore.trace_explorer import TraceExplorer as TraceExplorer
     from madmax_lib.view.explore.widgets import view_timeline as view_timeline
     from madmax_lib.view.notebooks.runner import run_notebook as run_notebook
-    from madmax_lib.view.notebooks.setup import (
-        optional_dataset as optional_dataset,
-        save_figure as save_figure,
-        setup as setup,
-    )
+    from madmax_lib.view.notebooks.setup import *
     from madmax_lib.view.notebooks.site import write_site as write_site
     from madmax_lib.view.plots.breakdown import *
     from madmax_lib.view.plots.comm import *
