@@ -1,8 +1,4 @@
-"""How do a few plans compare? Their costs side by side, single changes of one, and which of a search's best to measure.
-
-A predicted step is as sure as its 90 % interval, but plans of one model on one machine err together: two of them are
-compared with the spread of runs of the same source and model (`calibration.intervals.comparison_widths`).
-"""
+"""How do a few plans compare? Their costs side by side, and single changes of one."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,16 +10,15 @@ from madmax_lib import catalog
 from madmax_lib.case import Case
 from madmax_lib.fields import argument
 from madmax_lib.plan import Plan
-from madmax_lib.planner.evaluate import WAY
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.offload.fits import FitsResult, fits
 from madmax_lib.simulator.offload.placement import PLACES, Policy
-from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.step_time import COMMUNICATION
 from madmax_lib.software import Software
 from madmax_lib.specs import Cluster, Model, Transformer
 
-__all__ = ["EXPOSED", "lever_table", "shortlist", "variants"]
+__all__ = ["EXPOSED", "lever_table", "variants"]
 
 EXPOSED = list(COMMUNICATION)  # as an index of columns
 
@@ -51,27 +46,6 @@ def variants(
         costs = {"exposed": row[EXPOSED].sum() / row["step_s"], "memory_gb": _used_gb(result)["device"]}
         rows[str(plan)] = row.to_dict() | costs | {"fits": result.fits}
     return pd.DataFrame.from_dict(rows, orient="index")
-
-
-def shortlist(table: pd.DataFrame, model: Transformer | str, parameters: Parameters | None = None) -> pd.DataFrame:
-    """The best plan of each way to split the model, and whether it may be the fastest.
-
-    table: of a search; plans with the same tp, cp, pp, ep, ZeRO stage and recompute count as one way. Adds ratio (step
-    over that of the first plan), ratio_low, ratio_high (90 %) and worth_measuring (ratio_low reaches 1). Raises
-    ValueError for parameters that know no intervals.
-    """
-    model = catalog.model(model)
-    if missing := [name for name in (*WAY, "step_s") if name not in argument("table", table, pd.DataFrame)]:
-        raise ValueError(f"table of a search: column {missing[0]!r} is missing")
-    width = argument("parameters", parameters, Parameters, shipped).residuals.get(
-        f"layouts {'mixture' if model.experts else 'dense'}"
-    )
-    if width is None:
-        raise ValueError("parameters without residuals: fit them with calibration.fit.ship, or use the shipped ones")
-    table = table.drop_duplicates(list(WAY)).reset_index(drop=True)
-    ratio = table["step_s"] / table["step_s"].iloc[0]
-    low, high = ratio * np.exp(-width), ratio * np.exp(width)
-    return table.assign(ratio=ratio, ratio_low=low, ratio_high=high, worth_measuring=low <= 1.0)
 
 
 def lever_table(

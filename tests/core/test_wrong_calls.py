@@ -13,7 +13,7 @@ import pytest
 import madmax_lib as mm
 from madmax_lib.case import Case
 from madmax_lib.fields import shown, whole
-from madmax_lib.planner import Space, codesign, lever_table, shortlist, training, variants
+from madmax_lib.planner import Space, codesign, lever_table, training, variants
 from madmax_lib.planner.space import Degrees, sharding_choices
 from madmax_lib.simulator import Parameters, Policy, moments, usable_bytes
 from madmax_lib.specs import DLRM, Transformer
@@ -123,7 +123,7 @@ CALLS = {
     "^client=3 must be a dask client": [lambda: searched(client=3)],
     "^directory=3 must be text or a Path": [lambda: searched(directory=3)],
     "^model=None": [lambda: searched(None, CLUSTER, 64), lambda: held(None, PLAN), lambda: mm.model(None),
-                    lambda: mm.Plan(dp=8).check(None, None), lambda: shortlist(TABLE, None)],
+                    lambda: mm.Plan(dp=8).check(None, None)],
     "^cluster=": [lambda: searched(MODEL, None, 64), lambda: mm.cluster(None), lambda: mm.cluster(3),
                   lambda: mm.largest_model(None, "ddp"), lambda: codesign(MODEL, 5, 64)],
     "^global_batch=": [lambda: searched(MODEL, CLUSTER, None), lambda: held(global_batch="a"),
@@ -172,7 +172,6 @@ CALLS = {
     "^device='h100' must be a Device": [lambda: usable_bytes("h100")],
     "^moments are those of an offloaded step": [lambda: moments(MODEL, CLUSTER, "dp8", **BATCH)],
     "^plans=None": [lambda: variants(MODEL, CLUSTER, None, **BATCH)],
-    "^table=3|^table of a search: column": [lambda: shortlist(3, MODEL), lambda: shortlist(TABLE, MODEL)],
     "^table=3|^table of plans|^tokens=": [
         lambda: training(3, 1e9, CLUSTER), lambda: training(TABLE, 1e9, CLUSTER),
         lambda: training(TABLE, "1T", CLUSTER), lambda: training(TABLE, -1, CLUSTER)],

@@ -21,13 +21,12 @@ from madmax_lib.planner import (
     distribute as shards_module,
     plan_of,
     practice,
-    shortlist,
     training,
 )
 from madmax_lib.planner.codesign import _RESOURCES, scaled
 from madmax_lib.planner.distribute import _on_workers
 from madmax_lib.planner.evaluate import _OBJECTIVES
-from madmax_lib.simulator import Parameters, peak_bytes, usable_bytes
+from madmax_lib.simulator import peak_bytes, usable_bytes
 from madmax_lib.simulator.step.power import device_energy_j
 from madmax_lib.simulator.step.step_time import PARTS
 
@@ -237,18 +236,6 @@ def test_scaled_clusters():
     for factors, message in (({"disk": 2.0}, "resource 'disk' is not one of"), ({"intra": 0}, "intra: factor=0 must")):
         with pytest.raises(ValueError, match=message):
             scaled(NODE, factors)
-
-
-def test_plans_close_to_the_best_are_worth_measuring(found):
-    table = shortlist(found.table, MODEL)
-    assert 1 < len(table) < len(found.table) and not table.duplicated(["tp", "cp", "pp", "zero", "recompute"]).any()
-    assert table["ratio"].iloc[0] == 1 and table["worth_measuring"].iloc[0]
-    width = np.log(table["ratio_high"] / table["ratio"])
-    assert np.ptp(width) < 1e-12 and 0.05 < width[0] < 0.25  # 13 % for dense models
-    far = table.assign(step_s=table["step_s"].iloc[0] * np.exp(np.arange(len(table)) * 1.01 * width[0]))
-    assert shortlist(far, MODEL)["worth_measuring"].sum() == 1
-    with pytest.raises(ValueError, match="parameters without residuals"):
-        shortlist(found.table, MODEL, Parameters())
 
 
 def test_training_time_and_cost(found):
