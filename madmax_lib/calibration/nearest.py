@@ -9,7 +9,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import usable
-from madmax_lib.calibration.published_rows import model_flops, read_rows, to_steps
+from madmax_lib.calibration.published_rows import facts_of, model_flops, read_rows, to_steps
 from madmax_lib.case import Case
 from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.step.step_time import step_s
@@ -17,14 +17,15 @@ from madmax_lib.simulator.step.step_time import step_s
 __all__ = ["nearest"]
 
 _COLUMNS = ["source", "model", "gpu", "n_gpus", "dtype", "software", "plan", "step_s", "mfu", "over_predicted"]
+_SHOWN = 3
 # how far runs are apart: a factor of two in size counts as much as ...
 _SIZES = {"parameters": 1.0, "devices": 0.3, "sequence": 0.5}
 _CHOICES = {"gpu": 1.5, "family": 2.0, "bits": 1.0, "kind": 3.0, "software": 0.5, "recompute": 0.3, "zero": 0.3}
 _DEGREES = {"tp": 0.2, "pp": 0.2, "cp": 0.2, "micro_batch": 0.05}
 
 
-def nearest(case: Case, count: int = 3) -> pd.DataFrame:
-    """So many rows of `data/published_train.csv`, the most similar first, of different models, counts or plans.
+def nearest(case: Case) -> pd.DataFrame:
+    """The most similar rows of `data/published_train.csv`, the nearest first, of different models, counts or plans.
 
     mfu: 6 FLOPs per parameter and token, and attention, over the peak of the dtype; over_predicted: measured step over
     that of the shipped constants, which have seen these rows.
@@ -37,24 +38,13 @@ def nearest(case: Case, count: int = 3) -> pd.DataFrame:
     for name, weight in _CHOICES.items():
         distance += weight * (facts[name] != own[name]).to_numpy(float)
     table = rows.assign(distance=distance).sort_values("distance", kind="stable")
-    table = table.drop_duplicates(["model", "gpu", "n_gpus", "dtype", "plan"]).head(count)
+    table = table.drop_duplicates(["model", "gpu", "n_gpus", "dtype", "plan"]).head(_SHOWN)
     return table[_COLUMNS].reset_index(drop=True)
 
 
 def _facts(case: Case) -> dict[str, float | str]:
-    model, device, plan = case.model, case.cluster.device, case.plan
-    kinds = {"vision": model.image, "lora": plan.lora_rank, "mixture": model.experts, "dense": True}
-    return {
-        "parameters": model.active_parameters,
-        "devices": plan.world_size,
-        "sequence": case.sequence,
-        "gpu": device.name,
-        "family": device.family,
-        "bits": case.dtype[-1],
-        "kind": next(kind for kind, applies in kinds.items() if applies),
-        "software": case.software.name,
-        **{name: getattr(plan, name) for name in ("recompute", "zero", *_DEGREES)},
-    }
+    sizes = {"parameters": case.model.active_parameters, "devices": case.plan.world_size, "sequence": case.sequence}
+    return facts_of(case) | sizes | {"bits": case.dtype[-1]}
 
 
 @lru_cache(maxsize=1)

@@ -18,7 +18,6 @@ from madmax_lib.accounting import breakdown
 from madmax_lib.case import Case
 from madmax_lib.plan import Plan
 from madmax_lib.row_facts import machine_of, model_of, number_of, software_of
-from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.simulate import simulate
 from madmax_lib.specs import Link
 from madmax_lib.timeline import with_origin
@@ -28,16 +27,16 @@ __all__ = ["overlap_errors", "overlap_facts"]
 _FAST = 1e6  # times the bandwidth of links beside which compute is alone
 
 
-def overlap_facts(parameters: Parameters | None = None) -> pd.DataFrame:
+def overlap_facts() -> pd.DataFrame:
     """Measured facts about overlap, a row each, with predicted beside measured and error, their difference.
 
     what: overlap, hidden over all communication; exposed_share, communication that no compute hides over the step;
     comm_share, communication over the time of all kernels; compute_slowdown, compute beside communication over compute
     alone, minus 1; speed_ratio, the step of a reference plan over that of the plan, whose error is relative. run: what
-    ran. parameters: the shipped constants if None.
+    ran. Predictions are those of the shipped constants.
     """
     table = catalog.table("overlap")
-    rows = [_row(raw, parameters or shipped()) for raw in table.to_dict("records")]
+    rows = [_row(raw) for raw in table.to_dict("records")]
     result = table[["source", "case", "model", "gpu"]].join(pd.DataFrame(rows))
     file = {"overlap.csv": {"sha256": hashlib.sha256(catalog.data_file("overlap.csv").read_bytes()).hexdigest()}}
     return with_origin(result, {"files": file, "rules": "not fitted"})
@@ -62,9 +61,9 @@ def overlap_errors(facts: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _row(raw: dict, parameters: Parameters) -> dict:
+def _row(raw: dict) -> dict:
     case = _case(raw, raw["plan"])
-    measured, predicted = number_of(raw, "measured"), _predicted(case, raw, parameters)
+    measured, predicted = number_of(raw, "measured"), _predicted(case, raw)
     error = (predicted - measured) / (measured if raw["what"] == "speed_ratio" else 1.0)
     run = f"{case.model.name} {case.plan}, {case.dtype}, {case.software.name}"
     facts = {"software": case.software.name, "devices": case.plan.world_size, "run": run, "what": raw["what"]}
@@ -78,8 +77,8 @@ def _case(raw: dict, plan: str) -> Case:
     return Case(model_of(raw), cluster, plan, batch, sequence, dtype, software_of(raw, device))
 
 
-def _predicted(case: Case, raw: dict, parameters: Parameters) -> float:
-    parts = _means(case, parameters, raw["traced"] == "layers")
+def _predicted(case: Case, raw: dict) -> float:
+    parts = _means(case, raw["traced"] == "layers")
     match raw["what"]:
         case "overlap":
             return 1 - parts["exposed_comm_s"] / parts["comm_s"] if parts["comm_s"] else 0.0
@@ -89,17 +88,17 @@ def _predicted(case: Case, raw: dict, parameters: Parameters) -> float:
             return parts["comm_s"] / (parts["comm_s"] + parts["compute_s"] + parts["memory_s"])
         case "compute_slowdown":
             fast = replace(case.cluster, intra=_fast(case.cluster.intra), inter=_fast(case.cluster.inter))
-            return parts["compute_s"] / _means(replace(case, cluster=fast), parameters)["compute_s"] - 1
+            return parts["compute_s"] / _means(replace(case, cluster=fast))["compute_s"] - 1
         case "speed_ratio":
-            return _means(_case(raw, raw["reference_plan"]), parameters)["total_s"] / parts["total_s"]
+            return _means(_case(raw, raw["reference_plan"]))["total_s"] / parts["total_s"]
     raise ValueError(f"what={raw['what']!r} of data/overlap.csv is not known")
 
 
 @lru_cache(maxsize=64)
-def _means(case: Case, parameters: Parameters, layers: bool = False) -> pd.Series:
+def _means(case: Case, layers: bool = False) -> pd.Series:
     """Mean over the ranks of the breakdown of a simulated step, or of its layers, without messages between stages."""
     run = {"global_batch": case.global_batch, "sequence": case.sequence, "dtype": case.dtype}
-    step = simulate(case.model, case.cluster, case.plan, **run, software=case.software, parameters=parameters)
+    step = simulate(case.model, case.cluster, case.plan, **run, software=case.software)
     if layers:
         step = step.where((step.spans["group"] != "pp").to_numpy())
     return breakdown(step).mean()

@@ -35,7 +35,7 @@ from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.step_time import step_time
 from madmax_lib.software import OVERLAPS
 
-__all__ = ["model_flops", "read_rows", "to_steps", "to_table"]
+__all__ = ["facts_of", "model_flops", "read_rows", "to_steps", "to_table"]
 
 _begin = lru_cache(maxsize=1)(start)
 _VTRAIN_SOURCE = "VIA-Research/vTrain data/ground_truth_multi.csv"
@@ -103,7 +103,7 @@ def _warn_of_unknown(table: pd.DataFrame) -> None:
         warnings.warn(f"ignored column(s) {', '.join(unknown)}; {words}", stacklevel=3)
 
 
-def _facts_of(case: Case) -> dict:
+def facts_of(case: Case) -> dict:
     """What groups and plots ask of a case: its kind, software, machine and plan, in columns of `read_rows`."""
     kinds = {"vision": case.model.image, "lora": case.plan.lora_rank, "mixture": case.model.experts, "dense": True}
     return {name: getattr(case.plan, name) for name in _PLAN} | {
@@ -145,7 +145,7 @@ def _read(raw: dict) -> dict:
         return row | {"supported": False, "consistent": False, "reason": str(error)}
     said, reason = text_of(raw, "recompute"), _violation_of(case, devices, text_of(raw, "software"))
     row |= {"recompute_stated": bool(said) and "offloads" not in said, "measured_s": seconds}
-    return row | {"supported": True, "consistent": not reason, "reason": reason, "case": case} | _facts_of(case)
+    return row | {"supported": True, "consistent": not reason, "reason": reason, "case": case} | facts_of(case)
 
 
 def _fastest(cases: list[Case]) -> Case:

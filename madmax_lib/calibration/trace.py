@@ -69,14 +69,12 @@ def kernel_seconds(timeline: Timeline) -> dict[str, float]:
     return result
 
 
-def fit_timeline(
-    timeline: Timeline | Sequence[Timeline], case: Case | Sequence[Case], begin: Parameters | None = None
-) -> Parameters:
+def fit_timeline(timeline: Timeline | Sequence[Timeline], case: Case | Sequence[Case]) -> Parameters:
     """Constants that make the model meet measured runs, their software ones of the catalog.
 
     timeline, case: one trace and its run, or as many of both: of GPUs or of processes on a CPU; of a pipeline one stage
-    or all, which are fitted to the one that computes longest. begin: where the rest comes from, the shipped constants
-    if None. Bounds and priors are those of `data/parameter_bounds.csv`, the priors around `begin`.
+    or all, which are fitted to the one that computes longest. The rest comes from the shipped constants; bounds and
+    priors are those of `data/parameter_bounds.csv`, the priors around the shipped ones.
     provenance["errors"]: predicted / measured - 1 of each part and the step, a dict per run. The interval of each run's
     step holds what was measured: residuals["stranger"] grows until it does.
     Raises ValueError for a trace without compute, and one that cannot be of its case: device, dtype, FLOPs or groups.
@@ -87,7 +85,7 @@ def fit_timeline(
         raise ValueError(f"{len(traces)} traces and {len(cases)} cases: each trace needs its own")
     for trace, of in zip(traces, cases, strict=True):
         check_trace(trace, of)
-    begin, runs, start, names = begin or shipped(), [], {}, {}
+    begin, runs, start, names = shipped(), [], {}, {}
     for trace, of in zip(traces, cases, strict=True):
         steps = _steps(of)
         runs.append((steps, slowest_stage(trace, of)))

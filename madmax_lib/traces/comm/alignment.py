@@ -53,17 +53,15 @@ def clock_offsets(timeline: Timeline) -> pd.DataFrame:
 def align(timeline: Timeline) -> Timeline:
     """The timeline with one clock: each rank's times shifted by its offset, so that collectives end together.
 
-    meta.provenance["clock_offsets_s"] has {rank: seconds taken off}; ["clocks_kept"] lists the ranks that share no call
-    with the lowest rank, directly or through others: each connected set of them keeps the clock of its own lowest rank.
+    meta.provenance["clock_offsets_s"] has {rank: seconds taken off}. Ranks that share no call with the lowest rank,
+    directly or through others, keep the clock of the lowest rank that they are connected with.
     """
     table = clock_offsets(timeline)
     shift_ns = np.rint(table["offset_s"] * NS_PER_S).astype(np.int64).set_axis(table["rank"])
     before = timeline.meta.provenance.get("clock_offsets_s", {})
     taken_s = {str(rank): before.get(str(rank), 0.0) + ns / NS_PER_S for rank, ns in shift_ns.items()}
-    apart = table.loc[table["reference"] != table["reference"].min(), "rank"]
-    clocks = {"clock_offsets_s": taken_s, "clocks_kept": [int(rank) for rank in apart]}
     start_ns = timeline.spans["start_ns"] - shift_ns.reindex(timeline.spans["rank"]).to_numpy()
-    meta = replace(timeline.meta, provenance=timeline.meta.provenance | clocks)
+    meta = replace(timeline.meta, provenance=timeline.meta.provenance | {"clock_offsets_s": taken_s})
     side_tables = SideTables(partial(_shifted, timeline.side_tables, shift_ns))
     return Timeline(timeline.spans.assign(start_ns=start_ns), meta, timeline.edges, side_tables)
 
