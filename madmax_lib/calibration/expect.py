@@ -140,10 +140,7 @@ def expect(
     outlook = Outlook.of(case, argument("parameters", parameters, Parameters, shipped))
     predicted_s, high_s = outlook.predicted_s, outlook.predicted_s * outlook.factor
     if not 1 / _ABSURD < measured_s / predicted_s < _ABSURD:
-        said = f"{named}={given[named]:.4g}" if named in given else named
-        raise ValueError(
-            f"{said}: {measured_s:.3g} s a step where {predicted_s:.3g} s are expected; is its unit right?"
-        )
+        raise ValueError(_absurd(named, given, measured_s, predicted_s))
     floor_s = Outlook.of(case, Parameters()).row["gemm_s"]
     verdict = str(verdicts(measured_s, predicted_s, high_s, floor_s))
     return Expectation(
@@ -179,6 +176,11 @@ def _measured_s(case: Case, given: dict[str, float | None], timeline: Timeline |
         "tflops": lambda: model_flops(case, {}) / (value * 1e12 * world),
     }
     return name, float(of[name]())
+
+
+def _absurd(named: str, given: dict[str, float | None], measured_s: float, predicted_s: float) -> str:
+    said = f"{named}={given[named]:.4g}" if named in given else named
+    return f"{said}: {measured_s:.3g} s a step where {predicted_s:.3g} s are expected; is its unit right?"
 
 
 def _percentile(measured_s: float, outlook: Outlook) -> float:

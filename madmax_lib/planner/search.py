@@ -4,6 +4,7 @@ A search deals the degrees of a `space` out in parts (`distribute`), each of whi
 """
 
 import time
+from collections import Counter
 
 import pandas as pd
 
@@ -75,16 +76,21 @@ def search(
     found, complete = run_parts(problem, degrees[shard::shards], client, directory, progress)
     if complete and not found.feasible and shards == 1:
         raise ValueError(_too_large(problem, found))
-    rules = [(rule, count, "layouts") for rule, count in sorted(dropped.items())]
-    rules.append(("a stack must launch it", found.idle, "plans"))
-    rules.append(("must fit in memory", found.evaluated - found.feasible, "plans"))
-    rules = pd.DataFrame(rules, columns=["rule", "count", "of"])
     table, front, ways = (pd.DataFrame(),) * 3
     if found.feasible:
         table, front = (described(problem, part)[0] for part in (found.table, found.front))
         ways = different(problem, found.ways)
     counts = (found.evaluated, found.feasible, time.perf_counter() - start)
+    rules = _dropped(dropped, found)
     return SearchResult(table, front.drop(columns="ties", errors="ignore"), ways, *counts, rules, problem, complete)
+
+
+def _dropped(layouts: Counter, found: Found) -> pd.DataFrame:
+    """How many layouts and plans each rule has dropped."""
+    rules = [(rule, count, "layouts") for rule, count in sorted(layouts.items())]
+    rules.append(("a stack must launch it", found.idle, "plans"))
+    rules.append(("must fit in memory", found.evaluated - found.feasible, "plans"))
+    return pd.DataFrame(rules, columns=["rule", "count", "of"])
 
 
 def _check(case: Case, client, shard: int, shards: int) -> None:

@@ -36,43 +36,60 @@ def server(folders: list[str | Path], main: Callable[[list[str]], int]) -> MCPSe
         raise FileNotFoundError(f"{lost[0]}: no such directory")
     about = "Distributed-training performance: traces analysed, steps predicted, plans searched. Files are read below "
     made = MCPServer("madmax", instructions=f"{about}{', '.join(map(str, roots))}.")
-    for tool in _tools(roots, partial(_ask, main)):
+    folders, ask = _Folders(roots), partial(_ask, main)
+    for tool in (*_trace_tools(folders, ask), *_step_tools(folders, ask)):
         made.add_tool(tool, structured_output=False)
     return made
 
 
-def _tools(roots: list[Path], ask: Callable[..., str]) -> list:
-    def inside(text: str) -> str:
+class _Folders:
+    """The folders that an agent may read in."""
+
+    def __init__(self, roots: list[Path]):
+        self.roots = roots
+
+    def inside(self, text: str) -> str:
+        """A path below one of the folders; others are refused."""
         path = Path(text).expanduser()
-        path = (path if path.is_absolute() else roots[0] / path).resolve()
-        if not any(path.is_relative_to(root) for root in roots):
-            raise _refusal(f"{text}: outside of {', '.join(map(str, roots))}")
+        path = (path if path.is_absolute() else self.roots[0] / path).resolve()
+        if not any(path.is_relative_to(root) for root in self.roots):
+            raise _refusal(f"{text}: outside of {', '.join(map(str, self.roots))}")
         return str(path)
 
-    def named(text: str) -> str:
+    def named(self, text: str) -> str:
         """A name of the catalog as it is, a file only inside."""
-        return inside(text) if Path(text).suffix == ".json" or Path(text).exists() else text
+        return self.inside(text) if Path(text).suffix == ".json" or Path(text).exists() else text
+
+
+def _trace_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
+    """What was recorded."""
+
+    def breakdown(traces: list[str]) -> str:
+        """Compute, communication, exposed communication, idle time and overlap of each rank, in seconds."""
+        return ask("breakdown", *map(folders.inside, traces))
+
+    def compare(a: str, b: str, operations: bool = False) -> str:
+        """What differs between two runs: by rank and step, or by operation, the largest difference first."""
+        return ask("compare", folders.inside(a), folders.inside(b), *["--operations"] * operations)
+
+    def stragglers(traces: list[str]) -> str:
+        """Which rank arrives last at collectives, what it costs the others, and the step without stragglers."""
+        return ask("stragglers", *map(folders.inside, traces))
+
+    def flight(dumps: str) -> str:
+        """Which rank hangs a job, by a directory of flight-recorder dumps, one per rank."""
+        return ask("flight", folders.inside(dumps))
+
+    return [breakdown, compare, stragglers, flight]
+
+
+def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
+    """What is predicted."""
 
     def step(model: str, cluster: str, plans: list[str], global_batch: int, **options) -> list[str]:
         given = {"--global-batch": global_batch, **{f"--{name}": value for name, value in options.items()}}
         flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
-        return [named(model), named(cluster), *plans, *flags]
-
-    def breakdown(traces: list[str]) -> str:
-        """Compute, communication, exposed communication, idle time and overlap of each rank, in seconds."""
-        return ask("breakdown", *map(inside, traces))
-
-    def compare(a: str, b: str, operations: bool = False) -> str:
-        """What differs between two runs: by rank and step, or by operation, the largest difference first."""
-        return ask("compare", inside(a), inside(b), *["--operations"] * operations)
-
-    def stragglers(traces: list[str]) -> str:
-        """Which rank arrives last at collectives, what it costs the others, and the step without stragglers."""
-        return ask("stragglers", *map(inside, traces))
-
-    def flight(dumps: str) -> str:
-        """Which rank hangs a job, by a directory of flight-recorder dumps, one per rank."""
-        return ask("flight", inside(dumps))
+        return [folders.named(model), folders.named(cluster), *plans, *flags]
 
     def estimate(
         model: str,
@@ -108,7 +125,7 @@ def _tools(roots: list[Path], ask: Callable[..., str]) -> list:
         options = {"nodes": nodes, "software": software, "objective": objective}
         return ask("search", *step(model, cluster, [], global_batch, **options))
 
-    return [breakdown, compare, stragglers, flight, estimate, fits, search]
+    return [estimate, fits, search]
 
 
 def _ask(main: Callable[[list[str]], int], command: str, *arguments: str) -> str:
