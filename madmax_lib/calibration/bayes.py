@@ -8,6 +8,7 @@ that part of stacks as what every source has of its own, so they shrink from the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from madmax_lib.calibration.identifiability import scaled
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.step_time import step_s
+from madmax_lib.simulator.step.uncertainty import places_of
 
 __all__ = ["StackPrior", "gradient"]
 
@@ -24,17 +26,32 @@ _OWN = 0.5  # of a prior's width, by which the constants of one stack differ fro
 _NOISE = 0.06  # log error that the best constants of a stack leave in a row; Student's t forgives larger ones
 _FREEDOM = 3.0  # of Student's t
 _ROUNDS = 6  # linearisations
-_STEP = 1e-5  # of a constant in its fitting scale, for slopes
 
 
 def gradient(steps: Steps, point: np.ndarray, names: Sequence[str], begin: Parameters) -> np.ndarray:
-    """(n, names) slopes of log step_s at point, by constants in their fitting scale; the rest is that of begin."""
+    """(n, names) slopes of log step_s at point, by constants in their fitting scale; the rest is that of begin.
+
+    A step has one constant of a name, and of `gemm_efficiency` one of each width, so these move at once.
+    """
     logarithmic = (bounds().loc[list(names), "scale"] == "log").to_numpy()
-    moved = point + np.vstack([np.zeros(len(names)), _STEP * np.eye(len(names))])
+    alike, group = np.unique([re.sub(r":.*?(-\d+)?$", r"\1", name) for name in names], return_inverse=True)
+    size = np.sqrt(np.finfo(float).eps) * np.maximum(1.0, np.abs(point))
+    moved = np.vstack([point, np.where(np.arange(len(alike))[:, None] == group, point + size, point)])
     values = np.where(logarithmic, np.exp(moved), moved)
     constants = begin.constants | {name: values[:, i : i + 1] for i, name in enumerate(names)}
     seconds = np.log(step_s(steps, replace(begin, constants=constants)))
-    return ((seconds[1:] - seconds[0]) / _STEP).T
+    slopes = (seconds[1:] - seconds[0])[group].T / (point + size - point)
+    return np.where(_occurs(steps, names, begin, len(slopes)), slopes, 0.0)
+
+
+def _occurs(steps: Steps, names: Sequence[str], begin: Parameters, count: int) -> np.ndarray:
+    """(count, names) whether a step has the constant: of its products, or of those of its heads."""
+    places = {name: place for place, name in enumerate(begin.constants)}
+    fields = [(name, None) for name in dict.fromkeys(name.partition(":")[0] for name in names)]
+    result = np.zeros((count, len(places)), bool)
+    for name, field in [*fields, ("gemm_efficiency", "head")]:
+        result[np.arange(count), places_of(steps, name, places, field)] = True
+    return result[:, [places[name] for name in names]]
 
 
 class StackPrior:

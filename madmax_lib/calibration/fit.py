@@ -18,7 +18,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from madmax_lib import catalog
-from madmax_lib.calibration.bayes import StackPrior
+from madmax_lib.calibration.bayes import StackPrior, gradient
 from madmax_lib.calibration.identifiability import scaled
 from madmax_lib.calibration.published_rows import read_rows, to_steps, to_table
 from madmax_lib.datasets import local_data
@@ -163,8 +163,7 @@ class _LeastSquares:
         self.prior, self.low, self.high, at = (scaled(table, name) for name in ("start", "low", "high", "begin"))
         self.sigma = table["sigma"].to_numpy(float)
         self.begin = np.clip(at, self.low, self.high)
-        self.fixed = dict(begin.constants)
-        self.measured = {"collectives": begin.collectives, "links": begin.links}
+        self.fixed = Parameters(constants=begin.constants, collectives=begin.collectives, links=begin.links)
         self.log_measured = np.log(rows["measured_s"].to_numpy(float))
         self.weight = weights(rows) / SCALE
 
@@ -172,23 +171,17 @@ class _LeastSquares:
         return np.where(self.logarithmic, np.exp(point), point)
 
     def constants(self, point: np.ndarray) -> dict[str, float]:
-        return self.fixed | dict(zip(self.names, self.values(point).tolist(), strict=True))
+        return self.fixed.constants | dict(zip(self.names, self.values(point).tolist(), strict=True))
 
     def residuals(self, point: np.ndarray) -> np.ndarray:
-        """Rows, then priors; point may be (..., constants)."""
-        values = self.values(point)
-        constants = self.fixed | {name: values[..., i : i + 1] for i, name in enumerate(self.names)}
-        predicted = step_s(self.steps, Parameters(constants=constants, **self.measured))
+        """Rows, then priors."""
+        predicted = step_s(self.steps, replace(self.fixed, constants=self.constants(point)))
         of_rows = (np.log(predicted) - self.log_measured) * self.weight
-        return np.concatenate([of_rows, (point - self.prior) / self.sigma], axis=-1)
+        return np.concatenate([of_rows, (point - self.prior) / self.sigma])
 
     def jacobian(self, point: np.ndarray) -> np.ndarray:
-        """By forward differences, all constants in one evaluation."""
-        step = np.sqrt(np.finfo(float).eps) * np.maximum(1.0, np.abs(point))
-        step = np.where(point + step > self.high, -step, step)
-        moved = point + np.diag(step)
-        slopes = (self.residuals(moved) - self.residuals(point)) / (np.diag(moved) - point)[:, None]
-        return slopes.T
+        slopes = gradient(self.steps, point, self.names, self.fixed)
+        return np.vstack([slopes * self.weight[:, None], np.diag(1 / self.sigma)])
 
     def point(self, parameters: Parameters) -> np.ndarray:
         """Where these constants are."""
@@ -210,12 +203,12 @@ class _LeastSquares:
         covariance, low, high = posterior(result)
         low, high = self.values(np.maximum(low, self.low)), self.values(np.minimum(high, self.high))
         ends = zip(low.tolist(), high.tolist(), strict=True)
-        return Parameters(
+        return replace(
+            self.fixed,
             constants=self.constants(result.x),
             intervals=dict(zip(self.names, ends, strict=True)),
             fitted=tuple(self.names),
             covariance=tuple(map(tuple, covariance.tolist())),
-            **self.measured,
             provenance={
                 "rows": len(rows),
                 "sha256": fingerprint(rows),
