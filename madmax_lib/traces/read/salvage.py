@@ -1,7 +1,7 @@
 """Which events can be read from a piece of trace text, also where it is damaged or breaks off?
 
 A piece that does not decode is repaired (control characters, invalid UTF-8, stray backslashes, NaN), then read event by
-event without the bad ones. The position in msgspec's errors tells where the list of events ends or an event is broken.
+event without the bad ones. The standard library's decoder tells where an event ends or is broken.
 The work grows with the length of the text alone, whatever is wrong with it.
 """
 
@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import json
 import re
 
 import msgspec
@@ -24,13 +25,11 @@ BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 EVENT_START = re.compile(rb"\}\s*,\s*(?=\{\s*" + _KEY + rb")")
 _LIST_END = re.compile(rb"\}\s*\]" + _BEHIND)
 _LIST_CLOSES = re.compile(rb"\]" + _BEHIND)
-_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
-_ERROR_AT = re.compile(r"\(byte (\d+)\)")
+_APART = re.compile(rb"[\s,]*")  # of two items
 _NOT_JSON_NUMBER = re.compile(rb"(?<=[:,\[])(\s*)(?:-?(?:Infinity|inf)|NaN|nan)(?=\s*[,\]}])")
 _PAIR = rb"u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # half of it alone is no character
 _STRAY_BACKSLASH = re.compile(rb'\\(?:(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|' + _PAIR + rb")|)")
-_RAW = msgspec.json.Decoder(list[msgspec.Raw])
-_DEEP = 100  # brackets inside of each other; Python and msgspec give up at about 1000
+_ITEM = json.JSONDecoder(strict=False, parse_int=str, parse_float=str)  # tells where an item ends, unlike msgspec
 _LIST_ENDS = 50  # places to try as the end of the events
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -99,100 +98,62 @@ def _one_by_one(
 
     final: no text follows, so an event without end is lost. Otherwise it raises BreaksOff.
     """
-    held = bytearray(b"[" + _repaired(text) + b"]")
+    text = _repaired(text)
+    letters = text.decode("latin-1")  # one for each byte
     events: list[Event] = []
-    skipped, start, rest, lost = 0, 0, None, b""
-    while start is not None:
-        held[start] = ord("[")  # in the place of a comma or a blank
-        raws, end, at = _until_trouble(held, start)
-        valid = _valid_ones(decoder, raws)
-        events += valid
-        skipped += len(raws) - len(valid)
-        start = None
-        if at is None:
-            rest = bytes(held[end:-1]) if end < len(held) else None
-        elif after := EVENT_START.search(held, max(at - 1, 0)):
-            skipped, start = skipped + 1, after.end() - 1
-        elif (behind := _behind_last(held, max(at - 1, 0))) is not None:
-            skipped, rest = skipped + 1, bytes(held[behind:-1])
+    skipped, at, rest, lost = 0, 0, None, b""
+    while (at := _APART.match(text, at).end()) < len(text):
+        if _LIST_CLOSES.match(text, at):
+            rest = text[at + 1 :]
+            break
+        end, trouble = _end_of_item(letters, at)
+        if end:
+            valid = _valid(decoder, text[at:end])
+            events += valid
+            skipped, at = skipped + (not valid), end
+        elif after := EVENT_START.search(text, max(trouble - 1, 0)):
+            skipped, at = skipped + 1, after.end()
+        elif (behind := _behind_last(text, max(trouble - 1, 0))) is not None:
+            skipped, rest = skipped + 1, text[behind:]
+            break
         elif final:
-            lost = bytes(held[end:-1]).lstrip(b" \t\r\n,")
+            lost = text[at:]
+            break
         else:
             raise BreaksOff
     trace.skipped += skipped
     return events, rest, lost
 
 
-def _until_trouble(held: bytearray, start: int) -> tuple[list[msgspec.Raw], int, int | None]:
-    """Events of the list that starts at a place, where the last of them or their list ends, and where one is broken."""
-    view = memoryview(held)
+def _end_of_item(text: str, at: int) -> tuple[int, int]:
+    """Where the JSON that begins at a place ends, or 0 and where it is broken: at the end of the text if it breaks off.
+
+    What is nested too deep is broken where it begins.
+    """
     try:
-        return _RAW.decode(view[start:]), len(held), None
+        return _ITEM.raw_decode(text, at)[1], 0
     except RecursionError:
-        at = _last_end(held, start, len(held), _DEEP)[1]
-    except msgspec.DecodeError as error:
-        at = start + _position(error)
-        if "trailing characters" in str(error):
-            end = held.rindex(b"]", start, at - 1) + 1  # it names the place behind the first of them
-            closes = _LIST_CLOSES.match(held, end - 1, len(held) - 1)
-            return _RAW.decode(view[start:end]), end, None if closes else end
-        try:  # whether the ] at the end has made it worse
-            _RAW.decode(view[start:-1])
-        except msgspec.DecodeError as error:
-            at = len(held) - 1 if "truncated" in str(error) else start + _position(error)
-    if (end := _guessed_end(held, start, at)) > start:
-        with contextlib.suppress(msgspec.DecodeError):
-            return _RAW.decode(bytes(view[start:end]) + b"]"), end, at
-    end = _last_end(held, start, at)[0]
-    return _RAW.decode(bytes(view[start:end]) + b"]"), end, at
+        return 0, at + 1
+    except json.JSONDecodeError as error:
+        return 0, len(text) if error.msg.startswith("Unterminated") else error.pos
 
 
-def _position(error: msgspec.DecodeError) -> int:
-    return int(_ERROR_AT.search(f"{error} (byte 0)")[1])
-
-
-def _guessed_end(held: bytearray, start: int, at: int) -> int:
-    """Where the last event before a place ends, if it does not end inside of text or a list."""
-    for match in BETWEEN.finditer(held, start, at):
-        start = match.start() + 1
-    return start
-
-
-def _last_end(held: bytearray, start: int, at: int, deepest: float = float("inf")) -> tuple[int, int]:
-    """Where the last event of sound text before a place ends, and the place of brackets that are nested too deep."""
-    depth, end = 0, start + 1
-    for token in _TOKEN.finditer(held, start, at):
-        mark = held[token.start()]
-        if mark in b"[{":
-            depth += 1
-            if depth > deepest:
-                return end, token.start()
-        elif mark in b"]}":
-            depth -= 1
-            if depth == 1:
-                end = token.end()
-    return end, at
-
-
-def _behind_last(held: bytearray, at: int) -> int | None:
+def _behind_last(text: bytes, at: int) -> int | None:
     """Where the ] of the events ends, if the last of them is unreadable; lists inside of its args end otherwise."""
-    for end in itertools.islice(_LIST_END.finditer(held, at, len(held) - 1), _LIST_ENDS):
+    for end in itertools.islice(_LIST_END.finditer(text, at), _LIST_ENDS):
         with contextlib.suppress(msgspec.DecodeError, RecursionError):
-            tail = bytes(held[end.end() : -1]).lstrip(b" ,\r\n\t")
+            tail = text[end.end() :].lstrip(b" ,\r\n\t")
             msgspec.json.decode(b"{" + (tail or b"}"), type=msgspec.Raw)
             return end.end()
     return None
 
 
-def _valid_ones(decoder: msgspec.json.Decoder, raws: list[msgspec.Raw]) -> list[Event]:
-    """Events of those texts that are one; sound JSON of another shape is left out."""
-    events: list[Event] = []
-    for raw in map(bytes, raws):
-        for kind in (decoder, _exact(decoder.type)):  # which takes numbers beyond 1e308
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-                events += _decode(kind, raw)
-                break
-    return events
+def _valid(decoder: msgspec.json.Decoder, text: bytes) -> list[Event]:
+    """The event of a text; none where it is sound JSON of another shape."""
+    for kind in (decoder, _exact(decoder.type)):  # which takes numbers beyond 1e308
+        with contextlib.suppress(*_UNREADABLE):
+            return _decode(kind, text)
+    return []
 
 
 @functools.cache
