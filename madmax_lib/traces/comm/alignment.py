@@ -19,7 +19,7 @@ from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["align", "clock_offsets"]
+__all__ = ["align", "clock_offsets", "components"]
 
 _APART = (*POINT_TO_POINT, "broadcast", "reduce", "gather", "scatter")
 
@@ -97,10 +97,10 @@ def _solve(pairs: pd.DataFrame, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """Offset (n,) in ns of each rank from the lowest rank it is connected with, and that rank (n,)."""
     a, b = np.searchsorted(ranks, pairs["first"]), np.searchsorted(ranks, pairs["rank"])
     together = pairs["together"].to_numpy(dtype=bool)
-    strongly = _components(a[together], b[together], len(ranks))
+    strongly = components(a[together], b[together], len(ranks))
     use = together | (strongly[a] != strongly[b])
     a, b, pairs = a[use], b[use], pairs[use]
-    lowest = _components(a, b, len(ranks))
+    lowest = components(a, b, len(ranks))
     weight = np.sqrt(pairs["count"].to_numpy(dtype=np.float64))
     system, edge = np.zeros((len(pairs), len(ranks))), np.arange(len(pairs))
     system[edge, b], system[edge, a] = weight, -weight
@@ -108,7 +108,7 @@ def _solve(pairs: pd.DataFrame, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return offset_ns - offset_ns[lowest], ranks[lowest]
 
 
-def _components(a: np.ndarray, b: np.ndarray, count: int) -> np.ndarray:
+def components(a: np.ndarray, b: np.ndarray, count: int) -> np.ndarray:
     """Lowest member (count,) of the connected set of each node, for edges a - b."""
     lowest = np.arange(count)
     while len(a):

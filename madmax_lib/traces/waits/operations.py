@@ -11,7 +11,7 @@ import pandas as pd
 
 from madmax_lib.kinds import POINT_TO_POINT
 from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
-from madmax_lib.traces.comm.alignment import align
+from madmax_lib.traces.comm.alignment import align, components
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.units import NS_PER_S
 
@@ -81,14 +81,12 @@ def _two_sided(table: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
 def _stages(table: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
     """stage and dp_rank of each rank: ranks that send to each other are the stages of one pipeline, in order."""
     sent = table[(table["source_rank"] >= 0) & (table["target_rank"] >= 0) & table["collective"].isin(POINT_TO_POINT)]
-    first = {rank: rank for rank in ranks}
-    for a, b in sent[["source_rank", "target_rank"]].drop_duplicates().astype("int64").itertuples(index=False):
-        if a in first and b in first:
-            low, high = sorted((first[a], first[b]))
-            first = {rank: low if of == high else of for rank, of in first.items()}
-    frame = pd.DataFrame({"first": first}).sort_index()
-    stage = frame.groupby("first").cumcount()
-    return pd.DataFrame({"stage": stage, "dp_rank": frame["first"].rank(method="dense").astype(int) - 1})
+    seen = sent[sent["source_rank"].isin(ranks) & sent["target_rank"].isin(ranks)]
+    first = components(*(np.searchsorted(ranks, seen[end]) for end in ("source_rank", "target_rank")), len(ranks))
+    first = pd.Series(first, index=ranks)
+    return pd.DataFrame(
+        {"stage": first.groupby(first).cumcount(), "dp_rank": first.rank(method="dense").astype(int) - 1}
+    )
 
 
 def _passes(table: pd.DataFrame, stage: pd.DataFrame) -> pd.DataFrame:
