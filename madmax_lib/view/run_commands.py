@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentTypeError, Namespace
 
 from madmax_lib.view.answers import Answer, add_command
-from madmax_lib.view.step_commands import assumed
+from madmax_lib.view.step_commands import add_run, assumed, inputs, run_of
 
 __all__ = ["add"]
 
@@ -15,7 +15,6 @@ _MEASURED = {
     "tokens_per_s_per_device": "tokens a second of one device (tokens/s/GPU, tps)",
     "tflops": "1e12 model FLOP/s of one device, as frameworks print them",
 }
-_RUN = ("global_batch", "sequence", "dtype", "software")
 _NEAREST = ["model", "gpu", "n_gpus", "dtype", "plan", "mfu", "over_predicted", "source"]
 
 
@@ -27,10 +26,7 @@ def add(commands) -> None:
     expect.add_argument("--cluster", required=True, help="catalog name, or the machine.json of a calibration")
     expect.add_argument("--nodes", type=int, help="how many (default: as many as the plan needs)")
     expect.add_argument("--plan", required=True, help="such as dp8.tp4.pp2.z1")
-    expect.add_argument("--global-batch", type=int, required=True, help="samples per step")
-    expect.add_argument("--sequence", type=int, help="tokens per sample (default: the model's)")
-    expect.add_argument("--dtype", default="bf16", help="default: bf16")
-    expect.add_argument("--software", help="stack that trains: megatron-core, torchtitan, deepspeed, ...")
+    add_run(expect, "as tuned Megatron-Core")
     for name, text in _MEASURED.items():
         expect.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=f"measured: {text}")
     expect.add_argument("--trace", metavar="DIR", help="traces of the run, for its step time and the part that is off")
@@ -43,12 +39,7 @@ def add(commands) -> None:
     asked = plan.add_mutually_exclusive_group(required=True)
     asked.add_argument("--days", type=float, help="deadline of the training")
     asked.add_argument("--devices", "--gpus", type=int, help="how many there are, to ask for the days")
-    plan.add_argument("--global-batch", type=int, help="samples per step (default: about 4 or 16 million tokens)")
-    plan.add_argument("--sequence", type=int, help="tokens per sample (default: the model's)")
-    plan.add_argument("--dtype", default="bf16", help="default: bf16")
-    plan.add_argument(
-        "--software", help="stack that trains: megatron-core, torchtitan, ... (default: any of five, as search)"
-    )
+    add_run(plan, "any of five, as search", "about 4 or 16 million tokens")
     plan.add_argument("--usd-per-hour", type=float, help="price of a device-hour (default: the catalog's)")
 
 
@@ -64,9 +55,8 @@ def _expect(options: Namespace) -> Answer:
     cluster = catalog.cluster(options.cluster, options.nodes, plan.world_size)
     own = machine(options.cluster).parameters if options.cluster.endswith(".json") else None
     measured = {name: getattr(options, name) for name in _MEASURED}
-    run = {name: getattr(options, name) for name in _RUN}
     timeline = read([options.trace]) if options.trace else None
-    result = expect(options.model, cluster, plan, **run, **measured, timeline=timeline, parameters=own)
+    result = expect(options.model, cluster, plan, **run_of(options), **measured, timeline=timeline, parameters=own)
     names = ("verdict", "step_s", "predicted_s", "low_s", "high_s", "percentile")
     about = {name: getattr(result, name) for name in names}
     about["software"] = assumed(options.software, cluster)
@@ -74,25 +64,23 @@ def _expect(options: Namespace) -> Answer:
     about["tries"] = result.tries.head(3).to_dict("records")
     about["nearest"] = result.nearest[_NEAREST].to_dict("records")
     table = result.explanations if timeline is None else with_origin(result.parts, timeline)
-    inputs = [options.model, options.cluster, *([options.software] if options.software else [])]
-    return Answer(table, about, inputs, passed=result.verdict in ("fine", "cannot tell"))
+    return Answer(table, about, inputs(options), passed=result.verdict in ("fine", "cannot tell"))
 
 
 def _plan(options: Namespace) -> Answer:
     from madmax_lib import catalog
     from madmax_lib.planner.campaign import AMOUNTS, campaign
 
-    cluster = options.cluster or catalog.cluster_with(catalog.device(options.device))
-    names = (*_RUN, "days", "devices", "usd_per_hour")
-    result = campaign(options.model, options.tokens, cluster, **{name: getattr(options, name) for name in names})
+    options.cluster = options.cluster or catalog.cluster_with(catalog.device(options.device))
+    asked = {name: getattr(options, name) for name in ("days", "devices", "usd_per_hour")}
+    result = campaign(options.model, options.tokens, options.cluster, **run_of(options), **asked)
     about = {name: result.best[name] for name in ("devices", "plan", "stacks", "global_batch", "goodput")}
     about |= {"in_time": result.best["in_time"]} if options.days else {}
     for name in AMOUNTS:
         about[name] = {end or "middle": result.best[f"{name}_{end}".rstrip("_")] for end in ("", "low", "high")}
     about |= {"usd": "unknown"} if result.table["usd"].isna().all() else {}
     about |= {f"{name}_is": words for name, words in result.notes.items()}
-    inputs = [options.model, str(cluster), *([options.software] if options.software else [])]
-    return Answer(result.table.dropna(axis=1, how="all"), about, inputs)
+    return Answer(result.table.dropna(axis=1, how="all"), about, inputs(options))
 
 
 def _count(text: str) -> float:

@@ -8,8 +8,9 @@ from madmax_lib.atomic import write_text
 from madmax_lib.hardware import Cluster
 from madmax_lib.view.answers import Answer, add_command
 
-__all__ = ["add", "assumed"]
+__all__ = ["add", "add_run", "assumed", "inputs", "run_of"]
 
+_RUN = ("global_batch", "sequence", "dtype", "software")
 _COSTS = ["memory_bytes", "mfu", "tokens_per_s", "cost_usd", "energy_j"]
 _COLUMNS = (
     "low_s and high_s hold 90 %; probability: to be the fastest of the ways to split; why: beside the median of them; "
@@ -40,12 +41,22 @@ def _add_step(parser: ArgumentParser) -> None:
     parser.add_argument("cluster", help="catalog name, or the machine.json of a calibration")
     parser.add_argument("--nodes", type=int, help="how many (default: the catalog's)")
     parser.add_argument("--devices", "--gpus", type=int, help="how many over all nodes (default: whole nodes)")
-    parser.add_argument("--global-batch", type=int, required=True, help="samples per step")
+    add_run(parser, "as tuned Megatron-Core")
+
+
+def add_run(parser: ArgumentParser, software: str, batch: str | None = None) -> None:
+    """Add what every training needs. software, batch: the defaults in words; without one the batch is required."""
+    samples = f"samples per step (default: {batch})" if batch else "samples per step"
+    parser.add_argument("--global-batch", type=int, required=batch is None, help=samples)
     parser.add_argument("--sequence", type=int, help="tokens per sample (default: the model's)")
     parser.add_argument("--dtype", default="bf16", help="default: bf16")
-    parser.add_argument(
-        "--software", help="stack that trains: megatron-core, torchtitan, ... (default: as tuned Megatron-Core)"
-    )
+    stacks = f"stack that trains: megatron-core, torchtitan, ... (default: {software})"
+    parser.add_argument("--software", help=stacks)
+
+
+def run_of(options: Namespace) -> dict:
+    """What `add_run` has added, by name."""
+    return {name: getattr(options, name) for name in _RUN}
 
 
 def _step(options: Namespace) -> dict:
@@ -53,8 +64,7 @@ def _step(options: Namespace) -> dict:
     from madmax_lib import catalog
 
     cluster = catalog.cluster(options.cluster, options.nodes, options.devices)
-    names = ("global_batch", "sequence", "dtype", "software")
-    return {"model": options.model, "cluster": cluster, **{name: getattr(options, name) for name in names}}
+    return {"model": options.model, "cluster": cluster, **run_of(options)}
 
 
 def assumed(software: str | None, cluster: Cluster) -> str:
@@ -63,9 +73,9 @@ def assumed(software: str | None, cluster: Cluster) -> str:
     return software or f"none named: timed as by {usual}"
 
 
-def _inputs(options: Namespace) -> list[str]:
-    """What a step's answer was made from."""
-    return [options.model, options.cluster, *([options.software] if options.software else [])]
+def inputs(options: Namespace) -> list[str]:
+    """What an answer was made from."""
+    return [options.model, str(options.cluster), *([options.software] if options.software else [])]
 
 
 def _estimate(options: Namespace) -> Answer:
@@ -76,7 +86,7 @@ def _estimate(options: Namespace) -> Answer:
     table.insert(0, "plan", options.plans)
     about = {"global_batch": options.global_batch, "devices": step["cluster"].world_size}
     about["software"] = assumed(options.software, step["cluster"])
-    return Answer(table, about, _inputs(options))
+    return Answer(table, about, inputs(options))
 
 
 def _search(options: Namespace) -> Answer:
@@ -90,7 +100,7 @@ def _search(options: Namespace) -> Answer:
     if options.output:
         write_text(options.output, found.configuration() + "\n")
         about["configuration"] = options.output
-    return Answer(table, about, _inputs(options))
+    return Answer(table, about, inputs(options))
 
 
 def _fits(options: Namespace) -> Answer:
@@ -98,4 +108,4 @@ def _fits(options: Namespace) -> Answer:
 
     result = fits(**_step(options), plan=options.plan)
     about = {"fits": result.fits, "bound": result.bound, "margin_bytes": result.margins_bytes, "share": result.share}
-    return Answer(result.table, about, _inputs(options), passed=result.fits)
+    return Answer(result.table, about, inputs(options), passed=result.fits)
