@@ -120,7 +120,8 @@ def layers_between(p, layers):
 
 def _empty_chunks(p):
     """Chunks that need no layer: that of an end which counts as one, and those that the layers of an end leave."""
-    return p.embedding_as_layer + p.head_as_layer + -p.first_layers % p.interleave + -p.last_layers % p.interleave
+    lacking = -p.first_layers % p.interleave + -p.last_layers % p.interleave
+    return lacking + p.embedding_as_layer + p.head_as_layer  # in this order: the sum of two arrays of flags is their or
 
 
 def _is_not_shared(p, layers):

@@ -84,6 +84,18 @@ def test_uneven_stages_cost_what_estimate_and_memory_say():
         assert row["step_s"] == pytest.approx(step_s, rel=1e-12)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_every_row_of_a_table_goes_through_estimate(seed):
+    draw = np.random.default_rng(seed)
+    experts = {"experts": 8, "active_experts": 2} if seed % 2 else {}
+    model = replace(MODEL, layers=int(draw.integers(2, 16)), **experts)
+    space, batch = replace(Space.quick(), usual_interleave=False), int(draw.choice([16, 24, 32]))
+    table = search(model, NODE, batch, space=space, top=10**6, progress=False).table
+    for plans_of_table in (table, table[["plan"]]):
+        steps = mm.estimate(model, NODE, plans_of_table, global_batch=batch, fits=False)
+        np.testing.assert_allclose(steps["step_s"], table["step_s"], rtol=1e-12)
+
+
 def test_no_plan_is_better_in_time_and_memory_than_the_front(brute, found):
     front = found.pareto[["step_s", "memory_bytes"]].to_numpy()
     assert (np.diff(front[:, 0]) > 0).all() and (np.diff(front[:, 1]) < 0).all()
