@@ -67,6 +67,7 @@ def test_has_the_shape_of_a_typed_documented_function(name):
     assert not re.search(r"^\s*(def|class|for|while) ", "\n".join(cell.source for cell in code), re.M)
     assert code[0].source == INSTALL and "mm.setup()" in code[1].source
     assert max(len(cell.source.splitlines()) for cell in code[3:]) <= 8
+    assert "PROJECT" not in code[1].source, "traces are where SHIPPED says: an installation has no checkout"
     parameters = _declared_parameters(NOTEBOOKS[name])
     assert list(parameters)[0] == "quick" and parameters["quick"]["default"] == "True"
     assert all(about["inferred_type_name"] != "None" and about["help"] for about in parameters.values())
