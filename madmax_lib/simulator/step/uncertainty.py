@@ -54,7 +54,7 @@ def components(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parame
 
 
 def places_of(steps: Steps, name: str, places: Mapping[str, int], field: str | None = None) -> int | np.ndarray:
-    """Of the constant of that name which each step has, by the field that says so; places says where `name:group` is."""
+    """Of the constant of that name which each step has, by the field that says so. places: of each `name:group`."""
     field = _fields()[name] if field is None else field
     if not field:
         return places[name]
