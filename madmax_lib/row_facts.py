@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 
 import numpy as np
@@ -173,7 +173,7 @@ def _listed(name: str) -> dict:
         model = catalog.model(_facts(name).get("model") or name)
     except (ValueError, OSError):
         return {}
-    return {} if isinstance(model, DLRM) else vars(model)
+    return {} if isinstance(model, DLRM) else asdict(model)
 
 
 def completed(raw: dict) -> tuple[dict, Device]:

@@ -6,6 +6,7 @@ with MATH attention. What a model trains on is in `hardware`, and named here too
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 from madmax_lib.blocks import check_blocks, mixer_matrices, mixer_parameters, scan_flops
 from madmax_lib.fields import check_fields
@@ -98,7 +99,7 @@ class Transformer:
             raise ValueError(f"{self.name}: dense_layers={self.dense_layers} are more than layers={self.layers}")
         check_blocks(self)
 
-    @property
+    @cached_property
     def words(self) -> list[str]:
         """Blocks of each layer, a letter per block as in `blocks`."""
         if words := self.blocks.split():
