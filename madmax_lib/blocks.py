@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from madmax_lib.specs import Transformer
 
-__all__ = ["check_blocks", "mixer_matrices", "mixer_parameters", "scan_flops"]
+__all__ = ["check_blocks", "chunk_elements", "mixer_elements", "mixer_matrices", "mixer_parameters", "scan_flops"]
 
 _CHUNK = 256  # tokens that Mamba-2's kernels multiply at once [state-spaces/mamba, Mamba2: chunk_size]
 _LETTERS = {  # of Megatron-Core's hybrid patterns, but for x and m
@@ -83,3 +83,21 @@ def scan_flops(model: Transformer, letter: str, sequence: float) -> float:
         return 0.0
     chunk, inner, state = min(_CHUNK, sequence), model.mixer_channels, model.mixer_state
     return 2 * chunk * (model.mixer_groups * state + inner) + 4 * state * inner
+
+
+def chunk_elements(model: Transformer, sequence: float) -> float:
+    """16-bit elements per token of what Mamba-2's kernels keep of chunks in fp32: scores, and states twice."""
+    chunk = min(_CHUNK, sequence)
+    return 2 * (model.mixer_groups * chunk + 2 * model.mixer_channels * model.mixer_state / chunk)
+
+
+def mixer_elements(model: Transformer, letters: str) -> int:
+    """Elements per token that a mixer's scan keeps for its backward pass, and its result, which the norm needs.
+
+    Mamba-2's kernels keep what enters the convolution and compute it again; Mamba-1's keep their operands
+    [save_for_backward of mamba_split_conv1d_scan_combined and of selective_scan in state-spaces/mamba].
+    """
+    inner, state = model.mixer_channels, model.mixer_state
+    if "M" in letters:
+        return 3 * inner + 2 * model.mixer_groups * state + model.mixer_heads
+    return 4 * inner + model.mixer_rank + 2 * state if "m" in letters else 0

@@ -98,6 +98,8 @@ def _model_row(model: Model) -> dict:
                 "layers": model.bottom_layers + model.top_layers, "hidden": model.mlp_dim, "heads": 0, "kv_heads": 0,
                 "experts": model.experts, "vocab": 0, "sequence": 0}  # fmt: skip
     kind = "vision" if model.image else "mixture" if model.experts else "dense"
+    if model.blocks:
+        kind = "encoder-decoder" if model.decoder_sequence else "hybrid" if model.attends else "state-space"
     names = ("parameters", "active_parameters", "layers", "hidden", "heads", "kv_heads", "experts", "vocab", "sequence")
     return {"kind": kind} | {name: getattr(model, name) for name in names}
 

@@ -166,12 +166,22 @@ def _shape_rule(name: str, what: str, count: Callable, unit: str) -> Rule:
     )
 
 
+def _by_flops(c) -> bool:
+    return bool(c.software) and c.software.stages_by_flops
+
+
+def _kinds_rule(name: str, what: str, broken: Callable) -> Rule:
+    """What is not modelled for layers of several kinds."""
+    return Rule(
+        f"{name} must be modelled for the kinds of layers",
+        broken,
+        lambda p, c: (
+            f"{name}={getattr(p, name)}: {what} is not modelled for layers {' '.join(c.model.kinds)} of {c.model.name}"
+        ),
+    )
+
+
 _TRANSFORMER = (
-    Rule(
-        "layers must be of attention and a feed-forward part",
-        lambda p, c: (p.dp > 0) & bool(c.model.blocks),
-        "{c.model.name}: layers with blocks={c.model.blocks!r} are counted, but not priced",
-    ),
     Rule(
         "a model needs tokens",
         lambda p, c: (p.dp > 0) & (not c.sequence),
@@ -182,10 +192,19 @@ _TRANSFORMER = (
         lambda p, c: p.lora_rank > c.model.hidden,
         "lora_rank={p.lora_rank} exceeds the {c.model.hidden} channels of {c.model.name}",
     ),
-    _shape_rule("tp", "the attention heads", lambda c: c.model.heads, "attention heads"),
+    _shape_rule("tp", "the attention heads", lambda c: c.model.heads * c.model.attends, "attention heads"),
+    _shape_rule(
+        "tp", "the groups of Mamba-2", lambda c: c.model.mixer_groups * ("M" in c.model.blocks), "mixer groups"
+    ),
+    _shape_rule("tp", "the channels of Mamba-1", lambda c: c.model.mixer_channels, "mixer channels"),
+    _kinds_rule("cp", "context parallelism", lambda p, c: (p.cp > 1) & bool(set("Mmx") & set(c.model.blocks))),
+    _kinds_rule("pp", "a pipeline through encoder and decoder", lambda p, c: (p.pp > 1) & ("x" in c.model.blocks)),
+    _kinds_rule("pp", "stages cut at equal FLOPs", lambda p, c: (p.pp > 1) & bool(c.model.blocks) & _by_flops(c)),
+    _kinds_rule("offload", "it", lambda p, c: np.not_equal(p.offload, None) & bool(c.model.blocks)),
+    _kinds_rule("lora_rank", "it", lambda p, c: (p.lora_rank > 0) & bool(c.model.blocks)),
     Rule(  # where tp is a multiple of them, each tp rank holds one of the heads
         "tp must divide the key-value heads, or be a multiple",
-        lambda p, c: _leaves_rest(c.model.kv_heads, p.tp) & _leaves_rest(p.tp, c.model.kv_heads),
+        lambda p, c: c.model.attends & _leaves_rest(c.model.kv_heads, p.tp) & _leaves_rest(p.tp, c.model.kv_heads),
         "tp={p.tp} does not divide {c.model.kv_heads} key-value heads of {c.model.name}",
     ),
     Rule(  # each rank has every head for its part of the tokens, then a part of the heads [Ulysses, arXiv 2309.14509]

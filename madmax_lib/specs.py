@@ -108,6 +108,16 @@ class Transformer:
         return ["*E" if layer >= first and (layer + 1) % every == 0 else "*-" for layer in range(self.layers)]
 
     @property
+    def kinds(self) -> list[str]:
+        """Words of the layers that differ."""
+        return list(dict.fromkeys(self.words))
+
+    @property
+    def attends(self) -> bool:
+        """Whether any layer has attention."""
+        return not self.blocks or "*" in self.blocks
+
+    @property
     def moe_layers(self) -> int:
         """Layers whose feed-forward part is a mixture of experts."""
         return sum("E" in word for word in self.words)

@@ -20,7 +20,14 @@ _TURNED["untie-embeddings-and-output-weights"] = "share_embeddings_and_output_we
 
 
 def megatron_sizes(model: Transformer, sequence: int) -> dict:
-    """Flags of pretrain_gpt.py, or of pretrain_vision_classify.py for images."""
+    """Flags of pretrain_gpt.py, or of pretrain_vision_classify.py for images.
+
+    Raises ValueError for layers of several kinds.
+    """
+    if model.blocks:
+        raise ValueError(
+            f"{model.name}: Megatron's flags of layers {' '.join(model.kinds)} are not written; leave out model"
+        )
     flags: dict = {"num-layers": model.layers, "hidden-size": model.hidden, "ffn-hidden-size": model.ffn or None}
     flags |= {"num-attention-heads": model.heads, "group-query-attention": model.kv_heads < model.heads}
     flags |= {"num-query-groups": model.kv_heads if model.kv_heads < model.heads else None}
@@ -93,4 +100,6 @@ def named_sizes(model: Transformer) -> dict:
     if model.experts:
         sizes |= {"num_experts": model.experts, "num_experts_per_tok": model.active_experts}
         sizes |= {"moe_intermediate_size": model.expert_ffn}
+    if model.blocks:
+        sizes |= {"blocks": ",".join(model.words)}
     return sizes | {"model": "-".join(model.name.split())}

@@ -13,6 +13,7 @@ from madmax_lib.specs import Transformer
 __all__ = ["check", "check_deepspeed", "deepspeed_locks"]
 
 _NOT_BUILT = (
+    "blocks",
     "kv_lora_rank",
     "window",
     "shared_experts",

@@ -307,9 +307,20 @@ def not_written(plan, further, framework, layers, run):
 
 
 LANGUAGE = [name for name in names("models") if getattr(model(name), "vocab", 0) and not model(name).sinks]
+STACKS = [name for name in LANGUAGE if model(name).blocks]
 
 
-@pytest.mark.parametrize("name", LANGUAGE)
+@pytest.mark.parametrize("name", STACKS)
+def test_flags_of_several_kinds_of_layers_are_not_made_up(name):
+    for framework in ("megatron-lm", "megatron-bridge"):
+        with pytest.raises(ValueError, match=f"{name}: Megatron's flags of layers .* are not written"):
+            plan_flags.write("dp8", framework, model=name)
+    assert f"blocks={','.join(model(name).words)}" in plan_flags.write(
+        "dp8.z3", "deepspeed", model=name, global_batch=8
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in LANGUAGE if name not in STACKS])
 def test_megatron_builds_the_model(name):
     """The flags that are written give the parameters of the model, counted as Megatron-LM makes its weights."""
     flags, ours = source_of(plan_flags.write("dp8", "megatron-lm", model=name)).values, model(name)

@@ -16,12 +16,13 @@ _DRAWN = """
     vit-10b vit-120b vit-25b vit-60b vit-base vit-huge vit-large
 """
 MODELS = _DRAWN.split()
+STACKS = ["t5-11b", "mamba2-2.7b", "jamba-1.5-large", "nemotron-h-8b"]  # layers of several kinds
 CLUSTERS = ["dgx-a100", "dgx-h100", "dgx-b200", "gb200-nvl72", "p4d", "dgx-2", "mi300x-8"]
 SOFTWARE = ["megatron-core", "megatron-2021", "megatron-bridge", "torchtitan", "torchtitan-compiled", "fsdp2",
             "deepspeed", "megatron-deepspeed", "nanotron", "hai-llm", "jax", "llm-foundry"]  # fmt: skip
 
 
-def drawn_cases(kind: str, count: int, seed: int, *, most_passes: int = 6000) -> list[Case]:
+def drawn_cases(kind: str, count: int, seed: int, *, most_passes: int = 6000, models=MODELS) -> list[Case]:
     """Legal cases, each on up to 512 devices.
 
     kind: ordinary, plans as they are launched; random, any legal plan; software, those that one of the catalog runs.
@@ -29,7 +30,7 @@ def drawn_cases(kind: str, count: int, seed: int, *, most_passes: int = 6000) ->
     """
     draw, cases = np.random.default_rng(seed), []
     while len(cases) < count:
-        model, cluster = catalog.model(_one(draw, MODELS)), _cluster(draw)
+        model, cluster = catalog.model(_one(draw, models)), _cluster(draw)
         try:
             plan, batch = (_ordinary if kind == "ordinary" else _random)(draw, model, cluster)
             software = _one(draw, SOFTWARE) if kind == "software" else None

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import pytest
-from oracles.random_cases import drawn_cases
+from oracles.random_cases import MODELS, STACKS, drawn_cases
 
 from madmax_lib import catalog
 from madmax_lib.case import Case
@@ -28,6 +28,20 @@ def on_a_cpu(case):
     return replace(case, cluster=replace(case.cluster, device=device, intra=Link("l", 5e9), inter=Link("n", 1e8)))
 
 
+def with_mixers(case):
+    """Mamba-1, or Mamba-2 of enough groups for tp, among attention, feed-forward parts and experts, in four layers."""
+    draw = np.random.default_rng(case.global_batch + case.model.layers)
+    letter = str(draw.choice(["m", "M"]))
+    words = [str(draw.choice([f"{letter}-", f"{letter}E", "*-", "*E", letter, "-"])) for _ in range(4)]
+    words[int(draw.integers(4))] = f"{letter}E"
+    hidden, heads = case.model.hidden, case.model.heads
+    sizes = {"mixer_channels": 2 * hidden, "mixer_state": 16 if letter == "m" else 128, "mixer_conv": 4}
+    sizes |= {"mixer_heads": heads, "mixer_groups": heads} if letter == "M" else {"mixer_rank": hidden // 16}
+    plan = replace(case.plan, cp=1, dp=case.plan.dp * case.plan.cp, lora_rank=0)
+    model = replace(case.model, dense_layers=0, moe_every=0, window=0, full_every=0, blocks=" ".join(words), **sizes)
+    return replace(case, model=model, plan=plan, global_batch=case.global_batch * case.plan.cp)
+
+
 # (kind of plans, cases, share of them within 3 %, median difference, what else the cases have)
 AGREEMENT = [("ordinary", 300, 0.995, 0.001, replace), ("random", 300, 0.97, 0.001, replace),
              ("software", 300, 0.96, 0.0015, replace), ("ordinary", 100, 0.99, 0.001, partial(replace, imbalance=3.0)),
@@ -35,10 +49,10 @@ AGREEMENT = [("ordinary", 300, 0.995, 0.001, replace), ("random", 300, 0.97, 0.0
              ("ordinary", 60, 0.96, 0.001, on_a_cpu), ("random", 60, 0.94, 0.001, on_a_cpu)]  # fmt: skip
 
 
-def differences(kind, count, seed=0, changed=replace):
+def differences(kind, count, seed=0, changed=replace, models=MODELS):
     """Table of cases with (laid out / closed form - 1), the largest first."""
     rows = []
-    for case in map(changed, drawn_cases(kind, count, seed)):
+    for case in map(changed, drawn_cases(kind, count, seed, models=models)):
         _, program = _lay_out(case, shipped())
         seconds, closed_s = max(run(program)[1]), float(step_s(Steps.of(case), shipped())[0])
         rows.append((case.model.name, f"{case.cluster.name} x{case.cluster.nodes}", str(case.plan), case.global_batch,
@@ -55,6 +69,15 @@ def test_laid_out_steps_take_as_long_as_the_closed_form_says(kind, count, within
     assert apart.median() <= median
 
 
+@pytest.mark.parametrize(("kind", "within"), [("ordinary", 0.99), ("random", 0.95), ("software", 0.95)])
+@pytest.mark.parametrize(("models", "changed"), [(STACKS, replace), (["mixtral-8x7b"], with_mixers)])
+def test_stacks_of_several_kinds_of_layers_too(kind, within, models, changed):
+    table = differences(kind, 100, 3, changed, models)
+    apart = table["difference"].abs()
+    assert (apart <= 0.03).mean() >= within, table.head(20).to_string()
+    assert apart.median() <= 0.004
+
+
 def test_every_second_layer_is_a_mixture():
     """As in Llama 4 Maverick: both forms agree, and memory counts the experts of each stage."""
     drawn = [case for case in drawn_cases("random", 60, seed=9, most_passes=300) if case.model.experts]
@@ -63,8 +86,8 @@ def test_every_second_layer_is_a_mixture():
         case = replace(case, model=replace(case.model, moe_every=2, layers=case.model.layers // 2 * 2, dense_layers=0))
         laid_s = max(run(_lay_out(case, shipped())[1])[1])
         assert laid_s == pytest.approx(float(step_s(Steps.of(case), shipped())[0]), rel=0.05), case.plan
-        held, mixtures = held_layers(case.model, case.plan)
-        assert (held.sum(), mixtures.sum()) == (case.model.layers, case.model.moe_layers)
+        held = held_layers(case.model, case.plan)
+        assert (sum(held.values()).sum(), held["*E"].sum()) == (case.model.layers, case.model.moe_layers)
 
 
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (16, 1), (2, 3), (4, 3), (8, 2), (8, 5)])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from oracles.random_cases import drawn_cases
+from oracles.random_cases import STACKS, drawn_cases
 
 import madmax_lib as mm
 from madmax_lib import catalog
@@ -146,6 +146,17 @@ def test_engine_and_closed_form_update_the_same_parameters():
         updates = [s for s, name in zip(program.duration_s, program.name, strict=True) if name == "adam"]
         closed_s = step_time(Steps.of(case), shipped())["optimizer_s"][0]
         assert closed_s == pytest.approx(np.mean(updates), rel=2e-3), str(case)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_plans_of_several_kinds_of_layers_are_timed_in_a_table_as_alone(name):
+    cluster = mm.cluster("dgx-h100", 16)
+    plans = mm.search(name, cluster, 256, top=40).table["plan"].tolist()
+    table = mm.estimate(name, cluster, plans, global_batch=256)
+    for row, plan in enumerate(plans):
+        alone = mm.estimate(name, cluster, plan, global_batch=256)
+        for column in ("step_s", "memory_bytes"):
+            assert table[column].iloc[row] == pytest.approx(alone[column].iloc[0], rel=1e-9), plan
 
 
 def test_stacked_cases_are_timed_as_alone():

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 import pytest
+from oracles.random_cases import STACKS
 from support import local_or_skip, passes_held
 
 import madmax_lib as mm
@@ -77,7 +78,7 @@ def test_zero_paper(fact):
 def layer(model, tokens, sequence, *, mixture=False, product_width=None, further=("masks",), **plan):
     """What a layer keeps of so many tokens."""
     case = Case(model, None, Plans(micro_batch=tokens / sequence, **plan), sequence=sequence)
-    return layer_bytes(case, mixture=mixture, product_width=product_width, further=further)
+    return layer_bytes(case, "*E" if mixture else "*-", product_width=product_width, further=further)
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -231,7 +232,7 @@ def test_peak_is_the_fullest_moment():
     assert peak_bytes(whole) - peak_bytes(whole, allocated=True) == pytest.approx(beside)
 
 
-@pytest.mark.parametrize("name", ["gpt3-175b", "llama2-70b", "mixtral-8x7b"])
+@pytest.mark.parametrize("name", ["gpt3-175b", "llama2-70b", "mixtral-8x7b", *STACKS])
 def test_more_of_what_saves_memory_never_costs_any(name):
     model = mm.model(name)
     for ladder in (
@@ -240,7 +241,9 @@ def test_more_of_what_saves_memory_never_costs_any(name):
         ["tp8", "tp8.selective", "tp8.full"], ["tp8.unfused", "tp8"], ["dp16.z3.hs4", "dp16.z3.hs8", "dp16.z3"],
     ):  # fmt: skip
         software = "deepspeed" if ladder[-1] == "dp8.z3" else "torch" if "z3" in ladder[-1] else "megatron"
-        peaks = [peak(model, plan, software=software, sequence=2048) for plan in ladder]
+        plans = [mm.Plan.parse(plan) for plan in ladder]
+        plans = [plan for plan in plans if legal(Case(model, None, plan, None, 2048)).mask]
+        peaks = [peak(model, plan, software=software, sequence=2048) for plan in plans]
         assert peaks == sorted(peaks, reverse=True), ladder
 
 
@@ -294,8 +297,9 @@ def test_arrays_of_plans_give_what_single_plans_give():
         "dp8.ep4.z2.mb2", "dp8.tp2.z3.hs4", "dp4.pp4.zb", "dp8.z1.reduce-fp32")]  # fmt: skip
     table = Plans.from_table(pd.DataFrame([vars(plan) for plan in plans]))
     for software in SOFTWARE:
-        first = np.array([[held[0] for held in held_layers(MIXTURE, plan, software)] for plan in plans])
-        parts = stage_bytes(Case(MIXTURE, None, table, software=software), 0, *first.T)
+        held = [held_layers(MIXTURE, plan, software) for plan in plans]
+        first = {word: np.array([of[word][0] for of in held]) for word in MIXTURE.kinds}
+        parts = stage_bytes(Case(MIXTURE, None, table, software=software), 0, first)
         launched = legal(Case(MIXTURE, None, table, software=software)).mask
         for i, plan in [(i, plans[i]) for i in np.flatnonzero(launched)]:
             alone = sizes(MIXTURE, plan, software=software)
@@ -314,6 +318,21 @@ def test_dlrm_shards_tables_and_copies_dense_layers():
     assert sizes(model, "dp128.mb128")["activations"] == 2 * many["activations"]
     with pytest.raises(ValueError, match="split by dp only"):
         memory(model, mm.Plan.parse("dp2.tp2"))
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stages_hold_all_of_a_stack(name):
+    """Weights of all stages and tensor ranks are those of the model, as the sums of its parts say; norms are whole."""
+    model = mm.model(name)
+    for text in ("dp1", "tp4", "pp3", "tp8.pp4"):
+        plan = mm.Plan.parse(text)
+        if legal(Case(model, None, plan, None)).mask:
+            held = memory(model, plan, software="megatron").query("component == 'weights'")["size_bytes"].sum() / 2
+            tied = (plan.pp > 1) * model.tied * model.vocab * model.hidden
+            norms = (sum(map(len, model.words)) + 1) * model.norm_parameters
+            routers = model.moe_layers * model.experts * model.hidden
+            whole = model.parameters + tied + (plan.tp - 1) * (norms + routers)
+            assert plan.tp * held == pytest.approx(whole, rel=1e-12), text
 
 
 def test_gpipe_needs_a_batch():
@@ -417,7 +436,7 @@ def test_llama3_405b_fits_without_recompute_where_gradients_are_sharded():
 def test_stages_cut_by_flops(layers, pp, held):
     """nanotron counts the head: 2.2 layers of its 8B model."""
     model = Transformer("8B", layers, 4096, 32, 14336, 4096, 131072, gated=True, mlp_bias=False, attention_bias="none")
-    assert held_layers(model, mm.Plan(pp=pp), "nanotron")[0].tolist() == held
+    assert held_layers(model, mm.Plan(pp=pp), "nanotron")["*-"].tolist() == held
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from oracles.random_cases import drawn_cases
+from oracles.random_cases import STACKS, drawn_cases
 
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.step.inputs import Steps
@@ -140,3 +140,20 @@ def test_the_flops_of_a_model_do_not_exceed_the_peak(drawn):
     peaks = np.array([case.cluster.world_size * case.cluster.device.peak(case.dtype) for case in cases])
     mfu = flops / times["step_s"] / peaks
     assert_never(mfu > 1, cases, mfu)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_several_kinds_obey_too(kind):
+    """Parts add up and none is negative; MFU is at most 1; faster parts and less work never take longer."""
+    for case in drawn_cases(kind, 60, seed=5, most_passes=10**9, models=STACKS):
+        steps = Steps.of(case)
+        times = {name: float(values[0]) for name, values in step_time(steps, shipped()).items()}
+        whole_s = times.pop("step_s")
+        assert sum(times.values()) == pytest.approx(whole_s) and min(times.values()) >= -1e-9 * whole_s, case
+        flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
+        assert flops <= whole_s * case.cluster.world_size * case.cluster.device.peak(case.dtype), case
+        less = replace(case, sequence=case.sequence // 2, global_batch=case.global_batch)
+        assert step_s(Steps.of(less), shipped())[0] <= whole_s * (1 + 1e-9), case
+        for rate in ("link", "nic", "memory", "peak_gemm"):
+            faster = replace(steps, machine=replace(steps.machine, **{rate: 2 * getattr(steps.machine, rate)}))
+            assert step_s(faster, shipped())[0] <= whole_s * (1 + 1e-9), (rate, case)

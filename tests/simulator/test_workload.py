@@ -84,7 +84,8 @@ def test_flops_equal_torchs_counter(name, samples, sequence):
     assert whole.forward_flops(samples, sequence) == forward + (whole.layers - 2) * per_layer
 
 
-MODELS = [TINY, GATED, MLA, "gpt2-large", "qwen2.5-3b", "vit-huge", "mixtral-8x7b", "deepseek-v2-lite", "dlrm-a"]
+MODELS = [TINY, GATED, MLA, "gpt2-large", "qwen2.5-3b", "vit-huge", "mixtral-8x7b", "deepseek-v2-lite", "dlrm-a",
+          "t5-11b", "mamba2-2.7b", "jamba-1.5-large", "nemotron-h-8b"]  # fmt: skip
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
@@ -95,11 +96,14 @@ def test_blocks_add_up_to_the_model(model):
     assert sum(block.parameters for block in flat) == pytest.approx(model.parameters, rel=1e-12)
 
 
-@pytest.mark.parametrize("plan", ["tp2", "pp2", "dp2.cp2", "dp2.cp2.ulysses", "tp4.pp2", "dp4.ep4", "dp2.ep2.tp2.cp2"])
+@pytest.mark.parametrize("plan", ["tp2", "pp2", "dp2.cp2", "dp2.cp2.ulysses", "tp4.pp2", "dp4.ep4", "dp2.ep2.tp2.cp2",
+                                  "tp4 t5-11b", "tp8.pp4 nemotron-h-8b", "dp2.ep2.tp8.pp3 jamba-1.5-large",
+                                  "pp4 mamba2-2.7b"])  # fmt: skip
 def test_devices_share_the_work_of_a_model(plan):
     """Summed over the devices of a replica; experts of a device take the tokens that come from ep devices."""
+    plan, _, name = plan.partition(" ")
     plan = replace(mm.Plan.parse(plan), attention="unfused")
-    model = MLA if plan.ep > 1 else TINY
+    model = mm.model(name) if name else MLA if plan.ep > 1 else TINY
     flat = [block for stage in blocks(model, plan) for block in stage]
     replica = plan.tp * plan.cp
     assert sum(op.flops for b in flat for op in b.ops) * replica == pytest.approx(model.forward_flops(1), rel=1e-12)

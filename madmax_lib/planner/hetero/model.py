@@ -41,7 +41,7 @@ def simulated_prices(
     dtype: of the matrix products; a GPU type that lacks it runs the nearest, such as fp16 for bf16.
     Raises ValueError for a recommendation or vision model, experts, and a recompute that is no choice of Plan.
     """
-    if not isinstance(model, Transformer) or model.image or model.experts:
+    if not isinstance(model, Transformer) or model.image or model.experts or model.blocks:
         raise ValueError(f"{model.name}: heterogeneous planning prices dense language models only")
     parameters = parameters or shipped()
     table, optimizer_s = {}, {}
@@ -132,7 +132,7 @@ def _memory_bytes(model: Transformer, plans: Plans, sequence: int | None, dtype:
     case = Case(model, None, in_pipeline, 2 * plans.micro_batch, sequence, dtype, software="megatron")
 
     def stage(number: int, layers: int) -> np.ndarray:
-        parts = stage_bytes(case, number, layers)
+        parts = stage_bytes(case, number, {"*-": layers})
         sums = by_phase(parts.items())
         peak = sums["always"] + sums["pass"] + np.maximum(sums["loss"], sums["backward"])
         share = parts["fragmentation"] / (peak - parts["fragmentation"] - parts["context"])

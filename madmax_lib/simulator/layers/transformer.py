@@ -14,6 +14,7 @@ import numpy as np
 
 from madmax_lib.case import Case
 from madmax_lib.plan_layers import chunk_layers
+from madmax_lib.simulator.layers.mixers import cross_attention, mixer_blocks
 from madmax_lib.simulator.layers.moe import dlrm_blocks, mixture_blocks
 from madmax_lib.simulator.layers.ops import Block, Comm, Op, attention, gemm, mirror, pointwise
 from madmax_lib.simulator.layers.work import Work, existing, has
@@ -32,13 +33,12 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
     """
     if isinstance(case.model, DLRM):
         return [[dlrm_blocks(case)]]
-    work, kinds = Work.of(case), {}
+    work, kinds, words = Work.of(case), {}, case.model.words
 
     def blocks(layer: int) -> list[Block]:
-        mixture = case.model.is_mixture(layer)
-        kind = mixture, case.model.layer_window(layer) > 0
+        kind = words[layer], case.model.layer_window(layer) > 0
         if kind not in kinds:
-            kinds[kind] = layer_blocks(work, layer, mixture=mixture, windowed=kind[1], exchanged=case.plan.ep > 1)
+            kinds[kind] = layer_blocks(work, layer, *kind, exchanged=case.plan.ep > 1)
         return [replace(block, name=f"{block.name.split()[0]} {layer}", unit=f"layer {layer}") for block in kinds[kind]]
 
     stages = chunk_layers(case.model.layers, case.plan)
@@ -66,15 +66,28 @@ def ends_by_flops(model: Transformer, pp: int) -> np.ndarray:
 
 
 def layer_blocks(
-    work: Work, number: int | str, *, mixture: bool, windowed: bool, exchanged: bool = True
+    work: Work, number: int | str, word: str, windowed: bool = False, *, exchanged: bool = True
 ) -> list[Block]:
-    """Blocks of one layer. exchanged: experts of a mixture lie on several devices (ep > 1)."""
-    feed_forward = mixture_blocks(work, number, exchanged=exchanged) if mixture else _dense(work, number)
-    return [*_attention(work, number, windowed), *feed_forward]
+    """Blocks of one layer, whose letters are a word. exchanged: experts lie on several devices (ep > 1)."""
+    encoder, blocks = work, []
+    work = work.decoder if "x" in word else work
+    for letter in word:
+        if letter == "*":
+            causal = "x" in word or not (work.shape.model and work.shape.model.decoder_sequence)
+            blocks += _attention(work, number, windowed, causal)
+        elif letter == "x":
+            blocks.append(cross_attention(work, encoder, number))
+        elif letter in "Mm":
+            blocks += mixer_blocks(work, number, letter)
+        else:
+            blocks += mixture_blocks(work, number, exchanged=exchanged) if letter == "E" else _dense(work, number)
+    return blocks
 
 
 def embedding_block(work: Work) -> Block:
     """Rows of the token table, or the projection of patches."""
+    if work.shape.model and work.shape.model.decoder_sequence:
+        work = replace(work, sequence=work.sequence + work.decoder.sequence)
     m, p, elements, ops = work.shape, work.plan, work.tokens * work.shape.hidden, []
     image = np.asarray(m.image, float)
     if has(image):  # the class token is a parameter
@@ -89,6 +102,7 @@ def embedding_block(work: Work) -> Block:
 
 def head_block(work: Work) -> Block:
     """Final norm, logits and loss; the products stay in 16 bit [Transformer Engine recipes]."""
+    work = work.decoder
     m, p, wide = work.shape, work.plan, work.width.wide
     rows = np.where(np.asarray(m.image) > 0, p.micro_batch, work.tokens)
     out = m.outputs / p.tp
@@ -102,7 +116,7 @@ def head_block(work: Work) -> Block:
     return Block("head", (work.norm(), logits, loss), held, before=work.enter, after=whole, reverse=reverse)
 
 
-def _attention(work: Work, number: int | str, windowed: bool) -> list[Block]:
+def _attention(work: Work, number: int | str, windowed: bool, causal: bool) -> list[Block]:
     """Norm, products, scores and projection; under context parallelism three blocks."""
     m, p, width = work.shape, work.plan, work.width
     extra = 2 * m.head_dim * np.maximum(p.tp - m.kv_heads, 0)  # heads that several tp devices hold
@@ -118,7 +132,7 @@ def _attention(work: Work, number: int | str, windowed: bool) -> list[Block]:
     projection = gemm("projection", work.tokens, m.hidden, m.projection / p.tp, width, weights=True)
     last = (m.projection * m.hidden + m.attention_bias * m.hidden) / p.tp
     held = (m.attention_parameters + extra * m.hidden) / p.tp + m.norm_parameters
-    core, common = _core(work, windowed), {"unit": f"layer {number}", "recomputed": True}
+    core, common = _core(work, windowed, causal), {"unit": f"layer {number}", "recomputed": True}
     if not has(np.asarray(p.cp) > 1):
         parts = (work.norm(), *products, *core, projection)
         return [Block(f"attention {number}", parts, held, before=work.enter, after=work.leave, **common)]
@@ -146,7 +160,7 @@ def _adapters(work: Work) -> list[Op]:
     return [pointwise("adapters", read, written, work.width), products]
 
 
-def _core(work: Work, windowed: bool) -> tuple[Op, ...]:
+def _core(work: Work, windowed: bool, causal: bool) -> tuple[Op, ...]:
     """Scores, softmax and weighted values: one kernel with the causal half, or the full square through memory."""
     m, p, s, width = work.shape, work.plan, work.sequence, work.width
     heads, scored = m.heads / p.tp, m.head_dim + m.rope_head_dim
@@ -154,7 +168,9 @@ def _core(work: Work, windowed: bool) -> tuple[Op, ...]:
     ops: list[Op] = []
     if has(1 - unfused):
         window = m.window if windowed else 0
-        flops = attention_flops(work.tokens, s, m.core_width / p.tp, causal=np.asarray(m.image) == 0, window=window)
+        flops = attention_flops(
+            work.tokens, s, m.core_width / p.tp, causal=causal & (np.asarray(m.image) == 0), window=window
+        )
         read, written = work.tokens * sum(_widths(work)) / p.tp, work.tokens * heads * m.v_head_dim
         ops += [attention("flash", *((1 - unfused) * part for part in (flops, read, written)), width)]
     if has(unfused):

@@ -8,7 +8,7 @@ Amounts are per device and micro-batch: numbers for one step, arrays for many, w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -61,6 +61,7 @@ class Shape:
     head_parameters: Number  # 0 where it is the token table
     table_parameters: Number
     routed_nodes: Number  # that a token is sent to at most, 0 for any
+    model: Transformer | None = None  # the model, where it says the blocks of its layers
 
     @classmethod
     def of(cls, model: Transformer) -> Shape:
@@ -74,15 +75,23 @@ class Shape:
             "patch_inputs": 3 * model.patch**2,
             "outputs": model.classes if model.image else model.vocab,
             "table_parameters": model.vocab * model.hidden,
+            "model": model if model.blocks else None,
         }
         names = [field.name for field in fields(cls)]
         return cls(**{name: derived[name] if name in derived else getattr(model, name) for name in names})
 
     @classmethod
     def stack(cls, models: Sequence[Transformer]) -> Shape:
-        """Of many models: columns of shape (n,); a matrix that a model lacks has no inputs there."""
+        """Of many models: columns of shape (n,); a matrix that a model lacks has no inputs there.
+
+        Raises ValueError for a stack of blocks, which no columns say.
+        """
+        if stacks := [model for model in models if model.blocks]:
+            raise ValueError(
+                f"{stacks[0].name}: layers with blocks={stacks[0].blocks!r} are priced alone, not in a table"
+            )
         shapes = [cls.of(model) for model in models]
-        names = [field.name for field in fields(cls) if field.name != "matrices"]
+        names = [field.name for field in fields(cls) if field.name not in ("matrices", "model")]
         columns = {name: np.array([getattr(shape, name) for shape in shapes], float) for name in names}
         held = [{name: (inputs, outputs) for name, inputs, outputs in shape.matrices} for shape in shapes]
         order = dict.fromkeys(name for matrices in held for name in matrices)
@@ -92,6 +101,8 @@ class Shape:
     @property
     def mixture_share(self) -> Number:
         """Share of layers that are mixtures of experts."""
+        if self.model:
+            return self.model.moe_layers / self.layers
         every = np.maximum(self.moe_every, 1)
         count = np.floor(np.asarray(self.layers) / every) - np.floor(np.asarray(self.dense_layers) / every)
         return np.where(np.asarray(self.experts) > 0, count / self.layers, 0.0)
@@ -101,6 +112,11 @@ class Shape:
         """Of the layers behind the first dense ones."""
         behind = np.maximum(1 - np.asarray(self.dense_layers) / self.layers, 1e-9)  # nothing behind: no mixtures
         return self.mixture_share / behind
+
+    @property
+    def halves(self) -> float:
+        """Blocks of the mean layer over the two of a usual one."""
+        return sum(map(len, self.model.words)) / (2 * self.layers) if self.model else 1.0
 
     @property
     def windowed_share(self) -> Number:
@@ -137,6 +153,12 @@ class Work:
     def tokens(self) -> Number:
         """Of one micro-batch on one device."""
         return self.plan.micro_batch * self.sequence / self.plan.cp
+
+    @cached_property
+    def decoder(self) -> Work:
+        """The same for the tokens of a decoder behind an encoder."""
+        stack = self.shape.model
+        return replace(self, sequence=stack.decoder_tokens(self.sequence)) if stack else self
 
     @cached_property
     def spread(self) -> Number:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from madmax_lib.blocks import mixer_elements
 from madmax_lib.case import Case
 from madmax_lib.specs import Transformer
 
@@ -51,59 +52,73 @@ def dropout_bytes(model: Transformer, further=("masks",)) -> int:
 
 
 def layer_bytes(
-    case: Case, *, width: float = 2.0, product_width: float | None = None, mixture: bool = False, further=("masks",)
+    case: Case, word: str = "*-", *, width: float = 2.0, product_width: float | None = None, further=("masks",)
 ) -> LayerBytes:
     """Activations of one layer on one device for one micro-batch; the plans of the case may be arrays.
 
-    width: bytes per element; product_width: of the inputs kept for matrix products, `width` if None. mixture: the
-    feed-forward part is a mixture of experts. further: what the software keeps beside, see `Software.keeps`.
+    word: the layer's blocks, as in `Transformer.blocks`. width: bytes per element; product_width: of the inputs kept
+    for matrix products, `width` if None. further: what the software keeps beside, see `Software.keeps`.
     """
     model, p, tokens, tp = case.model, case.plan, case.tokens, case.plan.tp
-    h, heads = model.hidden, model.heads
+    tokens, sequence = (model.decoder_tokens(n) if "x" in word else n for n in (tokens, case.sequence))
+    h, heads, attends, mixes = (
+        model.hidden,
+        model.heads,
+        word.count("*") + word.count("x"),
+        word.count("M") + word.count("m"),
+    )
     flash, load = p.attention == "flash", np.where(p.capacity > 0, p.capacity, p.busiest(case.imbalance, model))
     operand = width if product_width is None else product_width
     dropout = dropout_bytes(model, further)
     shards = np.where(p.sequence_parallel, tp, 1)
     halves = 2 if model.gated else 1  # the first product of a gated part is twice as wide
-    qkv, latent, values = _attention_widths(model)
-    inner, shared, routed, router = _feed_forward_widths(model, mixture)
+    qkv, latent, values = _attention_widths(model, word)
+    inner, shared, routed, router = _feed_forward_widths(model, word)
+    mixed, mixer = mixes * mixer_elements(model, word), mixes * model.mixer_channels
     inner, routed = load * inner + shared, load * routed
-    scores = heads * case.sequence / tp
-    core = np.where(flash, _LOG_SUM_BYTES * heads / tp, scores * (width + (dropout + width if dropout else 0)))
+    scores = word.count("*") * heads * sequence / tp
+    core = scores * (width + (dropout + width if dropout else 0))
+    core = np.where(flash, _LOG_SUM_BYTES * attends * heads / tp, core + _LOG_SUM_BYTES * word.count("x") * heads / tp)
     trained = np.where(p.lora_rank > 0, 0.0, operand)  # without gradients of their own, products keep no inputs
     copies = width * routed / tp + trained * routed / p.expert_spread  # experts that tp splits see the tokens of all tp
     gate, norm = (halves - 1) * width * ("gate" in further), _NORM_BYTES * ("norm" in further and model.norm == "rms")
     feed_forward = (width * halves + gate + trained) * inner / tp + copies + router / shards
-    between = (2 * (width + dropout + norm) + operand + trained) * h / shards
-    between = between + (operand + trained) * h * (1 - 1 / shards) * ("gathered" in further)
-    products = (qkv + halves * inner) / tp + 2 * h / shards
-    passing = np.maximum((halves + 1) * inner / tp, np.where(flash, 0, 2 * scores)) + 2 * h + routed / tp
+    entering = attends * operand + (len(word) - attends) * trained  # of the first product of each block
+    between = (len(word) * (width + dropout + norm) + entering) * h / shards
+    between = between + entering * h * (1 - 1 / shards) * ("gathered" in further)
+    products = (qkv + halves * inner + mixed) / tp + len(word) * h / shards
+    passing = np.maximum((halves + 1) * inner / tp, np.where(flash, 0, 2 * scores))
+    passing = np.maximum(passing, (mixed + mixer) / tp) + 2 * h + routed / tp
     return LayerBytes(
         input=tokens * width * h / shards,
         hidden=tokens * between,
-        projections=tokens * ((width * qkv + operand * values) / tp + width * latent / shards),
+        projections=tokens
+        * ((width * (qkv + mixed) + operand * values + trained * mixer) / tp + width * latent / shards),
         core=tokens * core,
         feed_forward=tokens * feed_forward,
-        products=tokens * (width * (products / 2 + values / tp + h / shards) + np.where(flash, core, 0)),
+        products=tokens * (width * (products / 2 + (values + mixer) / tp + h / shards) + np.where(flash, core, 0)),
         passing=tokens * width * passing,
         shards=shards,
     )
 
 
-def _attention_widths(model: Transformer) -> tuple[float, float, float]:
+def _attention_widths(model: Transformer, word: str) -> tuple[float, float, float]:
     """Elements per token: queries, keys and values; latents before and after their norm; attention's output."""
-    values = model.heads * model.v_head_dim
+    own, other = word.count("*"), word.count("x")
+    values = (own + other) * model.heads * model.v_head_dim
     if not model.kv_lora_rank:
-        return model.heads * model.head_dim + 2 * model.kv_heads * model.head_dim, 0, values
+        farther = model.sequence / model.decoder_sequence if other else 0  # keys and values of the encoder
+        q, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+        return own * (q + kv) + other * (q + farther * kv), 0, values
     scored = model.heads * (model.head_dim + model.rope_head_dim)
     latent = 2 * (model.q_lora_rank + model.kv_lora_rank) + model.rope_head_dim
     return 2 * scored + values, latent, values
 
 
-def _feed_forward_widths(model: Transformer, mixture: bool) -> tuple[float, float, float, float]:
+def _feed_forward_widths(model: Transformer, word: str) -> tuple[float, float, float, float]:
     """Elements per token inside the (routed, shared) feed-forward parts and of copies for experts; router's bytes."""
-    if not mixture:
-        return model.ffn, 0, 0, 0
+    if "E" not in word:
+        return word.count("-") * model.ffn, 0, 0, 0
     inner, copies = model.active_experts * model.expert_ffn, model.active_experts * model.hidden
     return inner, model.shared_experts * model.expert_ffn, copies, _ROUTER_BYTES * model.experts
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -100,7 +101,7 @@ def memory(
             raise ValueError("schedule='gpipe' keeps every micro-batch, global_batch is needed")
         stages, software = np.arange(plan.pp), case.software or default_software(plan)
         options = {"optimizer": optimizer, "fused_loss": fused_loss, "trainable": trainable}
-        parts = stage_bytes(case, stages, *held_layers(model, plan, software), **options)
+        parts = stage_bytes(case, stages, held_layers(model, plan, software), **options)
     rows = [
         (int(stage), name, PHASES[name], float(np.broadcast_to(size, stages.shape)[stage]))
         for stage in stages
@@ -109,15 +110,15 @@ def memory(
     return pd.DataFrame(rows, columns=["stage", "component", "phase", "size_bytes"])
 
 
-def held_layers(model: Transformer, plan: Plan, software: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Layers of each pipeline stage, and how many of them have experts, (pp,) each."""
-    below = np.cumsum([0, *map(model.is_mixture, range(model.layers))])  # layers with experts before each
+def held_layers(model: Transformer, plan: Plan, software: str | None = None) -> dict[str, np.ndarray]:
+    """Layers of each kind (`Transformer.kinds`) of each pipeline stage, (pp,) each."""
+    words = np.array(model.words)
     if software and plan.pp > 1 and software_of(software, "bf16").stages_by_flops:
-        ends = np.append(0, ends_by_flops(model, plan.pp))
-        return np.diff(ends), np.diff(below[ends])
-    held = [[layer for chunk in stage for layer in chunk] for stage in chunk_layers(model.layers, plan)]
-    layers, mixtures = np.array([(len(of), sum(map(model.is_mixture, of))) for of in held]).T
-    return layers, mixtures
+        ends = [0, *ends_by_flops(model, plan.pp)]
+        held = [range(*pair) for pair in pairwise(ends)]
+    else:
+        held = [[layer for chunk in stage for layer in chunk] for stage in chunk_layers(model.layers, plan)]
+    return {kind: np.array([np.sum(words[list(of)] == kind) for of in held]) for kind in model.kinds}
 
 
 def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:
@@ -161,7 +162,8 @@ def _cut_alike(model: Transformer, plans: Plans, *further) -> Iterator[tuple[dic
     Plans are a table or a product, whose columns have one way. Chunks of equal stages make no difference.
     """
     cuts = {name: np.ravel(getattr(plans, name)) for name in _STAGED}
-    uneven = sum(cuts[name] for name in _STAGED[2:]) + model.layers % (cuts["pp"] * cuts["interleave"]) > 0
+    stated = sum(cuts[name] for name in _STAGED[2:])
+    uneven = (stated + model.layers % (cuts["pp"] * cuts["interleave"]) > 0) | (len(model.kinds) > 1)
     cuts["interleave"] = np.where(uneven, cuts["interleave"], 1)
     code = np.zeros(plans.shape[0], np.int64)
     for column in (*further, *cuts.values()):
@@ -194,17 +196,18 @@ def table_peak_bytes(case: Case) -> np.ndarray:
 
 def _fullest(case: Case, stages: np.ndarray) -> np.ndarray:
     """Peak bytes of the fullest of some stages, their first axis; what `_overhead` adds is alike in all."""
-    sums, (context_bytes, share) = by_phase(_tensor_bytes(case, *stages).items()), _process(case)
+    held = dict(zip(case.model.kinds, stages[1:], strict=True))
+    sums, (context_bytes, share) = by_phase(_tensor_bytes(case, stages[0], held).items()), _process(case)
     return (1 + share) * np.max(moment_peak(sums), axis=0) + context_bytes
 
 
 @lru_cache(maxsize=256)
 def _differing_stages(model: Transformer, plan: Plan, software: str | Software) -> np.ndarray:
-    """Stage, layers and mixtures of the stages that can be the fullest, each (k,): the first of equal ones."""
+    """Stage, and layers of each kind, of the stages that can be the fullest, each (k,): the first of equal ones."""
     kinds: dict[tuple, int] = {}
-    for stage, held in enumerate(zip(*held_layers(model, plan, software), strict=True)):
+    for stage, held in enumerate(zip(*held_layers(model, plan, software).values(), strict=True)):
         kinds.setdefault((*held, stage == 0, stage == plan.pp - 1), stage)
-    return np.array([(stage, *key[:2]) for key, stage in kinds.items()]).T
+    return np.array([(stage, *key[:-2]) for key, stage in kinds.items()]).T
 
 
 def fullest_stage(table: pd.DataFrame) -> pd.DataFrame:
@@ -228,34 +231,35 @@ def _published_shares(folder: str | None) -> dict[str, float]:
     return {name: float(gib) * 2**30 / catalog.device(name).memory_bytes for name, gib in usable}
 
 
-def stage_bytes(case: Case, stage, layers, mixtures=0, **options) -> dict[str, np.ndarray]:
-    """Bytes by component of a pipeline stage; the plans of the case, stage, layers and mixtures may be arrays.
+def stage_bytes(case: Case, stage, held: dict, **options) -> dict[str, np.ndarray]:
+    """Bytes by component of a pipeline stage; the plans of the case, stage and numbers of layers may be arrays.
 
-    layers: of the stage; `mixtures` of them have experts. options: optimizer, fused_loss and trainable as in `memory`.
+    held: layers of the stage of each kind (`held_layers`). options: optimizer, fused_loss and trainable as in `memory`.
     Raises ValueError for unknown software, optimizer or dtype.
     """
-    parts = _tensor_bytes(case, stage, layers, mixtures, **options)
+    parts = _tensor_bytes(case, stage, held, **options)
     return parts | _overhead(case, parts)
 
 
 def _tensor_bytes(
-    case: Case, stage, layers, mixtures, *, optimizer: str = "adam", fused_loss: bool = False, trainable: float = 1.0
+    case: Case, stage, layers: dict, *, optimizer: str = "adam", fused_loss: bool = False, trainable: float = 1.0
 ) -> dict[str, np.ndarray]:
     """`stage_bytes` of tensors."""
     model, p, tokens, micro_batches = case.model, case.plan, case.tokens, case.micro_batches
     software, width = software_of(case.software or default_software(p), case.dtype), width_of(case.dtype)
-    stage, layers, mixtures = np.asarray(stage), np.asarray(layers), np.asarray(mixtures)
+    stage = np.asarray(stage)
     held = in_flight(p.schedule, stage, p.pp, p.interleave, micro_batches)
     product_width = min(BYTES[case.dtype], width) if software.stored_8bit else width
     widths = {"width": width, "product_width": product_width, "further": software.keeps}
     kept, moving = 0.0, 0.0
-    for mixture, count in ((False, layers - mixtures), (True, mixtures))[: 1 + (model.experts > 0)]:
-        layer = layer_bytes(case, **widths, mixture=mixture)
+    for word, count in layers.items():
+        layer = layer_bytes(case, word, **widths)
         one = layer.kept(p.recompute, by_products=software.selective_products > 0)
         again = np.where(p.recompute == "none", 0.0, layer.whole - one)
         kept = kept + count * one
         moving = np.maximum(moving, np.where(count > 0, again + layer.passing, 0.0))
-    masks = dropout_bytes(model, software.keeps) * tokens * model.hidden / layer.shards  # of the embedding
+    embedded, tokens = tokens, model.decoder_tokens(tokens)
+    masks = dropout_bytes(model, software.keeps) * embedded * model.hidden / layer.shards  # of the embedding
     masks = np.where(stage == 0, masks * in_flight(p.schedule, stage, p.pp, 1, micro_batches), 0.0)
     sent = np.where(p.pp > 1, layer.input, 0.0) * software.engine
     outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
@@ -267,7 +271,7 @@ def _tensor_bytes(
     if "outputs" in software.keeps:
         earlier = np.where(p.pp > 1, np.where(np.isfinite(micro_batches), micro_batches, p.pp) - 1, 0)
         logits = logits + earlier * width * outputs / p.tp
-    count = stage_parameters(model, p, stage, layers, mixtures)
+    count = stage_parameters(model, p, stage, layers)
     return state_bytes(p, count, software, optimizer, trainable) | {
         "activations": held * (kept + sent) + masks,
         "logits": np.where(stage == p.pp - 1, logits, 0.0),

@@ -4,7 +4,7 @@ Model states follow ZeRO [arXiv 1910.02054].
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 
 import numpy as np
 
@@ -80,22 +80,24 @@ class StageParameters:
     adapted: float = 0  # of the adapters of attention's products, per rank [NeMo, llama2_70b_lora of MLPerf 4.0]
 
 
-def stage_parameters(model: Transformer, p: Plans, stage, layers, mixtures) -> StageParameters:
-    """Parameters of a stage with so many layers, `mixtures` of them with experts."""
+def stage_parameters(model: Transformer, p: Plans, stage, held: dict) -> StageParameters:
+    """Parameters of a stage that holds so many layers of each kind, words of their blocks."""
     expert = model.mlp_parameters(model.expert_ffn) / p.tp
     experts = model.experts * expert * p.expert_spread / p.ep
     router = model.moe_parameters - (model.experts + model.shared_experts) * model.mlp_parameters(model.expert_ffn)
     beside = router + model.shared_experts * expert
-    attention = model.attention_parameters / p.tp + 2 * model.norm_parameters
-    feed_forward = model.mlp_parameters(model.ffn) / p.tp
     tied = np.where(p.pp > 1, 0 if model.image else model.vocab * model.hidden, 0)  # a pipeline holds the table twice
     first, last = stage == 0, stage == p.pp - 1
     ends = (first * model.embedding_parameters + last * (model.head_parameters or tied)) / p.tp
     ends = ends + last * model.norm_parameters
-    dense = layers * attention + (layers - mixtures) * feed_forward + mixtures * beside + ends
-    inner = np.maximum((layers > mixtures) * feed_forward, (mixtures > 0) * (experts + beside))
-    adapted = layers * sum(inputs + outputs for _, inputs, outputs in model.attention_matrices) / p.tp
-    return StageParameters(dense, mixtures * experts, ends, attention + inner, np.minimum(experts, inner), adapted)
+    own = {letter: model.block_parameters(letter) / p.tp for letter in set("".join(held)) - {"E"}} | {"E": beside}
+    own = {word: sum(own[letter] + model.norm_parameters for letter in word) for word in held}
+    mixtures = sum(count for word, count in held.items() if "E" in word)
+    dense = sum(count * own[word] for word, count in held.items()) + ends
+    sizes = [(np.asarray(count) > 0) * (own[word] + ("E" in word) * experts) for word, count in held.items()]
+    block, attends = reduce(np.maximum, sizes), sum(count * word.count("*") for word, count in held.items())
+    adapted = attends * sum(inputs + outputs for _, inputs, outputs in model.attention_matrices) / p.tp
+    return StageParameters(dense, mixtures * experts, ends, block, np.minimum(experts, block), adapted)
 
 
 def state_bytes(p: Plans, count: StageParameters, software: Software, optimizer: str, trainable: float) -> dict:

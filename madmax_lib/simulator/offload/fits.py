@@ -204,7 +204,7 @@ def moments(
         {name: float(size[..., stage]) for (name, at), size in sizes.items() if at == place}
         for place in ("device", "host")
     )
-    table, room = _others(device, int(held_layers(model, case.plan)[0][stage])), room_bytes(cluster, plan)
+    table, room = _others(device, int(sum(held_layers(model, case.plan).values())[stage])), room_bytes(cluster, plan)
     on_device, off_device = (sum(size for name, size in part.items() if name in _MODEL) for part in (device, host))
     model_bytes = on_device
     if plan.offload == "chunks" and policy.share is None:

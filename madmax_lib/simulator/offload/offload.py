@@ -166,8 +166,8 @@ def _first_stage(case: Case, pieces: Pieces, offloaded: Offloaded) -> _Stage:
     model, plan = case.model, case.plan
     forward, backward = map(float, pieces.layer.passes_s)
     head_forward, head_backward = map(float, pieces.head.passes_s)
-    layers, mixtures = held_layers(model, plan)
-    count = stage_parameters(model, plan, np.arange(plan.pp), layers, mixtures)
+    held = held_layers(model, plan)
+    count, layers = stage_parameters(model, plan, np.arange(plan.pp), held), sum(held.values())
     sharing = plan.sharing if plan.zero else 1
     whole = owned(count.dense[0], np.ravel(count.experts)[0], sharing, plan.ep)
     embedding = model.embedding_parameters / plan.tp / sharing

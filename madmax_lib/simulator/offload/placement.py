@@ -121,9 +121,9 @@ def bytes_by_place(case: Case, share, policy: Policy) -> dict[tuple[str, str], n
     case: as `normalised` gives it. share: of what may leave the device, a number or an array of shape (k, 1).
     """
     model, plan, method = case.model, case.plan, policy.method(case.plan)
-    stages, (layers, mixtures) = np.arange(plan.pp), held_layers(model, plan)
-    parts = stage_bytes(replace(case, software="deepspeed"), stages, layers, mixtures)
-    count = stage_parameters(model, plan, stages, layers, mixtures)
+    stages, held = np.arange(plan.pp), held_layers(model, plan)
+    parts = stage_bytes(replace(case, software="deepspeed"), stages, held)
+    count, layers = stage_parameters(model, plan, stages, held), sum(held.values())
     share = np.asarray(share, dtype=float)
     sizes = _states(case, count, method, split_of(method, share))
     for name in ("buckets", "gathered weights", "activations", "logits", "block at work", "context"):

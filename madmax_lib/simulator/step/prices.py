@@ -289,7 +289,8 @@ class Prices:
     def launches_s(self, blocks: Sequence[Block]) -> Number:
         """Seconds of the host for the kernels of a layer, forward; 0 for the ends of the model."""
         mixture = any(op.experts for block in blocks for op in block.ops)
-        return blocks[0].recomputed * (self.launch_s + mixture * self.routing_s)
+        halves = sum(op.name == "norm" for block in blocks for op in block.ops) / 2  # of a layer; each begins with one
+        return blocks[0].recomputed * (halves * self.launch_s + mixture * self.routing_s)
 
     def stop_s(self, blocks: Sequence[Block]) -> Number:
         """Seconds from the counts of a mixture layer's tokens to its next kernel: two launches and a copy between."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.step.inputs import Steps
+from madmax_lib.simulator.step.kinds import farther_s, gathered_s
 from madmax_lib.simulator.step.layer_time import LayerTime
 from madmax_lib.simulator.step.pieces import Pieces
 from madmax_lib.simulator.step.prices import Prices
@@ -29,7 +30,8 @@ class Stages:
     edges_s: Number  # of each, traffic of weights at the ends of passes, for which no other stage waits
     first_s: tuple[Number, Number]  # (forward, backward) of the first
     layers: tuple[Number, Number, Number]  # of the first, fullest middle and last
-    farther_s: tuple[Number, ...]  # of these, for more layers that attend to all than the mean of so many has
+    farther_s: tuple[Number, ...]  # of these, for more layers that attend to all, or of long kinds, than the mean has
+    chunk_s: Number  # of the longest chunk for layers of long kinds, beyond those of the mean kind
     dense: Number  # of a mixture in the first
     held: tuple[tuple[Number, Number, Number], ...]  # layers, with experts, stages before, seconds: of these three
     in_first: Number  # 1 where the slowest has the embedding
@@ -62,8 +64,8 @@ def stages_of(steps: Steps, pieces: Pieces) -> Stages:
     last_s = np.where(pp > 1, last * layer_s + after_s + ends_s, 0.0)
     between = np.where(pp > 2, np.asarray(shape.layers) - first - last, 0.0)
     sum_s = first_s + last_s + between * layer_s + np.maximum(pp - 2, 0) * ends_s
-    farther_s = _farther_s(steps, pieces, first, middle, last)
-    if np.any(shape.windowed_share > 0):
+    *farther_s, chunk_s = _farther_s(steps, pieces, first, middle, last)
+    if shape.model or np.any(shape.windowed_share > 0):
         first_s, middle_s, last_s = (sum(pair) for pair in zip((first_s, middle_s, last_s), farther_s, strict=True))
     slowest_s = np.maximum(np.maximum(first_s, middle_s), last_s)
     in_last = (last_s >= slowest_s) | single
@@ -79,6 +81,7 @@ def stages_of(steps: Steps, pieces: Pieces) -> Stages:
         first_s=(forward_s, backward_s),
         layers=(first, middle, last),
         farther_s=farther_s,
+        chunk_s=chunk_s,
         dense=fewer,
         held=tuple((many, share * (many - dense), *rest) for many, dense, *rest in held),
         in_first=(first_s >= slowest_s) & (single | ~in_last),
@@ -87,17 +90,19 @@ def stages_of(steps: Steps, pieces: Pieces) -> Stages:
 
 
 def _farther_s(steps: Steps, pieces: Pieces, first: Number, middle: Number, last: Number) -> tuple[Number, ...]:
-    """Seconds of a first, middle and last stage of so many layers for those that attend to all beyond their share.
+    """Seconds of a first, middle and last stage of so many layers, and a chunk, for those that attend to all.
 
     Every so many layers one does, the last of them; the fullest middle stage begins with one.
     """
     shape, pp, chunks = steps.work.shape, np.asarray(steps.work.plan.pp), np.asarray(steps.work.plan.interleave)
+    if shape.model:
+        return farther_s(shape.model, pieces, middle)
     share, every = shape.windowed_share, chunks * np.maximum(shape.full_every, 1)
     if not np.any(share > 0):
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     full = chunks * np.floor(first / every), chunks * np.ceil(middle / every), chunks * np.ceil(last / every)
     more = (many - (1 - share) * held for many, held in zip(full, (first, middle, last), strict=True))
-    return tuple(((share > 0) & (share < 1) & (pp > 1)) * pieces.farther_s * one for one in more)
+    return *(((share > 0) & (share < 1) & (pp > 1)) * pieces.farther_s * one for one in more), 0.0
 
 
 def _with_traffic(layer: LayerTime, pieces: Pieces) -> tuple[tuple[Number, Number], tuple[Number, Number]]:
@@ -111,11 +116,14 @@ def _with_traffic(layer: LayerTime, pieces: Pieces) -> tuple[tuple[Number, Numbe
         return (forward_s, backward_s), halves_s
     reduce_s = np.where(prices.buckets, 0.0, traffic.reduce_s) if np.any(prices.buckets) else traffic.reduce_s
     together_s = beside_s(backward_s, traffic.backward_s, reduce_s, prices)
+    ahead_s = beside_s(forward_s, traffic.forward_s, 0.0, prices)
+    if pieces.kinds:
+        ahead_s, together_s = gathered_s(prices.steps.work.shape.model, pieces, ahead_s, together_s)
     if np.any(split):
         inputs_s = beside_s(halves_s[0], traffic.backward_s, 0.0, prices)
         halves_s = inputs_s, beside_s(halves_s[1], 0.0, traffic.reduce_s, prices)
         together_s = np.where(split, sum(halves_s), together_s)
-    return (beside_s(forward_s, traffic.forward_s, 0.0, prices), together_s), halves_s
+    return (ahead_s, together_s), halves_s
 
 
 def _ends_s(steps: Steps, pieces: Pieces) -> tuple[Number, Number, Number, Number]:
@@ -228,7 +236,8 @@ def _chunks_s(steps: Steps, stages: Stages, bubble: Number) -> Number:
     rest = np.asarray(layers) % (pp * chunks)  # layers lie in the middle
     more = np.clip(pp - (pp * chunks - rest) / 2, 0, pp) / pp - rest / (pp * chunks)  # of a first chunk than of a mean
     end_s = np.maximum(before_s, behind_s) + np.floor(stages.layers[2] / chunks) * layer_s
-    longest_s = np.maximum(np.ceil(np.asarray(layers) / (pp * chunks)) * layer_s, end_s) + ends_s / chunks
+    full_s = np.ceil(np.asarray(layers) / (pp * chunks)) * layer_s + stages.chunk_s
+    longest_s = np.maximum(full_s, end_s) + ends_s / chunks
     rounds_s = stages.sum_s - (pp - 1 / chunks) * stages.edges_s + (count - 1) * longest_s
     other_s = np.where(stages.in_first, 0.0, before_s) + np.where(stages.in_last, 0.0, behind_s)
     in_turn_s = (bubble - other_s) / chunks + other_s + more * (pp - 1) * layer_s

@@ -138,6 +138,7 @@ def _batches(steps: Steps, parameters: Parameters) -> tuple[Pieces, Pieces]:
 
 def _inside(stages: Stages, pieces: Pieces) -> dict[str, Number]:
     """Parts of a micro-batch in the slowest stage; all else there is traffic of weights."""
+    shape = pieces.prices.steps.work.shape
     layer, dense, fewer = pieces.layer, pieces.dense, np.where(stages.in_first, stages.dense, 0)
     mixed = stages.of_slowest(*stages.layers) - fewer
     parts = {
@@ -145,7 +146,12 @@ def _inside(stages: Stages, pieces: Pieces) -> dict[str, Number]:
         + fewer * (dense.forward[name] + dense.backward[name])
         for name in LAYER_PARTS
     }
-    parts["attention_s"] = parts["attention_s"] + stages.of_slowest(*stages.farther_s)
+    farther_s = stages.of_slowest(*stages.farther_s)
+    if shape.model:
+        longer = 1 + farther_s / (mixed * sum(layer.passes_s))
+        parts = {name: longer * part for name, part in parts.items()}
+    else:
+        parts["attention_s"] = parts["attention_s"] + farther_s
     parts["pointwise_s"] = parts["pointwise_s"] + stages.in_first * sum(pieces.embedding.passes_s)
     parts["head_s"] = stages.in_last * sum(pieces.head.passes_s)
     shown_s = np.maximum(stages.slowest_s - sum(parts.values()), 0.0)
@@ -155,6 +161,7 @@ def _inside(stages: Stages, pieces: Pieces) -> dict[str, Number]:
 def _body(steps: Steps, parameters: Parameters, *, inside: bool = True) -> Body:
     pieces, last = _batches(steps, parameters)
     prices, count, p, pp = pieces.prices, steps.micro_batches, steps.work.plan, np.asarray(steps.work.plan.pp)
+    halves = steps.work.shape.halves
     stages = ends = stages_of(steps, pieces)
     single, bubble = pp == 1, bubble_s(steps, pieces, stages)
     if last is not pieces:
@@ -169,7 +176,7 @@ def _body(steps: Steps, parameters: Parameters, *, inside: bool = True) -> Body:
     if np.any(split):
         chain_s = chain_s - split * first_layers * ends.halves_s[1]
     issued_s, before = zip(
-        *((n * prices.launch_s + m * prices.routing_s, k) for n, m, k, _ in stages.held), strict=True
+        *((n * halves * prices.launch_s + m * prices.routing_s, k) for n, m, k, _ in stages.held), strict=True
     )
     issued_s = tuple((1 - prices.habits.on_host) * seconds for seconds in issued_s)
     parts = {"bubble_s": bubble, "pp_s": sends_s(steps, pieces, stages) + tied_s(prices)}
