@@ -75,26 +75,33 @@ VARIED = {"micro_batch": 2, "recompute": "full", "sequence_parallel": False, "sc
 
 
 BASES = {"gpt3-175b": "dp4.tp8.pp4.selective dp16.tp4.cp2 dp8.tp2.pp4.cp2.overlap-tp",
-         "mixtral-8x7b": "dp8.tp4.pp4.ep4 dp16.tp2.pp4.ep8"}  # fmt: skip
+         "mixtral-8x7b": "dp8.tp4.pp4.ep4 dp16.tp2.pp4.ep8",
+         "gpt2": "dp16 dp4.tp2.pp2 dp2.pp8 dp8.cp2 dp16.tp1"}  # on processes that share a CPU with their host
+RUNS = {"zero": (0, 1, 2, 3), "zero_under_pipeline": (0, 1, 2, 3), "zero_plus_plus": ("qwz", "hpz", "qgz"),
+        "schedules": ("gpipe", "1f1b", "zero-bubble")}  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [0, 100_000])
 @pytest.mark.parametrize("name", BASES)
-def test_rows_of_a_large_table_are_their_plans(name):
+def test_rows_of_a_table_are_their_plans(name, size):
     """Rows share the work of those that differ in one field that it does not depend on, and of no others."""
-    rows = [vars(replace(Plan.parse(base), zero=zero)) for base in BASES[name].split() for zero in (1, 2, 3)]
+    cluster, options = CLUSTER, {"software": replace(catalog.software("megatron-core"), **RUNS)}
+    if name == "gpt2":
+        testbed = mm.machine(mm.dataset("testbed"))
+        cluster = replace(testbed.cluster, nodes=8, devices_per_node=2)
+        options = {"software": replace(catalog.software("workbench"), **RUNS), "dtype": "fp32"}
+        options |= {"parameters": testbed.parameters}
+    rows = [vars(replace(Plan.parse(base), zero=zero)) for base in BASES[name].split() for zero in (0, 1, 2, 3)]
     few = pd.DataFrame([row | dict([change]) for row in rows for change in [*VARIED.items(), ("zero", row["zero"])]])
-    table = pd.concat([few] * (100_000 // len(few)), ignore_index=True).rename(index="row {}".format)
+    table = pd.concat([few] * max(size // len(few), 1), ignore_index=True).rename(index="row {}".format)
     table.iloc[len(few) :, table.columns.get_loc("bucket_bytes")] = np.linspace(1e7, 1e8, len(table) - len(few))
-    runs = {"zero": (0, 1, 2, 3), "zero_under_pipeline": (0, 1, 2, 3), "zero_plus_plus": ("qwz", "hpz", "qgz")}
-    runs["schedules"] = ("gpipe", "1f1b", "zero-bubble")
-    options = {"global_batch": 128, "software": replace(catalog.software("megatron-core"), **runs)}
-    result = estimate(name, CLUSTER, table, **options)
+    result = estimate(name, cluster, table, global_batch=128, **options)
     known = np.flatnonzero(result["step_s"][: len(few)].notna())
-    assert len(known) > 0.5 * len(few) and result.index.equals(table.index)
+    assert len(known) > 0.4 * len(few) and result.index.equals(table.index)
     assert ((result.pop("reason") != "") == result["step_s"].isna()).all()
     for place in known:
         plan = Plan(**vars(Plans.from_table(table.iloc[[place]])[0]))
-        single = estimate(name, CLUSTER, plan, **options).iloc[0]
+        single = estimate(name, cluster, plan, global_batch=128, **options).iloc[0]
         np.testing.assert_allclose(result.iloc[place].astype(float), single.astype(float), 1e-12, err_msg=str(plan))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from madmax_lib.simulator.layers.transformer import embedding_block, head_block, layer_blocks
+from madmax_lib.simulator.layers.work import has
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.alike import kinds_of, mapped, spread
@@ -71,7 +72,8 @@ def pieces_of(steps: Steps, parameters: Parameters) -> Pieces:
 def _passes_of_table(steps: Steps, parameters: Parameters) -> tuple:
     """Passes of rows, worked out once for those alike; those with cp apart, whose attention has more blocks."""
     plan = steps.work.plan
-    rows, index = kinds_of(plan, _PASS) or [np.arange(*plan.shape)] * 2
+    further = ("dp", "zero") if has(steps.habits.on_host) else ()  # where collectives of weights block a layer's host
+    rows, index = kinds_of(plan, _PASS, further) or [np.arange(*plan.shape)] * 2
     cut = np.broadcast_to(plan.cp, plan.shape)[rows] > 1
     groups = [group for group in (rows[~cut], rows[cut]) if len(group)]
     passes = [_passes(Prices(steps[group], parameters)) for group in groups]

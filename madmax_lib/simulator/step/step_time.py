@@ -16,6 +16,7 @@ import numpy as np
 from scipy.special import digamma
 
 from madmax_lib.plans import Plans
+from madmax_lib.simulator.layers.work import has
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.alike import kinds_of, spread
@@ -35,7 +36,7 @@ COMMUNICATION = ("tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "pp_s")  # as far as 
 
 
 _LATE = ("bucket_bytes", "overlap_gather", "overlap_dp", "offload")  # what the body of a step does not depend on
-_SHARDED = ("zero", "shard", "qwz", "hpz", "qgz", "prefetch", "reduce_fp32")  # on which it does under ZeRO-3 alone
+_SHARDED = ("zero", "shard", "qwz", "hpz", "qgz", "prefetch", "reduce_fp32")  # on which it does where weights are sharded alone
 _BODY = tuple(field.name for field in fields(Plans) if field.name not in (*_LATE, *_SHARDED))
 
 
@@ -60,7 +61,8 @@ class Body:
 
 def bodies_of(steps: Steps, parameters: Parameters) -> Callable[[slice], Body] | None:
     """Gives the body of some rows of a table, where each is worked out once for rows alike; None if hardly any are."""
-    kinds = kinds_of(steps.work.plan, _BODY, _SHARDED, np.asarray(steps.work.plan.zero) >= 3)
+    least = 2 if has(steps.habits.on_host) else 3  # FSDP's collectives block a host from ZeRO-2 on
+    kinds = kinds_of(steps.work.plan, _BODY, _SHARDED, np.asarray(steps.work.plan.zero) >= least)
     if kinds is None or np.any(steps.jitter):
         return None
     body = _body(steps[kinds[0]], parameters)
