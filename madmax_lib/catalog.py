@@ -144,6 +144,9 @@ def cluster(name: str | Path | Cluster, nodes: int | None = None, devices: int |
             raise ValueError(f"{name}: {said}")
     nodes = int(row["nodes"]) if nodes is None else nodes
     if own:
+        if nodes > own.nodes == 1:
+            rest = "calibrate over two hosts, or replace(mm.machine(...).cluster, nodes=..., inter=Link(name, bytes/s))"
+            raise ValueError(f"{name}: nodes={nodes}, but its one host has told nothing of a network; {rest}")
         return replace(own, devices_per_node=used, nodes=nodes)
     links = [_link(row[place], used) for place in ("intra", "inter")]
     nics = math.ceil(int(row["nics_per_node"]) * used / full) if row["nics_per_node"] else None

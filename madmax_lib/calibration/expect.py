@@ -22,7 +22,7 @@ from madmax_lib.case import Case
 from madmax_lib.fields import argument, number
 from madmax_lib.plan import Plan
 from madmax_lib.plan_rules import enforce, rules_of
-from madmax_lib.simulator.rates.parameters import Parameters, shipped, software_of
+from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped, software_of
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Model
 from madmax_lib.timeline import Timeline
@@ -128,6 +128,7 @@ def expect(
     ('slow', 100)
     """
     argument("timeline", timeline, Timeline | None)
+    parameters = constants_of(cluster, parameters)
     case = Case.of_step(
         model, cluster, Plan.parse(plan), global_batch, sequence, dtype, software_of(software, parameters)
     )

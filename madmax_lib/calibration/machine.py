@@ -16,7 +16,7 @@ from madmax_lib.atomic import write_text
 from madmax_lib.calibration.fit import posterior
 from madmax_lib.case import Case
 from madmax_lib.runs.read import with_nulls
-from madmax_lib.simulator.rates.parameters import Parameters, bounds, from_json, shipped, to_json
+from madmax_lib.simulator.rates.parameters import Parameters, bounds, constants_of, shipped, to_json
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.step_time import step_time
 from madmax_lib.specs import Cluster
@@ -75,10 +75,9 @@ def machine(directory: str | Path) -> Machine:
     path = path / "machine.json" if path.suffix != ".json" else path
     if not path.exists():
         raise FileNotFoundError(f"{path}: no calibration here; `python -m madmax_lib calibrate -o DIR` makes one")
-    cluster, content = catalog.cluster(path), json.loads(path.read_text())
+    cluster, parameters, content = catalog.cluster(path), constants_of(path), json.loads(path.read_text())
     try:
-        facts = {name: content[name] for name in ("dtype", "provenance")}
-        return Machine(cluster, from_json(content["parameters"]), **facts)
+        return Machine(cluster, parameters, **{name: content[name] for name in ("dtype", "provenance")})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the file of a machine ({error})") from None
 

@@ -18,7 +18,7 @@ from madmax_lib.planner.distribute import run_parts
 from madmax_lib.planner.evaluate import Found, SearchProblem
 from madmax_lib.planner.space import Space, legal_degrees
 from madmax_lib.simulator.memory.memory import usable_bytes
-from madmax_lib.simulator.rates.parameters import Parameters, shipped, software_of
+from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped, software_of
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Transformer
 
@@ -64,6 +64,7 @@ def search(
     >>> found.best.world_size, len(found.table), found.table["step_s"].is_monotonic_increasing
     (2, 3, True)
     """
+    parameters = constants_of(cluster, parameters)
     further = (sequence, dtype, software_of(software, parameters), imbalance, jitter)
     case = Case.of_step(model, cluster, Plan(), global_batch, *further)
     _check(case, client, shard, shards)

@@ -27,7 +27,7 @@ from madmax_lib.planner.surrogate import Beliefs, Candidates, beliefs
 from madmax_lib.plans import Plans, legal
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.memory.memory import usable_bytes
-from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped
 from madmax_lib.simulator.step.step_time import PARTS
 from madmax_lib.software import Software
 from madmax_lib.specs import Cluster, Transformer
@@ -72,7 +72,7 @@ class Tuner:
         seed: int = 0,
         state: str | Path | None = None,
     ):
-        parameters = argument("parameters", parameters, Parameters, shipped)
+        parameters = argument("parameters", constants_of(cluster, parameters), Parameters, shipped)
         software = parameters.software if software is None else software
         self._case = Case.of_step(model, cluster, Plan(), global_batch, sequence, dtype, software)
         self._parameters, self._seed = parameters, whole("seed", seed)

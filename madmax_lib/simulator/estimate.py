@@ -20,7 +20,7 @@ from madmax_lib.simulator.memory.memory import table_peak_bytes, usable_bytes
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy
-from madmax_lib.simulator.rates.parameters import Parameters, shipped, software_of
+from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped, software_of
 from madmax_lib.simulator.step.alike import kinds_of
 from madmax_lib.simulator.step.inputs import Steps
 from madmax_lib.simulator.step.step_time import PARTS, bodies_of, step_time
@@ -59,7 +59,7 @@ def estimate(
     model, cluster: or their names. plan_or_table: a Plan or its text, a list of them, or a table whose columns are
     fields of Plan (missing ones at their default), or that of a search; its index is kept. software: that trains, a
     name of `data/software.csv` or one of your own; that of the parameters or any if None. parameters: the shipped fit
-    if None; `Parameters()` is the ideal machine.
+    if None, or that of the `machine.json` that cluster names; `Parameters()` is the ideal machine.
     imbalance, jitter: how uneven experts and ranks are, as in `Case`.
     Columns: step_s, low_s and high_s (90 % interval, NaN for parameters that know none), the parts named in
     `step_time.PARTS` (exposed seconds, their sum is step_s), mfu (dense model FLOPs over the peak of dtype),
@@ -78,7 +78,7 @@ def estimate(
     >>> (steps["low_s"] < steps["high_s"]).tolist(), steps["step_s"].isna().tolist()
     ([True, True, False], [False, False, True])
     """
-    plan, index = plans_of(plan_or_table)
+    (plan, index), parameters = plans_of(plan_or_table), constants_of(cluster, parameters)
     many = index is not None
     further = (sequence, dtype, software_of(software, parameters), imbalance, jitter)
     case = Case.of_step(model, cluster, plan, global_batch, *further)

@@ -16,7 +16,7 @@ from madmax_lib.simulator.layers.transformer import chunk_blocks
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy
-from madmax_lib.simulator.rates.parameters import Parameters, shipped, software_of
+from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped, software_of
 from madmax_lib.simulator.rates.topology import Groups, member_name
 from madmax_lib.simulator.schedule.engine import Program, received, run_apart, share, to_timeline
 from madmax_lib.simulator.schedule.layout import StepBuilder
@@ -68,6 +68,7 @@ def simulate(
     >>> {rank: len(devices) for rank, devices in step.meta.represents.items()}
     {0: 64, 64: 64}
     """
+    parameters = constants_of(cluster, parameters)
     step = (Plan.parse(plan), global_batch, sequence, dtype, software_of(software, parameters), imbalance, jitter)
     case, seed = Case.of_step(model, cluster, *step), whole("seed", seed)
     parameters = argument("parameters", parameters, Parameters, partial(_default, case))

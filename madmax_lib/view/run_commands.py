@@ -46,16 +46,16 @@ def add(commands) -> None:
 def _expect(options: Namespace) -> Answer:
     from madmax_lib import catalog
     from madmax_lib.calibration.expect import expect
-    from madmax_lib.calibration.machine import machine
     from madmax_lib.plan import Plan
+    from madmax_lib.simulator.rates.parameters import constants_of
     from madmax_lib.timeline import with_origin
     from madmax_lib.view.trace_commands import read
 
     plan = Plan.parse(options.plan)
     cluster = catalog.cluster(options.cluster, options.nodes, plan.world_size)
-    own = machine(options.cluster).parameters if options.cluster.endswith(".json") else None
     measured = {name: getattr(options, name) for name in _MEASURED}
     timeline = read([options.trace]) if options.trace else None
+    own = constants_of(options.cluster)
     result = expect(options.model, cluster, plan, **run_of(options), **measured, timeline=timeline, parameters=own)
     names = ("verdict", "step_s", "predicted_s", "low_s", "high_s", "percentile")
     about = {name: getattr(result, name) for name in names}

@@ -67,6 +67,14 @@ def _step(options: Namespace) -> dict:
     return {"model": options.model, "cluster": cluster, **run_of(options)}
 
 
+def _priced(options: Namespace) -> dict:
+    """The same with the constants of a calibration whose `machine.json` is the cluster, and their software."""
+    from madmax_lib.simulator.rates.parameters import constants_of, software_of
+
+    step, own = _step(options), constants_of(options.cluster)
+    return step | {"parameters": own, "software": software_of(options.software, own)}
+
+
 def assumed(software: str | None, cluster: Cluster) -> str:
     """Whose kernels and overlaps a prediction has."""
     usual = "this project's own trainer" if cluster.device.family == "cpu" else "tuned Megatron-Core"
@@ -82,17 +90,17 @@ def _estimate(options: Namespace) -> Answer:
     from madmax_lib.simulator.estimate import estimate
 
     one, *others = options.plans  # a single plan that is not legal is refused, in a table it is empty
-    table = estimate(**(step := _step(options)), plan_or_table=options.plans if others else one)
+    table = estimate(**(step := _priced(options)), plan_or_table=options.plans if others else one)
     table.insert(0, "plan", options.plans)
     about = {"global_batch": options.global_batch, "devices": step["cluster"].world_size}
-    about["software"] = assumed(options.software, step["cluster"])
+    about["software"] = assumed(step["software"], step["cluster"])
     return Answer(table, about, inputs(options))
 
 
 def _search(options: Namespace) -> Answer:
     from madmax_lib.planner.search import search
 
-    found = search(**_step(options), objective=options.objective, top=options.top, progress=False)
+    found = search(**_priced(options), objective=options.objective, top=options.top, progress=False)
     about = {"best": found.best, "software": found.software, "evaluated": found.evaluated, "feasible": found.feasible}
     about |= {"hint": found.hint, "columns": _COLUMNS}
     best = found.different if options.top <= len(found.different) else found.table

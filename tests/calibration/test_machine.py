@@ -11,6 +11,7 @@ import pytest
 from support import CPU_CONSTANTS
 
 import madmax_lib as mm
+from madmax_lib.__main__ import main
 from madmax_lib.calibration import fit, machine_page, predict, run_rows
 from madmax_lib.calibration.calibrate import calibrate
 from madmax_lib.calibration.machine import Machine, fit_constants, link_rates, machine, parts_of
@@ -100,10 +101,33 @@ def test_a_machine_comes_back_as_it_was(saved):
         found = machine(path)
         assert found.cluster == made.cluster and found.parameters.collectives == CURVES
     run = {"global_batch": 8, "dtype": "fp32", "parameters": found.parameters}
-    by_file = mm.estimate("gpt2", str(folder / "machine.json"), "dp2.z3", **run)
-    assert by_file["step_s"].iloc[0] == mm.estimate("gpt2", found.cluster, "dp2.z3", **run)["step_s"].iloc[0]
     one = mm.estimate("gpt2", mm.cluster(str(folder / "machine.json"), devices=1), "dp1", **run)
     assert one["step_s"].iloc[0] > 0
+
+
+def test_the_file_of_a_machine_brings_its_constants(saved, capsys):
+    """In the place of a cluster, in calls and on the command line."""
+    folder, made = saved
+    path, run = str(folder / "machine.json"), {"global_batch": 8, "dtype": "fp32"}
+    given = mm.estimate("gpt2", made.cluster, ["dp2.z3", "dp2"], parameters=made.parameters, **run)
+    pd.testing.assert_frame_equal(mm.estimate("gpt2", path, ["dp2.z3", "dp2"], **run), given)
+    assert given["step_s"][0] != mm.estimate("gpt2", made.cluster, "dp2.z3", **run)["step_s"][0]
+    steps = [mm.simulate("gpt2", place, "dp2.z3", **run, **more).spans["dur_ns"].sum()
+             for place, more in [(path, {}), (made.cluster, {"parameters": made.parameters})]]  # fmt: skip
+    assert steps[0] == steps[1]
+    for command, plans in (("estimate", ["dp2.z3", "dp2"]), ("search", [])):
+        assert main([command, "gpt2", path, *plans, "--global-batch", "8", "--dtype", "fp32", "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        seconds = {row["plan"]: row["step_s"] for row in rows}
+        one = mm.estimate("gpt2", made.cluster, list(seconds), parameters=made.parameters, **run)["step_s"]
+        assert list(seconds.values()) == pytest.approx(one.tolist(), rel=1e-5)
+
+
+def test_one_host_tells_nothing_of_a_network(saved):
+    folder, made = saved
+    replace(made, cluster=replace(made.cluster, nodes=1)).save(folder / "machine.json")
+    with pytest.raises(ValueError, match="nodes=4, but its one host has told nothing of a network"):
+        mm.cluster(folder / "machine.json", nodes=4)
 
 
 def test_measured_collectives_are_scaled_to_other_links_and_say_so(saved):

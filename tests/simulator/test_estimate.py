@@ -74,9 +74,11 @@ VARIED = {"micro_batch": 2, "recompute": "full", "sequence_parallel": False, "sc
           "head_as_layer": True, "interleave": 2, "zero": 0, "lora_rank": 8}  # fmt: skip
 
 
-BASES = {"gpt3-175b": "dp4.tp8.pp4.selective dp16.tp4.cp2 dp8.tp2.pp4.cp2.overlap-tp",
-         "mixtral-8x7b": "dp8.tp4.pp4.ep4 dp16.tp2.pp4.ep8",
-         "gpt2": "dp16 dp4.tp2.pp2 dp2.pp8 dp8.cp2 dp16.tp1"}  # on processes that share a CPU with their host
+BASES = {
+    "gpt3-175b": "dp4.tp8.pp4.selective dp16.tp4.cp2 dp8.tp2.pp4.cp2.overlap-tp",
+    "mixtral-8x7b": "dp8.tp4.pp4.ep4 dp16.tp2.pp4.ep8",
+    "gpt2": "dp16 dp4.tp2.pp2 dp2.pp8 dp8.cp2 dp16.tp1",
+}  # on processes that share a CPU with their host
 RUNS = {"zero": (0, 1, 2, 3), "zero_under_pipeline": (0, 1, 2, 3), "zero_plus_plus": ("qwz", "hpz", "qgz"),
         "schedules": ("gpipe", "1f1b", "zero-bubble")}  # fmt: skip
 

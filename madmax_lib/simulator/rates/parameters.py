@@ -21,7 +21,7 @@ from madmax_lib.atomic import replacing
 from madmax_lib.collectives import MeasuredCollectives
 from madmax_lib.fields import argument, is_number, shown
 
-__all__ = ["Parameters", "bounds", "from_json", "load", "save", "shipped", "software_of", "start", "to_json"]
+__all__ = ["Parameters", "bounds", "constants_of", "load", "save", "shipped", "software_of", "start", "to_json"]
 
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 _DIGITS = 6  # of a number in a file
@@ -123,12 +123,12 @@ def shipped() -> Parameters:
 def load(path: str | Path) -> Parameters:
     """Constants from a JSON file. Raises ValueError if it is not one, OSError if it cannot be read."""
     try:
-        return from_json(json.loads(Path(path).read_text()))
+        return _from_json(json.loads(Path(path).read_text()))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a parameters file ({error})") from None
 
 
-def from_json(content: Mapping) -> Parameters:
+def _from_json(content: Mapping) -> Parameters:
     """Constants from what `to_json` gave; those that are not in it are at their start values.
 
     Raises ValueError, KeyError or TypeError for other content.
@@ -163,6 +163,20 @@ def _short(value):
     if isinstance(value, (tuple, list)):
         return [_short(part) for part in value]
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+def constants_of(cluster, parameters: Parameters | None = None) -> Parameters | None:
+    """The constants that are given; if none are, those in the `machine.json` of a calibration that names the cluster.
+
+    Raises ValueError for another file, FileNotFoundError without one.
+    """
+    if parameters is not None or not (isinstance(cluster, str | Path) and str(cluster).endswith(".json")):
+        return parameters
+    catalog.cluster(cluster)
+    try:
+        return _from_json(json.loads(Path(cluster).read_text())["parameters"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{cluster}: not the file of a machine ({error})") from None
 
 
 def software_of(software, parameters: Parameters | None):

@@ -36,7 +36,7 @@ COMMUNICATION = ("tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "pp_s")  # as far as 
 
 
 _LATE = ("bucket_bytes", "overlap_gather", "overlap_dp", "offload")  # what the body of a step does not depend on
-_SHARDED = ("zero", "shard", "qwz", "hpz", "qgz", "prefetch", "reduce_fp32")  # on which it does where weights are sharded alone
+_SHARDED = ("zero", "shard", "qwz", "hpz", "qgz", "prefetch", "reduce_fp32")  # on which it does under ZeRO-3, or 2
 _BODY = tuple(field.name for field in fields(Plans) if field.name not in (*_LATE, *_SHARDED))
 
 

@@ -144,7 +144,7 @@ def _events(timeline: Timeline) -> pd.DataFrame:
     end = _next_at_address(pool.to_numpy(), events["address"].to_numpy(), size.to_numpy())
     born = (size > 0) & (events["address"] != -1)
     nameless = events["address"] == -1
-    followed = size.where(born | nameless, 0).to_numpy()  # change of the bytes that can be followed
+    followed = size.where(born | nameless, 0).to_numpy(copy=True)  # change of the bytes that can be followed
     freed = end[has_end := (born & (end >= 0)).to_numpy()]
     followed[freed] -= size.to_numpy()[has_end]
     older = (-size).where((size < 0) & (followed == 0) & ~nameless, 0).groupby(pool).transform("sum")
