@@ -46,7 +46,7 @@ def predict(rows: pd.DataFrame | str | Path, parameters: Parameters | None = Non
         parameters = replace(parameters, residuals=known.residuals, sensitivities=known.sensitivities)
     rows = to_table(rows)
     read = read_rows(rows)
-    supported, reason = read["supported"].to_numpy(bool), read["reason"].to_numpy(object)
+    supported, reason = read["supported"].to_numpy(bool, copy=True), read["reason"].to_numpy(object, copy=True)
     result = rows.assign(**dict.fromkeys(_PREDICTED, np.nan))
     if supported.any():
         part = read[supported]
