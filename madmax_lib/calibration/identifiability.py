@@ -47,17 +47,14 @@ def constants_of(parameters: Parameters) -> pd.DataFrame:
     little, far = learned < _LITTLE, table["moved"].abs().to_numpy() > _FAR
     cases = [edge, learned >= _MOST, little & far, little]
     table["state"] = np.select(cases, ["at a bound", "fixed by rows", "pulled off its prior", "prior alone"], STATES[1])
-    return with_origin(table.drop(columns=["sigma", "note"]).assign(note=table["note"]), _origin(parameters))
+    origin = {"files": {"rows": {"sha256": parameters.provenance.get("sha256", "")}}, "rules": "calibration.fit"}
+    return with_origin(table.drop(columns=["sigma", "note"]).assign(note=table["note"]), origin)
 
 
 def scaled(table: pd.DataFrame, column: str) -> np.ndarray:
     """A column of `constants_of` or `bounds` in the scale of the fit."""
     values = table[column].to_numpy(float)
     return np.where(table["scale"] == "log", np.log(np.maximum(values, 1e-300)), values)
-
-
-def _origin(parameters: Parameters) -> dict:
-    return {"files": {"rows": {"sha256": parameters.provenance.get("sha256", "")}}, "rules": "calibration.fit"}
 
 
 def strongest_pairs(parameters: Parameters, count: int = 10) -> pd.DataFrame:

@@ -177,15 +177,12 @@ def _wide_enough(parameters: Parameters, cases: list[Case], runs: list[tuple]) -
         steps = Steps.of(case)
         times = step_time(steps, parameters)
         error = abs(float(np.log(times["step_s"][0] / measured["step_s"])))
-        missing = (error / residuals["quantile"]) ** 2 - (_width(steps, times, parameters) / residuals["quantile"]) ** 2
+        width = float(np.ravel(log_width(steps, times, parameters))[0])
+        missing = (error / residuals["quantile"]) ** 2 - (width / residuals["quantile"]) ** 2
         if missing > 0:
             residuals["stranger"] = float(np.sqrt(residuals["stranger"] ** 2 + missing * (1 + 1e-6)))
             parameters = replace(parameters, residuals=residuals)
     return residuals
-
-
-def _width(steps: Steps, times: dict[str, np.ndarray], parameters: Parameters) -> float:
-    return float(np.ravel(log_width(steps, times, parameters))[0])
 
 
 def kernel_timeline(

@@ -114,7 +114,8 @@ def _gather(trace: RawTrace, exact: bool, hta: bool) -> EventColumns:
     parts = _Parts()
     group_rank = None
     for rows in _batches(trace, decode_pieces(trace, exact=exact)):
-        if group_rank is None and not _tells_rank(trace.envelope.get("distributedInfo")):
+        info = trace.envelope.get("distributedInfo")
+        if group_rank is None and not (isinstance(info, dict) and "rank" in info):
             group_rank = next((r for e in rows if e.args and (r := _global_rank(e.args)) is not None), None)
         piece = _piece(rows, codes, exact, hta)
         parts.append(piece)
@@ -257,10 +258,6 @@ def _size_bytes(args: Args) -> float:
 def _group(args: Args) -> str:
     """Name of a process group with its ranks, as far as the event lists them: groups of one name may differ."""
     return f"{args.group} {args.group_ranks}" if args.group_ranks else str(args.group)
-
-
-def _tells_rank(info) -> bool:
-    return isinstance(info, dict) and "rank" in info
 
 
 def _global_rank(args: Args) -> int | None:
