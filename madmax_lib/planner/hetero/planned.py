@@ -39,7 +39,7 @@ class Planned:
     bound_ms: no plan of the search space costs less.
     gap: share of the cost between the two.
     stopped: whether the search was interrupted.
-    sweeps, cpu_s: effort of the search.
+    sweeps: effort of the search.
     """
 
     costs: PlanCost
@@ -47,7 +47,6 @@ class Planned:
     gap: float = 1.0
     stopped: bool = False
     sweeps: int = 0
-    cpu_s: float = 0.0
 
     @classmethod
     def of(cls, plan: HeteroPlan | Mapping, given: HeteroProblem) -> "Planned":

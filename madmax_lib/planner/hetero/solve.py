@@ -6,7 +6,6 @@ from profiles in Metis' format or from the simulator.
 """
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,7 +49,6 @@ def plan(
     given = given_or_made(given, inputs)
     if not 1e-12 <= number("gap", gap) < 1:
         raise ValueError(f"gap={gap} is not in 1e-12..1")
-    started = time.process_time()
     gpus = given.fleets[0].size
     sizes = _default_sizes(given) if groups is None else argument("groups", groups, Sequence)
     if not sizes or not all(is_whole(size, 1) for size in sizes) or max(sizes) > gpus:
@@ -70,7 +68,6 @@ def plan(
         gap=best.gap,
         stopped=best.stopped,
         sweeps=best.sweeps,
-        cpu_s=time.process_time() - started,
     )
 
 

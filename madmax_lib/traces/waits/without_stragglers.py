@@ -65,11 +65,6 @@ class WithoutStragglers:
         """Whether stragglers cost 1 % or more; shares of less than that say nothing."""
         return self.S >= 1.01
 
-    @property
-    def waste(self) -> float:
-        """Share of the GPU time that is lost, 1 - 1/S."""
-        return 1 - 1 / self.S
-
     def __repr__(self) -> str:
         gives = {"last stage": self.M_S, f"worst {_WORST:.0%} of the ranks": self.M_W}
         gives = [f"{what} {share:.0%}" for what, share in gives.items() if share == share and self.costs]
