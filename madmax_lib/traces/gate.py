@@ -115,9 +115,9 @@ def _check_whole(timelines: list[Timeline]) -> None:
             raise ValueError(
                 f"one recording has no trace of rank {missing[0]}, which another has; a gate needs all of both"
             )
-    warned = (said for one in timelines for said in one.meta.provenance.get("warnings", {}).values())
-    for text in (text for said in warned for text in said if "complete events, lost" in text):
-        raise ValueError(f"{text}; a gate needs whole recordings")
+    for rank, provenance in ((str(rank), one.meta.provenance) for one in timelines for rank in one.ranks):
+        if damage := provenance.get("damaged", {}).get(rank):
+            raise ValueError(f"{provenance['files'][rank]['name']}: {damage}; a gate needs whole recordings")
 
 
 class _Recording:
@@ -273,19 +273,17 @@ def _holm(p: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 def _explained(a: list[_Recording], b: list[_Recording]) -> pd.DataFrame:
     """The explanation of a `GateResult`."""
-    tables = [pd.concat([_by_rank(one) for one in side], axis=1) for side in (a, b)]
-    tables = [table.T.groupby(level=0).mean().T for table in tables]
+    tables = [pd.concat([_by_rank(one) for one in side], axis=1).fillna(0.0) for side in (a, b)]
+    with np.errstate(divide="ignore"):  # means of recordings are those of `_compared`
+        tables = [np.exp(np.log(table).T.groupby(level=0).mean().T) for table in tables]
     tables = [table.reindex(tables[0].index.union(tables[1].index), fill_value=0.0) for table in tables]
-    ranks = tables[0].columns.intersection(tables[1].columns)
-    if not len(ranks):  # other ranks: only their means compare
-        tables, ranks = [table.mean(axis=1).to_frame(-1) for table in tables], [-1]
-    grew = tables[1][ranks] - tables[0][ranks]
+    grew = tables[1] - tables[0]
     comm = grew.index.get_level_values("kind") == "comm"
     rows = []
     for at, (kind, operation) in enumerate(grew.index):
-        own, columns = grew.iloc[at], [table[ranks].iloc[at] for table in tables]
-        rank = -1 if comm[at] or own.max() < 1.5 * own.mean() or len(ranks) == 1 else own.idxmax()
-        a_s, b_s = (one.min() if comm[at] else one.mean() if rank == -1 else one[rank] for one in columns)
+        own, columns = grew.iloc[at].drop(-1), [table.iloc[at] for table in tables]
+        rank = -1 if comm[at] or own.max() < 1.5 * own.mean() or len(own) == 1 else own.idxmax()
+        a_s, b_s = (one.drop(-1).min() if comm[at] else one[rank] for one in columns)
         rows.append((operation, kind, rank, a_s, b_s, b_s - a_s, b_s / a_s if a_s > 0 else np.nan))
     table = pd.DataFrame(rows, columns=["operation", "kind", "rank", "a_s", "b_s", "difference_s", "ratio"])
     table = table.nlargest(3, "difference_s").reset_index(drop=True)
@@ -293,8 +291,9 @@ def _explained(a: list[_Recording], b: list[_Recording]) -> pd.DataFrame:
 
 
 def _by_rank(one: _Recording) -> pd.DataFrame:
-    """Middle of the seconds of a step: a row per (kind, operation), a column per rank."""
-    by_rank = {rank: _middle(part.to_numpy()[None])[0] for rank, part in one.operations.groupby("rank")}
+    """Middle of the seconds of a step: a row per (kind, operation), a column per rank, and -1 for their mean."""
+    parts = dict(iter(one.operations.groupby("rank"))) | {-1: one.operations.groupby("step").mean()}
+    by_rank = {rank: _middle(part.to_numpy()[None])[0] for rank, part in parts.items()}
     return pd.DataFrame(by_rank, index=one.operations.columns)
 
 

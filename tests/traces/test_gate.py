@@ -1,15 +1,18 @@
 """The gate on steps whose noise and slow-down are drawn, so that the right verdict is known."""
 
-from dataclasses import replace
+import shutil
 
 import numpy as np
 import pandas as pd
 import pytest
 from support import make_timeline, with_tables
 
+import madmax_lib as mm
+from madmax_lib.datasets import PROJECT
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces import gate
 from madmax_lib.traces.gate import _holm
+from madmax_lib.traces.read.kineto import TraceWarning
 
 MS = 1_000_000
 OPS = {"aten::mm": 30.0, "aten::softmax": 10.0, "aten::layer_norm": 5.0}  # ms of a step
@@ -57,6 +60,8 @@ def test_what_grew_is_found_and_named():
     assert row["ratio"] == pytest.approx(55 / 50, rel=0.01) and row["low"] < 55 / 50 < row["high"]
     worst = result.explanation.iloc[0]
     assert (worst["operation"], worst["rank"]) == ("softmax", -1)
+    told = result.table.set_index("quantity").loc["softmax", ["a", "b", "ratio"]]
+    assert worst[["a_s", "b_s", "ratio"]].tolist() == pytest.approx(told.tolist(), rel=1e-12)
     assert worst["difference_s"] == pytest.approx(5e-3, rel=0.05) and "softmax: +" in repr(result)
     assert verdicts(result)["mm"] == "fine" and result.table["verdict"].iloc[0] == "slower"
 
@@ -188,13 +193,23 @@ def test_bad_input(a, b, threshold, message):
         gate(a, b, threshold)
 
 
-def test_recordings_that_lack_a_rank_or_an_end_are_not_judged():
+def test_recordings_that_lack_a_rank_are_not_judged():
     whole = recording()
     half = Timeline(whole.spans[whole.spans["rank"] == 1].reset_index(drop=True))
     for sides in ((whole, half), (half, whole), (whole, [whole, half])):
         with pytest.raises(ValueError, match="no trace of rank 0, which another has"):
             gate(*sides)
-    said = "truncated gzip; kept 9 complete events, lost the last 3 bytes read and all that should follow"
-    cut = replace(whole, meta=replace(whole.meta, provenance={"warnings": {"0": [said]}}))
-    with pytest.raises(ValueError, match=r"truncated gzip; .* needs whole recordings"):
-        gate(whole, cut)
+
+
+def test_a_file_that_ended_early_is_not_judged(tmp_path):
+    for folder in ("whole", "cut"):
+        shutil.copytree(PROJECT / "traces/gpt-before", tmp_path / folder)
+    broken = tmp_path / "cut" / "rank1.json.gz"
+    broken.write_bytes(broken.read_bytes()[: broken.stat().st_size * 9 // 10])
+    whole = mm.read_trace(tmp_path / "whole")
+    with pytest.warns(TraceWarning, match="truncated gzip; kept"):
+        cut = mm.read_trace(tmp_path / "cut")
+    for sides in ((whole, cut), (cut, whole), (whole, Timeline.load(cut.save(tmp_path / "kept.parquet")))):
+        with pytest.raises(ValueError, match=r"^rank1.json.gz: truncated gzip; a gate needs whole recordings"):
+            gate(*sides)
+    assert gate(whole.select(ranks=[0]), cut.select(ranks=[0])).passed  # the file of rank 0 is whole

@@ -58,6 +58,7 @@ def _read(path: Path, hta: bool, user_kinds: str | Path | None) -> tuple[pd.Data
             "rules": "hta" if hta else "exact",
             "threads": {str(rank): [f"pid {pid} tid {tid}" for pid, tid in columns.threads]},
             **({"collectives": _user_collectives(columns, table)} if user_kinds else {}),
+            **({"damaged": {str(rank): trace.damage}} if trace.damage else {}),
         },
     )
     del columns  # its arrays are spans now, and the steps need room
