@@ -109,8 +109,10 @@ def _small_messages(part: pd.DataFrame, where: str, exposed_s: float) -> Finding
 
 
 def _late_ranks(timeline: Timeline) -> Iterator[Finding]:
-    for row in stragglers(timeline).itertuples():
-        evidence = f"last in {row.last} of {row.calls} calls; the others wait {format_s(row.cost_s)} for it"
+    table = stragglers(timeline)
+    for row in table.itertuples():
+        often = "" if row.rank in table.attrs["often_last"] else ", no more often than by chance"
+        evidence = f"last in {row.last} of {row.calls} calls{often}; the others wait {format_s(row.cost_s)} for it"
         yield "straggler rank", f"rank {row.rank}", row.exposed_cost_s, evidence
 
 

@@ -5,6 +5,8 @@ Skew is the last arrival minus the first at the same call. Arrivals are compared
 `what_if_no_stragglers` replays the `operations` of steps without slow ranks, stages and kinds of work.
 """
 
+from collections.abc import Iterator
+
 import pandas as pd
 
 from madmax_lib.timeline import Timeline, with_origin
@@ -13,6 +15,8 @@ from madmax_lib.traces.waits.operations import operations
 from madmax_lib.traces.waits.without_stragglers import what_if_no_stragglers
 
 __all__ = ["operations", "skew", "stragglers", "what_if_no_stragglers"]
+
+_LEVEL = 0.05  # chance that any rank is taken for a straggler where all are alike
 
 
 def skew(timeline: Timeline) -> pd.DataFrame:
@@ -46,7 +50,8 @@ def stragglers(timeline: Timeline) -> pd.DataFrame:
 
     rank. calls: shared with other ranks. last: in how many of them it arrived last and someone waited, share: last over
     calls, 0..1. cost_s: what the others waited for it, exposed_cost_s: not under their compute. waited_s,
-    exposed_waited_s: what it waited for others. `.attrs["by"]` as in `arrivals`.
+    exposed_waited_s: what it waited for others. `.attrs["by"]` as in `arrivals`; `.attrs["often_last"]` has the ranks
+    that are last more often than chance makes any of equal ones.
     """
     table = arrivals(timeline)
     waited = {"waited_s": ("wait_s", "sum"), "exposed_waited_s": ("exposed_wait_s", "sum")}
@@ -59,4 +64,15 @@ def stragglers(timeline: Timeline) -> pd.DataFrame:
     result["share"] = result["last"] / result["calls"]
     columns = ["rank", "calls", "last", "share", "cost_s", "exposed_cost_s", "waited_s", "exposed_waited_s"]
     result = result[columns].sort_values(["cost_s", "rank"], ascending=[False, True]).reset_index(drop=True)
-    return with_origin(result, table)
+    return with_origin(result, table, often_last=list(_often_last(table, result)))
+
+
+def _often_last(table: pd.DataFrame, result: pd.DataFrame) -> Iterator[int]:
+    """Ranks that arrive last more often than chance explains: a binomial test with Bonferroni's correction."""
+    from scipy.stats import binom
+
+    late = table[table["skew_s"] > 0]
+    by_rank = (1 / late.groupby("call")["rank"].transform("size")).groupby(late["rank"]).agg(["size", "mean"])
+    for rank, last in zip(result["rank"], result["last"], strict=True):
+        if last and binom.sf(last - 1, *by_rank.loc[rank]) * len(result) < _LEVEL:
+            yield rank

@@ -152,6 +152,7 @@ def _stragglers(options: Namespace) -> Answer:
 
     timeline = read(options.traces)
     table, about = stragglers(timeline), _ranks(timeline)
+    about["last_beyond_chance"] = ", ".join(map(str, table.attrs["often_last"])) or "no rank"
     if timeline.steps:
         without = what_if_no_stragglers(timeline)
         about |= {"slowdown": without.S, "replayed_s": without.T_replay, "without_s": without.T_ideal}

@@ -1,12 +1,15 @@
 """Who arrives last, how often and at what cost; beside HTA, which loses some."""
 
+import numpy as np
 import pandas as pd
 import pytest
 from support import EPOCH_NS, dataset_or_skip, lanes, make_timeline, meetings
 
 import madmax_lib as mm
 from madmax_lib import export_trace, read_trace
-from madmax_lib.traces import align, calls, clock_offsets, hta, skew, stragglers, waiting
+from madmax_lib.traces import advise, align, calls, clock_offsets, hta, skew, stragglers, waiting
+from madmax_lib.traces.stragglers import _often_last
+from madmax_lib.view import report
 
 
 def test_who_is_late_how_often_and_at_what_cost():
@@ -23,6 +26,36 @@ def test_who_is_late_how_often_and_at_what_cost():
         of_call = skew(given)
         assert (of_call["skew_s"] * 1e9).round(6).tolist() == [50, 30, 25]
         assert of_call["last_rank"].tolist() == [1, 1, 2] and (of_call["transfer_s"] * 1e9).round(6).eq(10).all()
+
+
+@pytest.mark.parametrize(
+    ("last", "ranks", "often"),
+    [
+        ([0, 1] * 4, 2, []),
+        ([1] * 8, 2, [1]),
+        ([1] * 4, 2, []),  # 1/16, twice for two ranks
+        ([0, 1, 2, 3] * 2, 4, []),
+        ([2] * 6 + [0, 1], 4, [2]),
+        ([2] * 5, 8, [2]),
+    ],
+)
+def test_a_rank_is_named_if_it_is_last_more_often_than_by_chance(last, ranks, often):
+    starts = [{rank: 1000 * at + 50 * (rank == late) for rank in range(ranks)} for at, late in enumerate(last)]
+    timeline = make_timeline(meetings(starts, {}))
+    assert stragglers(timeline).attrs["often_last"] == often
+    evidence = advise(timeline).query("cause == 'straggler rank'").set_index("where")["evidence"]
+    assert [f"rank {rank}" for rank in often] == list(evidence.index[~evidence.str.contains("than by chance")])
+    page = report(timeline).html
+    assert ("No rank arrives last more often than by chance" in page) == (not often)
+    assert all(f"Rank {rank} arrives last in {last.count(rank)} of {len(last)} calls" in page for rank in often)
+
+
+def test_equal_ranks_are_seldom_taken_for_stragglers():
+    draw, ranks = np.random.default_rng(0), range(4)
+    table = pd.DataFrame({"rank": [*ranks] * 12, "call": np.repeat(np.arange(12), 4), "skew_s": 1.0})
+    lasts = (np.bincount(draw.integers(4, size=12), minlength=4) for _ in range(300))
+    wrong = sum(any(_often_last(table, pd.DataFrame({"rank": ranks, "last": last}))) for last in lasts)
+    assert wrong <= 15  # 5 % of 300
 
 
 def test_waiting_under_compute_costs_nothing():

@@ -98,8 +98,9 @@ def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     cost_ms = pd.DataFrame({"comm": exposed_s, "hidden": shown["cost_s"] - exposed_s}) * 1e3
     notes = [f"last in {share:.0%}" if share else "never last" for share in shown["share"]]
     top = shown.loc[shown["cost_s"].idxmax()]
+    often = "is" if top["rank"] in table.attrs["often_last"] else "is, as by chance,"
     cost = f"costs the others {format_s(top['cost_s'])}"
-    title = f"Rank {top['rank']:.0f} is last in {top['share']:.0%} of its calls and {cost}"
+    title = f"Rank {top['rank']:.0f} {often} last in {top['share']:.0%} of its calls and {cost}"
     ending = {"rows": draw.rank_labels(shown["rank"]), "key": {"exposed": "comm", "hidden under compute": "hidden"}}
     x = "waiting of the other ranks [ms]"
     return draw.bar_chart(ax, shown, cost_ms, title, notes=notes, x=x, origin=table, **ending)

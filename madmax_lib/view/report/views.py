@@ -156,7 +156,7 @@ def distributed(timeline: Timeline) -> str:
     columns = ["collective", "group", "group_size", "calls", "size_bytes", "total_s", "exposed_s", "transfer_s"]
     groups = groups[[*columns, "wait_s", "skew_max_s", "bus_bytes_per_s"]]
     waits, late = waiting(timeline), stragglers(timeline)
-    lines = list(map(text, _about_waiting(waits)))
+    lines = list(map(text, _about_waiting(waits, late)))
     late = late[(late["cost_s"] > 0) | (late["waited_s"] > 0)]
     worst, note = late.head(_FEW), ""
     if len(late) > _FEW:
@@ -190,14 +190,14 @@ def _exchanged(timeline: Timeline) -> list[str]:
     return parts
 
 
-def _about_waiting(waits: pd.DataFrame) -> list[str]:
-    lines = []
-    if len(waits):
-        by_last = waits.groupby("waits_for")["wait_s"].sum()
-        rank, wait_s = by_last.idxmax(), by_last.max()
-        if wait_s > 0:
-            of_all = f"of {format_s(by_last.sum())} in all"
-            lines.append(f"Rank {rank} arrives last most: the others wait {format_s(wait_s)} for it, {of_all}.")
+def _about_waiting(waits: pd.DataFrame, late: pd.DataFrame) -> list[str]:
+    lines, all_s, often = [], late["cost_s"].sum(), late[late["rank"].isin(late.attrs["often_last"])]
+    if len(often):
+        row = next(often.itertuples())
+        wait = f"the others wait {format_s(row.cost_s)} for it, of {format_s(all_s)} in all"
+        lines.append(f"Rank {row.rank} arrives last in {row.last} of {row.calls} calls: {wait}.")
+    elif all_s > 0:
+        lines.append(f"No rank arrives last more often than by chance; the ranks wait {format_s(all_s)} in all.")
     if waits.attrs["one_group_assumed"]:
         lines.append("The traces name no process groups: all ranks are taken as one group.")
     for name, count in waits.attrs["unmatched"].items():
