@@ -322,8 +322,11 @@ def run(tmp_path):
 
 @pytest.mark.parametrize(("iteration", "spans"), [(None, 4), (10, 4), (2, 5)])
 @pytest.mark.parametrize("below", ["", "profile_traces"])
-def test_iterations_of_torchtitan(run, below, iteration, spans):
+@pytest.mark.filterwarnings("always")
+def test_iterations_of_torchtitan(run, below, iteration, spans, recwarn):
     timeline = read_trace(run / below, iteration=iteration)
+    said = f"{run / below}: 2 iterations are recorded; read is the newest, 10; iteration= or its folder takes another"
+    assert [str(warning.message) for warning in recwarn] == ([] if iteration else [said])
     assert timeline.spans.groupby("rank").size().to_dict() == {0: spans, 1: spans}
     with pytest.raises(ValueError, match=r"no iteration_7; found 2, 10"):
         read_trace(run / below, iteration=7)

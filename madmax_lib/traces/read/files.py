@@ -1,10 +1,13 @@
 """Which files hold the traces of a run? Files, patterns, lists, directories and torchtitan's `iteration_N` folders."""
 
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["EXPORT_SUFFIX", "find_traces", "iteration_folder", "rank_in_name"]
+from madmax_lib.traces.read.events import TraceWarning
+
+__all__ = ["EXPORT_SUFFIX", "find_traces", "iteration_folder", "iterations", "rank_in_name"]
 
 EXPORT_SUFFIX = ".sqlite"  # of Nsight Systems
 _TRACE_SUFFIXES = (".json", ".gz", EXPORT_SUFFIX)
@@ -35,9 +38,8 @@ def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None
     if not path.is_dir():
         return [path]
     traces = _in_folder(path)
-    below = iteration_folder(path)
-    below = iteration_folder(path, iteration) if below and (not traces or iteration is not None) else None
-    traces = _in_folder(below) if below else traces
+    if (not traces or iteration is not None) and iterations(path):
+        traces = _in_folder(iteration_folder(path, iteration))
     if not traces:
         inside = [folder.name for folder in sorted(path.iterdir()) if folder.is_dir() and _in_folder(folder)]
         hint = f"; its folders {', '.join(inside[:5])} have some" if inside else ""
@@ -63,16 +65,22 @@ def _in_folder(folder: Path) -> list[Path]:
     return sorted(files, key=lambda p: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", p.name)])
 
 
-def iteration_folder(folder: Path, iteration: int | None = None) -> Path | None:
-    """Folder of one iteration, at most two levels down: the newest unless one is asked for, None if there is none.
+def iterations(folder: Path) -> dict[int, Path]:
+    """The `iteration_N` folders at most two levels down, by N."""
+    inside = [*sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
+    return {int(name[1]): path for path in inside if path.is_dir() and (name := _ITERATION.match(path.name))}
+
+
+def iteration_folder(folder: Path, iteration: int | None = None) -> Path:
+    """Folder of one iteration: the newest unless one is asked for, with a TraceWarning where there are several.
 
     Raises ValueError, listing the known ones, for an iteration that is not there.
     """
-    inside = [*sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
-    folders = {int(name[1]): path for path in inside if path.is_dir() and (name := _ITERATION.match(path.name))}
-    if iteration is None:
-        return folders[max(folders)] if folders else None
+    folders = iterations(folder)
+    if iteration is None and len(folders) > 1:
+        text = f"{len(folders)} iterations are recorded; read is the newest, {max(folders)}"
+        warnings.warn(f"{folder}: {text}; iteration= or its folder takes another", TraceWarning, stacklevel=4)
+    iteration = max(folders) if iteration is None else iteration
     if iteration not in folders:
-        others = ", ".join(map(str, sorted(folders))) or "none"
-        raise ValueError(f"{folder}: no iteration_{iteration}; found {others}")
+        raise ValueError(f"{folder}: no iteration_{iteration}; found {', '.join(map(str, sorted(folders)))}")
     return folders[iteration]

@@ -19,7 +19,7 @@ from madmax_lib.side_tables import SideTables
 from madmax_lib.timeline import Timeline, concat
 from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.events import OtherContent, TraceWarning
-from madmax_lib.traces.read.files import EXPORT_SUFFIX, find_traces, iteration_folder, rank_in_name
+from madmax_lib.traces.read.files import EXPORT_SUFFIX, find_traces, iteration_folder, iterations, rank_in_name
 from madmax_lib.traces.read.jobs import one_job
 from madmax_lib.traces.read.parallel import read_all
 from madmax_lib.traces.read.side_tables import side_tables_of
@@ -60,7 +60,7 @@ def read_trace(
     if exports := [path for path in paths if path.suffix == EXPORT_SUFFIX]:
         return _read_exports(exports, paths, hta_compatible, kinds)
     timelines, failures = _read_files(paths, read, client)
-    below = in_folder and iteration_folder(Path(source).expanduser()) is not None
+    below = in_folder and iterations(Path(source).expanduser())
     if not timelines and below:
         newest = iteration_folder(Path(source).expanduser(), iteration)
         timelines, failures = _read_files(find_traces(newest), read, client)
