@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import pickle
+import re
 import runpy
 import struct
 
@@ -22,6 +23,7 @@ from madmax_lib.traces import (
     snapshot_peak,
     snapshot_timeline,
 )
+from madmax_lib.traces.read.kineto import TraceWarning
 from madmax_lib.traces.read.plain_pickles import load_plain
 from madmax_lib.view import plot_memory
 from madmax_lib.view.drawing import figure_data
@@ -135,6 +137,22 @@ def test_ranks_of_a_directory_are_told_by_name_and_packed_files_too(maker, tmp_p
     (tmp_path / "snapshot_2.pickle").write_bytes((tmp_path / "snapshot_0.pickle").read_bytes())
     with pytest.raises(ValueError, match="two snapshots of rank 2"):
         read_snapshot(tmp_path)
+
+
+def test_a_bad_file_costs_its_own_rank_and_ranks_that_no_name_tells_are_said(made, tmp_path):
+    whole, none = (made / "train.pickle").read_bytes(), pickle.dumps({"segments": [{}]})
+    for name, content in (("rank0", whole[:-200]), ("rank1", whole), ("rank2", pickle.dumps(5)), ("rank3", none)):
+        (tmp_path / f"{name}.pickle").write_bytes(content)
+    with pytest.warns(TraceWarning) as said:
+        snapshot = read_snapshot(tmp_path)
+    assert list(snapshot.files) == ["1"] and snapshot.events["rank"].unique().tolist() == [1]
+    for warning, rank in zip(said, (0, 2, 3), strict=True):
+        assert re.fullmatch(rf".*/rank{rank}\.pickle: no .*; left out, the others were read", str(warning.message))
+    with pytest.raises(ValueError, match=r"rank0\.pickle: no record of plain values"):
+        read_snapshot([tmp_path / "rank0.pickle", tmp_path / "rank2.pickle"])
+    (tmp_path / "dump.pickle").write_bytes(whole)
+    with pytest.warns(TraceWarning, match=r"/dump\.pickle: no rank in the name: all files are numbered in their order"):
+        assert list(read_snapshot([tmp_path / "rank1.pickle", tmp_path / "dump.pickle"]).files) == ["0", "1"]
 
 
 def test_of_two_moments_the_difference_is_what_was_allocated_between(maker, tmp_path):

@@ -5,6 +5,7 @@ gigabyte otherwise. Stacks are told apart by the identity of their frames, which
 """
 
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import pandas as pd
 
 from madmax_lib.traces.read.block_sizes import ACTIONS, Replay, replay
 from madmax_lib.traces.read.cache import content_sha256
+from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.files import rank_in_name
 from madmax_lib.traces.read.frames import Stacks
 from madmax_lib.traces.read.plain_pickles import load_plain
@@ -76,21 +78,30 @@ def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
 
     Pickles of protocols 2 to 5, also packed by gzip or xz, of torch 1.13 or later. Nothing in them is executed: any
     that names a function or class is refused. The rank is told by the name, such as rank3_memory_snapshot.pickle or
-    000003_step_10.pickle, else it is the place in the list.
+    000003_step_10.pickle, else it is the place in the list, with a TraceWarning. A file that fails costs its own rank,
+    with a TraceWarning.
     Raises FileNotFoundError, and ValueError for what is no snapshot, two files of a rank, and a directory without any.
     """
     paths = _files(source)
-    named = [_rank(path) for path in paths]
-    ranks = named if None not in named else list(range(len(paths)))
+    ranks = [_rank(path) for path in paths]
+    if None in ranks:
+        if len(paths) > 1:
+            text = "no rank in the name: all files are numbered in their order, from 0"
+            warnings.warn(f"{paths[ranks.index(None)]}: {text}", TraceWarning, stacklevel=2)
+        ranks = list(range(len(paths)))
     if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
         raise ValueError(f"{paths[0].parent}: two snapshots of rank {twice[0]}; give those of one moment")
-    stacks, parts, files = Stacks(), [], {}
+    stacks, parts, files, failures = Stacks(), [], {}, []
     for rank, path in zip(ranks, paths, strict=True):
         try:
             parts.append(_File(stacks).read(path, rank))
-        except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError) as reason:
-            raise ValueError(f"{path}: no memory snapshot, an entry is damaged ({reason!r})") from None
-        files[str(rank)] = {"name": path.name, "sha256": content_sha256(path)}
+            files[str(rank)] = {"name": path.name, "sha256": content_sha256(path)}
+        except (OSError, ValueError) as reason:
+            failures.append(reason)
+    if not parts:
+        raise failures[0]
+    for reason in failures:
+        warnings.warn(f"{reason}; left out, the others were read", TraceWarning, stacklevel=2)
     events, blocks = parts[0]
     if len(parts) > 1:
         events, blocks = (pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True))
@@ -108,6 +119,12 @@ class _File:
 
     def read(self, path: Path, rank: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Events and blocks, with rank and device."""
+        try:
+            return self._tables(path, rank)
+        except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError) as reason:
+            raise ValueError(f"{path}: no memory snapshot, an entry is damaged ({reason!r})") from None
+
+    def _tables(self, path: Path, rank: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         top = load_plain(path, self._empty)
         top = top if isinstance(top, dict) else {"segments": top}
         traces, segments = top.get("device_traces", top.get("traces", [])), top.get("segments")
