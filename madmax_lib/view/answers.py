@@ -194,7 +194,7 @@ def _text(answer: Answer, whole: bool) -> str:
     for column, right in zip(columns, numeric, strict=True):
         width = max(map(len, column))
         column[:] = [cell.rjust(width) if right else cell.ljust(width) for cell in column]
-    lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)] if rows else []
     return "\n".join([*_headlines(answer), *lines, *_rest(left_out)])
 
 

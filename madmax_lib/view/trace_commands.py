@@ -170,6 +170,8 @@ def _flight(options: Namespace) -> Answer:
     calls = flight_calls(options.dumps)
     findings, late = flight_findings(calls), lateness(calls).head(3)
     about = {"ranks": len(calls.attrs["dumped"]), "calls": len(calls), "latest": late.to_dict("records")}
+    if findings.empty:
+        about["findings"] = f"none, {about['ranks']} ranks agree in their {len(calls):,} calls and all are done"
     return Answer(findings, about, passed=findings.empty)
 
 

@@ -7,6 +7,7 @@ import runpy
 import pytest
 from support import local_or_skip
 
+from madmax_lib.__main__ import main
 from madmax_lib.traces import flight_calls, flight_findings, lateness
 
 
@@ -38,6 +39,16 @@ def blamed(folder):
 )
 def test_the_culprit_of_a_made_dump_is_named(made, case, expected):
     assert blamed(made / case) == expected
+
+
+def test_the_command_says_that_nothing_was_found(made, capsys):
+    assert main(["flight", str(made / "healthy")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        lines[-1]
+        == f"findings: none, 4 ranks agree in their {len(flight_calls(made / 'healthy'))} calls and all are done"
+    )
+    assert main(["flight", str(made / "missing")]) == 1 and "findings: none" not in capsys.readouterr().out
 
 
 def test_the_late_rank_is_named_with_what_it_is_late_by(made):
