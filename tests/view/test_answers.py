@@ -145,9 +145,9 @@ def test_bad_input_is_an_envelope_too(capsys, tmp_path, monkeypatch, arguments, 
 
 def test_a_search_writes_the_configuration_of_its_best_plan(tmp_path, capsys):
     words = ["search", "gpt2", "kaggle-2xt4", "--global-batch", "8", "--dtype", "fp16", "--json", "-o"]
-    assert main([*words, str(tmp_path / "train.txt")]) == 0
+    assert main([*words, str(tmp_path / "new" / "train.txt")]) == 0  # folders are made, as by every -o
     best = json.loads(capsys.readouterr().out)["summary"]["best"]
-    assert str(plan_flags.read(tmp_path / "train.txt", world_size=2, layers=12).plan) == best
+    assert str(plan_flags.read(tmp_path / "new" / "train.txt", world_size=2, layers=12).plan) == best
     assert main([*words, str(tmp_path)]) == 2
 
 
@@ -161,7 +161,7 @@ def test_warnings_are_in_the_envelope(tmp_path, capsys):
 
 
 def test_a_report_says_where_its_page_is(tmp_path, capsys):
-    page = tmp_path / "page.html"
+    page = tmp_path / "new" / "page.html"
     status, text = answered(capsys, "report", str(PROJECT / "traces" / "gpt-ddp"), "-o", str(page), "--json")
     answer = json.loads(text)
     assert status == 0 and answer["summary"]["page"] == str(page) and page.exists() and len(answer["rows"]) == 2
