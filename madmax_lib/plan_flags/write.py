@@ -38,7 +38,8 @@ def write(
     are None. global_batch, sequence: samples and tokens of the run, left out if None. dtype: bf16 (if None), fp16 or
     fp32. layers: of the model, which torchtitan needs for more than two chunks per stage. devices_per_node: for
     torchrun and hpz.
-    Raises ValueError for a field that the framework cannot state, and for a batch that the plan does not divide.
+    Raises ValueError for a plan that is not legal for the model, for a field that the framework cannot state, and for a
+    batch that the plan does not divide.
 
     >>> print(write("dp4.tp2.one-bucket", "megatron-lm", devices_per_node=4))
     torchrun --nnodes 2 --nproc-per-node 4 pretrain_gpt.py \\
@@ -57,6 +58,7 @@ def write(
             raise ValueError(f"{model.name}: recommendation models have no configuration")
         sequence = model.sequence if sequence is None else sequence
         layers = model.layers if layers is None else layers
+        plan.check(model, None, sequence=sequence)
     run = StatedRun(global_batch, sequence, dtype, layers, whole("devices_per_node", devices_per_node, 1), model)
     run.passes(plan)
     text = WRITERS[name](plan, run)
