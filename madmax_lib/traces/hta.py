@@ -33,7 +33,10 @@ def analysis(source: str | Path | Sequence[str | Path]) -> TraceAnalysis:
     """
     files = {read_trace(path).ranks[0]: str(path.resolve()) for path in find_traces(source)}
     with _quiet():
-        from hta.trace_analysis import TraceAnalysis
+        try:
+            from hta.trace_analysis import TraceAnalysis
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError("HTA's own numbers need HolisticTraceAnalysis: pip install '.[hta]'") from None
 
         return TraceAnalysis(trace_files=files, trace_dir="/")
 

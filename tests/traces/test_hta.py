@@ -1,5 +1,7 @@
 """Our numbers beside those that HTA prints live, on every GPU trace that is present, and where it is wrong."""
 
+import sys
+
 import numpy as np
 import pytest
 from support import dataset_or_skip, local_or_skip
@@ -81,3 +83,9 @@ def test_kernels_of_the_default_stream_of_amd_have_a_step_and_a_launch():
     launches = spans.loc[(spans["stream"] < 0) & (spans["correlation"] >= 0), "correlation"]
     launched = ours["correlation"].isin(launches)
     assert launched.sum() > 1000 and (ours.loc[launched, "step"] >= 0).all()
+
+
+def test_without_hta_the_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hta.trace_analysis", None)
+    with pytest.raises(ModuleNotFoundError, match=r"HolisticTraceAnalysis: pip install '.\[hta\]'"):
+        hta.analysis(dataset_or_skip("vit-ddp"))

@@ -22,6 +22,7 @@ def notebook(path, *cells):
     [(["import madmax_lib as mm"], "", ""), (["from madmax_lib.runs.launch import sweep"], "torch", ""),
      (["from madmax_lib.traces import hta"], "", ""), (["hta.beside_hta(x)"], "holistictraceanalysis", ""),
      (["if gpu:\n    hta.analysis(x)"], "holistictraceanalysis", ""),
+     (['if find_spec("hta"):\n    y = hta.beside_hta(x)\n    y\nelse:\n    no'], "", ""),
      (['gpu = optional_dataset("x", "y")', "if gpu:\n    hta.analysis(gpu)"], "", "input x"),
      (["from madmax_lib import traces as t", "t.hta.overlap(x)"], "holistictraceanalysis", ""),
      (["from madmax_lib import traces", "traces.idle(x)"], "", ""), (["mm.launch(spec, folder)"], "torch", ""),
@@ -76,5 +77,7 @@ def test_what_is_absent_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "version", lambda name: None)
     assert "missing holistictraceanalysis: is not installed: comparison with HTA [hta]" in doctor.report()
     assert "10_profile_vit: does not run: package torch" in doctor.report()
+    lacking = {line.split(":")[0].strip() for line in doctor.report().splitlines() if "not run: package hol" in line}
+    assert not lacking & {"00_tour", "20_overlap", "40_simulate_step"}
     monkeypatch.setattr("madmax_lib.view.notebooks.runner.SHIPPED", tmp_path)
     assert "notebooks: " in doctor.report().splitlines()[-1] and "no such directory" in doctor.report()

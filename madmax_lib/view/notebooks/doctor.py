@@ -80,6 +80,7 @@ def _verdict(path: Path, gpu: bool) -> str:
     """Whether a notebook runs here, by what its cells use and name."""
     cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"]]
     code = "\n".join(source for kind, source in cells if kind == "code")
+    code = re.sub(r"(?m)^if .*find_spec\(.*(\n .*)*", "", code)  # what a notebook does only with a package
     absent = [f"input {name}" for name in sorted(set(re.findall(_INPUT, code))) if not is_here(name)]
     needed = re.sub(r"(?m)^ .*", "", code) if absent else code  # what stands under an `if` waits for an input
     packages = [name for name, use in _USES.items() if re.search(use, needed) and not version(name)]
