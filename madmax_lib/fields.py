@@ -103,10 +103,13 @@ def typed(kind: type, values: dict[str, str], what: str) -> dict:
     defaults = {f.name: 0 if f.default is MISSING else f.default for f in fields(kind)}
     if unknown := sorted(set(values) - set(defaults)):
         raise ValueError(f"{what}: {unknown[0]!r} is not a field of {kind.__name__}")
-    return {name: _value(text, defaults[name]) for name, text in values.items()}
+    return {name: _value(text, defaults[name], f"{what}: {name}") for name, text in values.items()}
 
 
-def _value(text: str, like):
+def _value(text: str, like, what: str):
     if isinstance(like, tuple):
         return tuple(map(type(like[0]) if like else str, text.split()))
-    return bool(int(text)) if isinstance(like, bool) else type(like)(text)
+    try:
+        return bool(int(text)) if isinstance(like, bool) else type(like)(text)
+    except ValueError:
+        raise ValueError(f"{what}={shown(text)} must be a {'whole ' * isinstance(like, int)}number") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from madmax_lib.fields import shown, typed, whole
-from madmax_lib.hugging_face_stacks import STACKED, stacked
+from madmax_lib.hugging_face_stacks import STACKED, of_mamba_ssm, stacked
 from madmax_lib.specs import Transformer
 
 __all__ = ["read_config"]
@@ -44,6 +44,8 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
     if not isinstance(config, dict):
         raise ValueError(f"{path}: no configuration of a model, which is an object of JSON")
     name = config.get("_name_or_path")
+    if isinstance(config.get("ssm_cfg"), dict):
+        config = of_mamba_ssm(path, config)
     if config.get("model_type") == "siglip" and isinstance(config.get("vision_config"), dict):
         warnings.warn(f"{path}: the image part alone is read, without the text beside it", stacklevel=3)
         config = config["vision_config"] | {"model_type": "siglip_vision_model"}

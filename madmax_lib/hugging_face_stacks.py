@@ -4,10 +4,11 @@ Read as the classes of transformers 5.23 build them; T5's head as those of trans
 """
 
 from functools import partial
+from pathlib import Path
 
 from madmax_lib.fields import shown, whole
 
-__all__ = ["STACKED", "stacked"]
+__all__ = ["STACKED", "of_mamba_ssm", "stacked"]
 
 _LAYER_TYPES = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
 
@@ -22,6 +23,24 @@ def stacked(kind: str, config: dict, shape: dict) -> dict:
     if not any("E" in word for word in words):
         fields |= {"experts": 0, "active_experts": 0, "shared_experts": 0}
     return fields
+
+
+def of_mamba_ssm(path: Path, config: dict) -> dict:
+    """A configuration of state-spaces/mamba in the words of transformers.
+
+    Raises ValueError for attention or feed-forward parts among its mixers.
+    """
+    if config.get("attn_layer_idx") or config.get("d_intermediate"):
+        raise ValueError(f"{path}: attention or feed-forward parts among the mixers of ssm_cfg are not modelled")
+    own, padded = config["ssm_cfg"], whole("pad_vocab_size_multiple", config.get("pad_vocab_size_multiple", 8), 1)
+    vocab, hidden = (whole(f"{path}: {name}", config.get(name), 1) for name in ("vocab_size", "d_model"))
+    sizes = {"hidden_size": hidden, "num_hidden_layers": config.get("n_layer"), "state_size": own.get("d_state")}
+    sizes |= {"vocab_size": -(-vocab // padded) * padded, "tie_word_embeddings": config.get("tie_embeddings", True)}
+    sizes |= {"expand": own.get("expand", 2), "conv_kernel": own.get("d_conv"), "model_type": "mamba"}
+    if own.get("layer") == "Mamba2":
+        heads = whole("expand", sizes["expand"], 1) * hidden // whole("headdim", own.get("headdim", 64), 1)
+        sizes |= {"model_type": "mamba2", "num_heads": heads, "n_groups": own.get("ngroups", 1)}
+    return sizes
 
 
 def _encoder_decoder(config: dict, shape: dict, usual: str = "gated-gelu", tables: int = 0) -> dict:
@@ -59,6 +78,8 @@ def _jamba(config: dict, shape: dict) -> dict:
 
 def _bamba(config: dict, shape: dict) -> dict:
     attention = config.get("attn_layer_indices") or []
+    if not isinstance(attention, list):
+        raise ValueError(f"attn_layer_indices={shown(attention)} is no list of layers")
     blocks = ["*-" if layer in attention else "M-" for layer in range(shape["layers"])]
     return {"blocks": blocks, **_mixer(config, shape, "M", "mamba_", "mamba_proj_bias")}
 

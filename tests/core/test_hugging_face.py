@@ -143,6 +143,19 @@ def test_stacks_of_several_kinds_of_layers_have_the_parameters_published(tmp_pat
     assert (model.parameters, model.layers) == (parameters, len(model.words))
 
 
+def test_configurations_of_mamba_ssm_are_read_too(tmp_path):
+    """As in the repositories of state-spaces, whose vocabulary is padded."""
+    config = {"d_model": 2560, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {"layer": "Mamba2"}, "attn_layer_idx": [],
+              "pad_vocab_size_multiple": 16, "tie_embeddings": True, "d_intermediate": 0}  # fmt: skip
+    first = {"d_model": 2560, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {}, "pad_vocab_size_multiple": 8}
+    for read, name in ((config, "mamba2-2.7b"), (first, "mamba-2.8b")):
+        (tmp_path / "config.json").write_text(json.dumps(read))
+        assert catalog.model(tmp_path).parameters == STACKS[name][2]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_layer_idx": [9, 18]}))
+    with pytest.raises(ValueError, match="attention or feed-forward parts among the mixers of ssm_cfg"):
+        catalog.model(tmp_path)
+
+
 def test_layers_of_a_stack_are_those_of_its_configuration(tmp_path):
     words = {"t5-small": ("*- " * 6 + "*x- " * 6).strip(), "Jamba-v0.1": "m- mE m- mE *- mE m- mE", "mamba2-2.7b": "M"}
     words["granite-4.0-h-tiny"] = "ME ME ME ME ME *E ME ME ME ME"
@@ -248,6 +261,8 @@ def test_what_cannot_be_said_is_refused_with_a_way_out(tmp_path, kind, reason):
         ("granite-4.0-h-tiny", {"shared_intermediate_size": 700}, "shared_intermediate_size=700 is no multiple"),
         ("Jamba-v0.1", {"attn_layer_period": 0}, "attn_layer_period=0 must be a whole number above zero"),
         ("mamba2-2.7b", {"n_groups": 7}, "mixer_groups=7 must divide"),
+        ("t5-small", {"num_layers": "six"}, "layers='six' must be a whole number"),
+        ("Bamba-9B", {"attn_layer_indices": 9}, "attn_layer_indices=9 is no list of layers"),
         ("t5-small", {"num_decoder_layers": "six"}, "num_decoder_layers='six' must be a whole number"),
     ],
 )

@@ -4,7 +4,7 @@ Its variance is the sum of
 
     constants^2 * s' C s    what the rows leave open: C the covariance of the constants, s what the step feels
     stranger^2              what every source has of its own
-    mixture^2, rare^2       more of it: mixtures of experts; LoRA and images, which few sources ran
+    mixture^2, rare^2       more of it: mixtures of experts; LoRA, images, stacks of several kinds: few sources ran them
     _SCALE^2 * doublings    devices or tokens beyond those of nine in ten rows of the device's family
 
 and the half-width is `quantile` times its root. C holds the prior's width of what no row has fixed, such as the rate of
@@ -42,7 +42,7 @@ def width_of(parts: Mapping[str, np.ndarray], residuals: Mapping[str, float]) ->
 def components(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters) -> dict[str, np.ndarray]:
     """What the components of the variance are multiplied by: `COMPONENTS`, and doublings."""
     shape, plan = steps.work.shape, steps.work.plan
-    rare = (np.asarray(shape.image) > 0) | (np.asarray(plan.lora_rank) > 0)
+    rare = (np.asarray(shape.image) > 0) | (np.asarray(plan.lora_rank) > 0) | (shape.model is not None)
     mixture = (np.asarray(shape.experts) > 0) & ~rare
     return {
         "constants": _open_variance(steps, times, parameters),
