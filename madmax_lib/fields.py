@@ -2,14 +2,15 @@
 
 import math
 import reprlib
-from collections.abc import Callable
-from dataclasses import MISSING, fields
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import lru_cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import get_args, get_origin, get_type_hints
 
-__all__ = ["argument", "check_fields", "is_number", "is_whole", "number", "shown", "typed", "whole"]
+__all__ = ["argument", "brief", "check_fields", "is_number", "is_whole", "number", "shown", "typed", "whole"]
 
 _TOO_LARGE = 2**62
 _NOUNS = {str: "text", bool: "True or False"}
@@ -96,6 +97,33 @@ def shown(value) -> str:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
+
+
+def brief(item) -> str:
+    """A dataclass in a few lines: the fields that its defaults do not give, and of its parts the names."""
+
+    def text(value) -> str:  # with blanks at which no line ends
+        if isinstance(value, Mapping):
+            return "{" + ", ".join(f"{key!r}:\xa0{text(inner)}" for key, inner in value.items()) + "}"
+        value = value.name if is_dataclass(value) else value
+        return f"{value:g}" if isinstance(value, float) else repr(value).replace(" ", "\xa0")
+
+    given = [f"{f.name}={text(getattr(item, f.name))}" for f in fields(item) if _is_given(item, f)]
+    line = f"{type(item).__name__}({', '.join(given)})"
+    return textwrap.fill(line, 110, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False).replace(
+        "\xa0", " "
+    )
+
+
+def _is_given(item, of) -> bool:
+    """Whether another value than the default stands in a field, which may have been worked out from the others."""
+    value = getattr(item, of.name)
+    if of.default is MISSING or value != value or value == of.default:
+        return of.default is MISSING
+    try:
+        return getattr(replace(item, **{of.name: of.default}), of.name) != value
+    except ValueError:  # the others need it
+        return True
 
 
 def typed(kind: type, values: dict[str, str], what: str) -> dict:

@@ -6,7 +6,7 @@ Everything is SI: bytes, FLOP/s, bytes/s, W. A link's bandwidth is per device an
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from madmax_lib.fields import check_fields, number, shown
+from madmax_lib.fields import brief, check_fields, number, shown
 
 __all__ = ["DTYPES", "Cluster", "Device", "Host", "Link", "dtype_named"]
 
@@ -34,6 +34,8 @@ class Device:
     l2_bytes: float = float("nan")  # second-level cache; NaN: unknown
     scale_up_bytes_per_s: float = 0.0  # of all its links to its peers (NVLink, Infinity Fabric), one way; 0: none
     process_bytes: float = float("nan")  # of a process beside the tensors of a step, measured on CPUs; NaN: as on GPUs
+
+    __repr__ = brief
 
     def __post_init__(self):
         check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
@@ -88,6 +90,8 @@ class Host:
     nvme_write_bytes_per_s: float = 0.0
     tdp_w: float = float("nan")  # of the processors; NaN: unknown
 
+    __repr__ = brief
+
     def __post_init__(self):
         check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s", "link_bytes_per_s")
         if self.nvme_bytes and not min(self.nvme_read_bytes_per_s, self.nvme_write_bytes_per_s) > 0:
@@ -108,6 +112,8 @@ class Cluster:
     nics_per_node: int | None = None  # network ports of a node, together for all its devices; None: one per device
     leaf_devices: int | None = None  # that reach each other without the spine, whole nodes; None: all
     oversubscription: float = 1.0  # of the spine: traffic that crosses it has inter / oversubscription
+
+    __repr__ = brief
 
     def __post_init__(self):
         check_fields(self, "devices_per_node", "nodes", "nics_per_node", "leaf_devices")

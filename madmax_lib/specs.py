@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from madmax_lib.blocks import check_blocks, mixer_matrices, mixer_parameters, scan_flops
-from madmax_lib.fields import check_fields
+from madmax_lib.fields import brief, check_fields
 from madmax_lib.hardware import Cluster, Device, Host, Link
 
 __all__ = ["DLRM", "Cluster", "Device", "Host", "Link", "Model", "Transformer"]
@@ -70,6 +70,8 @@ class Transformer:
     mixer_conv: int = 0  # tokens that the convolution sees
     mixer_rank: int = 0  # of dt in Mamba-1
     other_mixer_parameters: int = 0  # of a mixer, beside products, convolution, A, D and dt: biases, further norms
+
+    __repr__ = brief
 
     def __post_init__(self):
         check_fields(self, "layers", "hidden", "heads")
@@ -263,6 +265,8 @@ class DLRM:
     transformer_sequence: int = 0
     experts: int = 0
     active_experts: int = 0
+
+    __repr__ = brief
 
     def __post_init__(self):
         check_fields(self, "tables", "entries", "embedding_dim", "pooling", "mlp_dim")

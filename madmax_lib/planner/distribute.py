@@ -8,6 +8,7 @@ that dies again.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -71,7 +72,7 @@ def _folder(directory: str | Path | None, problem: SearchProblem, degrees: Seque
     if directory is None:
         return None
     folder = Path(argument("directory", directory, str | Path))
-    digest = hashlib.sha256(repr((problem, degrees)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((asdict(problem), degrees)).encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     note, case = folder / "search.json", problem.case
     if note.exists() and json.loads(note.read_text()).get("sha256") != digest:

@@ -9,6 +9,7 @@ from support import local_or_skip
 from madmax_lib import catalog
 from madmax_lib.listing import clusters, devices, models
 from madmax_lib.simulator import bounds
+from madmax_lib.specs import DLRM, Transformer
 
 # exact ones, deepseek-v3's without the multi-token module; of others only a rounded number is published
 PUBLISHED = pd.read_csv(Path(__file__).with_name("published_parameters.csv"), index_col="name")
@@ -21,6 +22,14 @@ def test_models_have_the_published_parameters(name):
     if name in PUBLISHED.index:
         exact, rounded_e9 = PUBLISHED.loc[name]
         assert model.parameters == exact or model.parameters / 1e9 == pytest.approx(rounded_e9, abs=0.06)
+
+
+@pytest.mark.parametrize("name", catalog.names("models"))
+def test_a_model_shows_what_makes_it(name):
+    """In a few lines, from which it can be made again."""
+    shown = repr(catalog.model(name))
+    assert len(shown.splitlines()) <= 5 and len(shown) < 600
+    assert eval(shown, {"Transformer": Transformer, "DLRM": DLRM}) == catalog.model(name)
 
 
 def test_published_models_are_in_the_catalog():
@@ -41,6 +50,7 @@ def test_tables_of_the_catalog_hold_si_numbers_and_read_well():
 @pytest.mark.parametrize("name", catalog.names("clusters"))
 def test_every_cluster_can_be_made(name):
     cluster = catalog.cluster(name, nodes=3)
+    assert max(len(repr(part).splitlines()) for part in (cluster, cluster.device)) <= 5 and "nodes=3" in repr(cluster)
     assert cluster.nodes == 3 and cluster.intra.bandwidth_bytes_per_s >= cluster.inter.bandwidth_bytes_per_s
 
 

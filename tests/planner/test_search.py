@@ -27,6 +27,7 @@ from madmax_lib.planner.codesign import _RESOURCES, scaled
 from madmax_lib.planner.distribute import _on_workers
 from madmax_lib.planner.evaluate import _OBJECTIVES
 from madmax_lib.simulator import peak_bytes, usable_bytes
+from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.step.power import device_energy_j
 from madmax_lib.simulator.step.step_time import PARTS
 
@@ -160,6 +161,9 @@ def test_a_stopped_search_goes_on(tmp_path, monkeypatch, found):
     assert (whole.evaluated, whole.feasible) == (found.evaluated, found.feasible)
     with pytest.raises(ValueError, match="holds parts of another search"):
         search(MODEL, NODE, 32, space=SPACE, directory=tmp_path, progress=False)
+    slower = replace(shipped(), compute_efficiency=0.9)  # whose repr is the same
+    with pytest.raises(ValueError, match="holds parts of another search"):
+        search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, parameters=slower, progress=False)
 
 
 def test_workers_find_what_one_process_finds(dask_client, found, tmp_path):
