@@ -62,30 +62,32 @@ class Pieces:
 def pieces_of(steps: Steps, parameters: Parameters) -> Pieces:
     """Times of the layers and ends of steps, and the traffic of their weights."""
     prices = Prices(steps, parameters)
-    passes = _passes_of_table(steps, parameters) if steps.is_table else _passes(prices)
+    passes = _passes_of_rows(steps, parameters) if len(steps.work.plan.shape) == 1 else _passes(prices)
     *times, layers, first, last, farther_s, kinds = passes
     traffic = (sharded(count, prices) for count in (layers, Held(first, 0.0), Held(last, 0.0)))
     kinds = tuple(Kind(time, count, sharded(count, prices)) for time, count in kinds)
     return Pieces(prices, *times, layers, first, last, farther_s, kinds, *traffic)
 
 
-def _passes_of_table(steps: Steps, parameters: Parameters) -> tuple:
-    """Passes of rows, worked out once for those alike; those with cp apart, whose attention has more blocks."""
-    plan = steps.work.plan
-    further = ("dp", "zero") if has(steps.habits.on_host) else ()  # where collectives of weights block a layer's host
-    rows, index = kinds_of(plan, _PASS, further) or [np.arange(*plan.shape)] * 2
-    cut = np.broadcast_to(plan.cp, plan.shape)[rows] > 1
-    groups = [group for group in (rows[~cut], rows[cut]) if len(group)]
-    passes = [_passes(Prices(steps[group], parameters)) for group in groups]
-    if len(groups) == 1:
-        return spread(passes[0], index)
+def _passes_of_rows(steps: Steps, parameters: Parameters) -> tuple:
+    """Passes of rows, in a table once for those alike; apart those with other blocks: with experts, and with cp."""
+    plan, index = steps.work.plan, np.arange(*steps.work.plan.shape)
+    rows, exchanged = index, (np.asarray(steps.work.shape.experts) > 0) * (1 + (np.asarray(plan.ep) > 1))
+    blocks = np.broadcast_to(exchanged, plan.shape)
+    if steps.is_table:
+        further = ("dp", "zero") if has(steps.habits.on_host) else ()  # where collectives of weights block its host
+        rows, index = kinds_of(plan, _PASS, further) or (rows, index)
+        blocks = blocks + 3 * (np.asarray(plan.cp) > 1)
+    groups = [np.flatnonzero(blocks[rows] == of) for of in np.unique(blocks[rows])]
+    passes = [_passes(Prices(steps[rows[group]], parameters)) for group in groups]
 
     def joined(*parts: Number) -> np.ndarray:
-        return np.concatenate([np.broadcast_to(part, group.shape) for part, group in zip(parts, groups, strict=True)])
+        result = np.empty((*np.broadcast_shapes(*(np.shape(part)[:-1] for part in parts)), len(rows)))
+        for group, part in zip(groups, parts, strict=True):
+            result[..., group] = part
+        return result
 
-    place = np.empty(len(rows), np.int64)
-    place[np.argsort(cut, kind="stable")] = np.arange(len(rows))
-    return spread(mapped(joined, *passes), place[index])
+    return spread(mapped(joined, *passes) if len(groups) > 1 else passes[0], index)
 
 
 def _passes(prices: Prices) -> tuple:
