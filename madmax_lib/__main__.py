@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from madmax_lib import __version__
 from madmax_lib.view import commands as runs_commands, run_commands, step_commands, trace_commands
+from madmax_lib.view.answers import envelope
 
 if TYPE_CHECKING:
     from madmax_lib.view.notebooks.runner import Result
@@ -38,13 +39,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
+    """Says what is wrong in one line, without the usage, and in an envelope where one is asked for."""
+
+    json = False
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; {self.prog} --help tells more\n")
+        line = f"{message}; {self.prog} --help tells more"
+        if _Parser.json:
+            print(envelope(self.prog.split()[-1], ValueError(line)))
+        self.exit(2, f"{self.prog}: {line}\n")
 
 
 def _parser(named: list[str]) -> argparse.ArgumentParser:
+    _Parser.json = "--json" in named
     parser = _Parser(prog="madmax", description="MAD-Max Workbench", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
