@@ -137,7 +137,9 @@ class _Recording:
         values = table.rename(columns={pace: "step_s"}).groupby("step")[["step_s", "exposed_comm_s"]].mean().dropna()
         if len(values) < _LEAST_STEPS:
             name = next(iter(timeline.meta.provenance.get("files", {}).values()), {}).get("name", "timeline")
-            rule = f"a gate needs {_LEAST_STEPS}; mark steps with profiler.step()"
+            more = f"record {_LEAST_STEPS + 2} or more: the first may be warm-up, the last cut"
+            more = more if steps(timeline)["annotated"].any() else "mark steps with profiler.step()"
+            rule = f"a gate needs {_LEAST_STEPS}; {more}"
             raise ValueError(f"{name}: {len(values)} steps that are neither warm-up nor cut, {rule}")
         self.timeline, self.operations = timeline, _operations(timeline, list(values.index))
         by_name = self.operations.groupby("step").mean().T.groupby("operation").sum().T  # of one name in two kinds too
