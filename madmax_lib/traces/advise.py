@@ -16,6 +16,7 @@ from madmax_lib.traces.comm.collectives import arrivals, calls, unseen_waits
 from madmax_lib.traces.stragglers import stragglers
 from madmax_lib.traces.waits.idle import idle, launch_bound
 from madmax_lib.traces.waits.launch import device_work
+from madmax_lib.traces.waits.step_times import steady
 from madmax_lib.units import format_bytes, format_s
 
 __all__ = ["COLUMNS", "advise"]
@@ -47,12 +48,11 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     wait, pipeline bubble, other idle, short gaps or exposed copies. where: collective and group, ranks, stream. gain_s:
     per step, mean over the ranks. share: of the time on the device, 0..1. evidence, and remedy, the usual one. Causes
     below 0.1 % are left out; an empty table means that none was found, not that the run is fast.
+    `.attrs["steps"]`: those that count, without warm-up and cut ones unless there are no others.
     """
-    argument("timeline", timeline, Timeline)
-    if timeline.steps:
-        timeline = timeline.select(steps=timeline.steps)  # what lies outside of all belongs to none
+    timeline, counted = steady(argument("timeline", timeline, Timeline))
     whole = breakdown(timeline)
-    ranks, steps = max(len(whole), 1), max(len(timeline.steps), 1)
+    ranks, steps = max(len(whole), 1), max(len(counted), 1)
     total_s = whole["total_s"].sum()
     rows = [
         (cause, where, gain_s / ranks / steps, gain_s / total_s if total_s > 0 else 0.0, evidence, _REMEDY[cause])
@@ -62,7 +62,7 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     table = pd.DataFrame(rows, columns=COLUMNS).astype({"gain_s": "float64", "share": "float64"})
     table = table[table["share"] >= _WORTH_SHARE]
     table = table.sort_values(["gain_s", "cause", "where"], ascending=[False, True, True], ignore_index=True)
-    return with_origin(table, timeline)
+    return with_origin(table, timeline, steps=counted)
 
 
 Finding = tuple[str, str, float, str]  # cause, where, seconds over all ranks and steps, evidence

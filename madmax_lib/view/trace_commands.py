@@ -17,6 +17,11 @@ __all__ = ["add"]
 
 _BASELINES = Path(".madmax")  # in the folder where the command runs: for the cache of a CI
 _MOST = 4  # devices and failures in a summary
+_LATE = """Which rank arrives last at collectives, over the steps that are neither warm-up nor cut: cost_s is what the
+others waited for it, waited_s what it waited. slowdown: the kernels replayed without launch gaps as measured, over the
+same with average times (replayed_s over without_s); left out where measured_over_replayed, the measured step over
+replayed_s, exceeds 1.05. repaired_worst_ranks, repaired_last_stage: the share of replayed_s - without_s that average
+times of the worst 3 %% of the ranks, or of the last stage, give back."""
 _TRACES = {"nargs": "+", "metavar": "TRACE", "help": "traces, one per rank: files, directories, patterns"}
 
 
@@ -30,9 +35,12 @@ def add(commands) -> None:
     )
     what = compare.add_mutually_exclusive_group()
     what.add_argument("--operations", action="store_true", help="a row per operation")
-    what.add_argument("--gate", type=_share, metavar="SHARE", help="status 1 if B is slower by this, such as 3%%")
+    what.add_argument("--gate", type=_share, metavar="SHARE", help="status 1 if B is slower by this, such as 3%%; an "
+                      "operation only if it also costs a third of that of a step")  # fmt: skip
     what.add_argument("--save-baseline", metavar="NAME", help="keep the traces under this name in .madmax/")
-    stragglers = add_command(commands, "stragglers", _stragglers, help="which rank is late, and what it costs")
+    stragglers = add_command(
+        commands, "stragglers", _stragglers, help="which rank is late, and what it costs", description=_LATE
+    )
     stragglers.add_argument("traces", **_TRACES)
     flight = add_command(commands, "flight", _flight, help="which rank hangs a job, from flight-recorder dumps")
     flight.add_argument("dumps", help="directory with one dump per rank, such as nccl_trace_rank_0")
@@ -149,14 +157,20 @@ def _gate(a: list[Timeline], b: list[Timeline], threshold: float) -> Answer:
 
 def _stragglers(options: Namespace) -> Answer:
     from madmax_lib.traces.stragglers import stragglers, what_if_no_stragglers
+    from madmax_lib.traces.waits.step_times import steady
 
-    timeline = read(options.traces)
-    table, about = stragglers(timeline), _ranks(timeline)
+    timeline, steps = steady(whole := read(options.traces))
+    table, about = stragglers(timeline), _ranks(timeline) | {"steps": len(steps)}
     about["last_beyond_chance"] = ", ".join(map(str, table.attrs["often_last"])) or "no rank"
-    if timeline.steps:
+    about["not_counted"] = [f"step {step}" for step in whole.steps if step not in steps]
+    if steps:
         without = what_if_no_stragglers(timeline)
-        about |= {"slowdown": without.S, "replayed_s": without.T_replay, "without_s": without.T_ideal}
-        about |= {"measured_over_replayed": without.replay_gap}
+        about |= {"replayed_s": without.T_replay, "measured_over_replayed": without.replay_gap}
+        if without.gaps_rule:
+            rules = "what a replay leaves out (launch gaps, work of other steps) rules this step"
+            about |= {"slowdown": None, "note": f"{rules}: no slowdown follows from it, go by cost_s"}
+            return Answer(table, about)
+        about |= {"slowdown": without.S, "without_s": without.T_ideal}
         if without.costs:
             about |= {"repaired_worst_ranks": without.M_W, "repaired_last_stage": without.M_S}
         about["slowdown_by_kind"] = dict(without.by_kind)
@@ -193,6 +207,8 @@ def _snapshot(options: Namespace) -> Answer:
 
 def _report(options: Namespace) -> Answer:
     from madmax_lib.accounting import breakdown
+    from madmax_lib.traces.advise import advise
+    from madmax_lib.traces.waits.step_times import steady
     from madmax_lib.view.report.report import write_report
 
     if options.output.is_dir():
@@ -202,5 +218,7 @@ def _report(options: Namespace) -> Answer:
     other = options.beside
     compared = {"beside": read([other]), "other": Path(other).resolve().name} if other else {}
     path = write_report(timeline, options.output, f"{name} and {len(more)} more" if more else name, **compared)
-    about = {"page": str(path), "ranks": len(timeline.ranks), "spans": len(timeline)}
+    timeline, steps = steady(whole := timeline)
+    first = advise(timeline)[["cause", "where", "gain_s", "share"]].head(_MOST).to_dict("records")
+    about = {"page": str(path), "ranks": len(whole.ranks), "spans": len(whole), "steps": len(steps), "advice": first}
     return Answer(breakdown(timeline), about)

@@ -111,6 +111,26 @@ def test_gains_are_per_step_and_mean_over_the_ranks():
     assert gains(with_columns(timeline, step=[0, 1, 1])) == {"exposed copies": 100}
 
 
+def test_warm_up_does_not_count():
+    """A first step with 5000 ns of late host is left out; then gains are those of the three others alone."""
+    rows, steps = [], []
+    for step, (start, late) in enumerate(((0, 6000), (10_000, 1300), (12_000, 1300), (14_000, 1300))):
+        for launch in (start, start + late):
+            rows += launched((launch, 10, launch + 20, 900))
+        steps += [step] * 4
+    timeline = with_columns(make_timeline(rows), step=steps, correlation=[n // 2 for n in range(len(rows))])
+    table = advise(timeline)
+    assert table.attrs["steps"] == [1, 2, 3] and table.equals(advise(timeline.select(steps=[1, 2, 3])))
+    assert gains(timeline)["host wait"] == 380  # of the device, from 920 to 1300
+    assert advise(timeline.select(steps=[0])).attrs["steps"] == [0]
+
+
+def test_work_between_steps_is_not_idle():
+    """Of the last step before, of none, and of the next: 400 ns without a gap; what lies before all is left out."""
+    rows = [(0, 7, "compute", KERNEL, start, 100) for start in (-500, 0, 100, 200, 300)]
+    assert gains(with_columns(make_timeline(rows), step=[-1, 1, -1, -1, 2])) == {}
+
+
 def test_a_simulated_pipeline_has_a_bubble():
     plan = mm.Plan(pp=4, dp=2, tp=1, micro_batch=1)
     step = mm.simulate(mm.model("gpt2-large"), mm.cluster("dgx-a100", nodes=1), plan, global_batch=8)

@@ -19,7 +19,7 @@ from madmax_lib.traces.read.steps import step_spans
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["input_wait", "step_periods", "step_summary", "steps"]
+__all__ = ["input_wait", "steady", "step_periods", "step_summary", "steps"]
 
 _PARTS = ("total_s", "compute_s", "comm_s", "memory_s", "non_compute_s", "exposed_comm_s", "idle_s", "overlap")
 _QUANTITIES = ("wall_s", "period_s", *_PARTS)
@@ -58,6 +58,29 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     table["warmup"] = table["step"].isin(_warmup(table[~table["cut"]]))
     table = table[["rank", "step", *_QUANTITIES, "annotated", "cut", "warmup"]]
     return with_origin(table, timeline)
+
+
+def steady(timeline: Timeline) -> tuple[Timeline, list[int]]:
+    """The steps that are neither warm-up nor cut, all where none is left, and their numbers.
+
+    With them comes what runs between the first and the last of them on the host or the device of a rank, as step -1:
+    it is no idle time.
+    """
+    table, spans = steps(timeline), timeline.spans
+    counted = sorted(set(timeline.steps) - set(table.loc[table["warmup"] | table["cut"], "step"])) or timeline.steps
+    own = spans["step"].isin(counted)
+    if own.all() or not counted:
+        return timeline, counted
+    start_ns, end_ns = spans["start_ns"], spans["start_ns"] + spans["dur_ns"]
+    side = [spans["rank"], spans["stream"] >= 0]  # the host may be steps ahead
+    first_ns = start_ns.where(own, end_ns.max()).groupby(side).transform("min")
+    last_ns = end_ns.where(own, start_ns.min()).groupby(side).transform("max")
+    keep = own | ((start_ns >= first_ns) & (end_ns <= last_ns))
+    if keep.all() and counted == timeline.steps:
+        return timeline, counted
+    part = timeline.where(keep.to_numpy())
+    step = part.spans["step"]
+    return replace(part, spans=part.spans.assign(step=step.where(step.isin(counted), -1))), counted
 
 
 def step_periods(timeline: Timeline) -> pd.DataFrame:

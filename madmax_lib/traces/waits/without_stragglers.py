@@ -57,8 +57,13 @@ class WithoutStragglers:
 
     @property
     def replay_gap(self) -> float:
-        """T_measured / T_replay: what launch gaps cost. Beyond 1.05 they are the story, not S."""
+        """T_measured / T_replay: what launch gaps cost."""
         return self.T_measured / self.T_replay
+
+    @property
+    def gaps_rule(self) -> bool:
+        """Whether launch gaps, which a replay leaves out, are the story: then S does not speak for the step."""
+        return self.replay_gap > 1.05
 
     @property
     def costs(self) -> bool:
@@ -68,7 +73,7 @@ class WithoutStragglers:
     def __repr__(self) -> str:
         gives = {"last stage": self.M_S, f"worst {_WORST:.0%} of the ranks": self.M_W}
         gives = [f"{what} {share:.0%}" for what, share in gives.items() if share == share and self.costs]
-        gaps = ", launch gaps are the story" if self.replay_gap > 1.05 else ""
+        gaps = ", launch gaps are the story" if self.gaps_rule else ""
         lines = [
             f"slowdown by stragglers S = {self.S:.4g}: {self.T_replay:.4g} s a step, {self.T_ideal:.4g} s without",
             f"given back by repairing: {', '.join(gives) or 'next to nothing is lost'}",

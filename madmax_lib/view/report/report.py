@@ -14,6 +14,8 @@ from madmax_lib import __version__
 from madmax_lib.atomic import write_text
 from madmax_lib.fields import argument
 from madmax_lib.timeline import Timeline
+from madmax_lib.traces.operators.memory import peak
+from madmax_lib.traces.waits.step_times import steady
 from madmax_lib.view.canvas import busy_spans, columns
 from madmax_lib.view.notebooks.page import page
 from madmax_lib.view.report import views
@@ -52,19 +54,19 @@ def report(timeline: Timeline, title: str = "trace", beside: Timeline | None = N
     """
     if not len(argument("timeline", timeline, Timeline)):
         raise ValueError("nothing to report: the timeline has no spans")
-    whole, timeline = timeline, _of_steps(timeline)
+    whole, (timeline, _) = timeline, steady(timeline)
     detail = timeline.select(ranks=views.detail_ranks(timeline))
     parts = [
-        views.overview(timeline, detail),
-        views.comparison(timeline, beside, (title, other)) if beside is not None else "",
+        views.overview(timeline, detail, peak(whole)),
+        views.comparison(whole, beside, (title, other)) if beside is not None else "",
         views.advice(timeline),
-        views.step_view(timeline),
-        views.distributed(timeline),
-        _trace(timeline),
+        views.step_view(whole),
+        views.distributed(timeline, whole),
+        _trace(whole),
         views.operator_view(detail, timeline),
         views.kernel_view(timeline),
         views.module_view(detail, timeline),
-        views.memory(detail, timeline),
+        views.memory(whole.select(ranks=detail.ranks), whole),
     ]
     links = "".join(
         f'<a href="#{anchor}">{name}</a>'
@@ -75,17 +77,6 @@ def report(timeline: Timeline, title: str = "trace", beside: Timeline | None = N
     body = "\n".join([head, text(views.told(timeline, whole)), *parts, text(_DEFINITIONS), _script()])
     style = (_HERE / "report.css").read_text() + (_HERE.parent / "explore" / "widgets.css").read_text()
     return Report(title, page(f"Trace report: {title}", body, style))
-
-
-def _of_steps(timeline: Timeline) -> Timeline:
-    """Without what a rank does before its first step and behind its last; work between steps is not idle time."""
-    spans = timeline.spans
-    start_ns, end_ns = spans["start_ns"], spans["start_ns"] + spans["dur_ns"]
-    of_step, rank = (spans["step"] >= 0).to_numpy(), spans["rank"]
-    if of_step.all() or not of_step.any():
-        return timeline
-    first_ns, last_ns = start_ns[of_step].groupby(rank[of_step]).min(), end_ns[of_step].groupby(rank[of_step]).max()
-    return timeline.where(of_step | ((start_ns >= rank.map(first_ns)) & (end_ns <= rank.map(last_ns))).to_numpy())
 
 
 def write_report(

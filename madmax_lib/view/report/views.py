@@ -20,7 +20,7 @@ from madmax_lib.traces.operators.ops import kernels, modules, operators
 from madmax_lib.traces.operators.roofline import mfu
 from madmax_lib.traces.stragglers import skew, stragglers
 from madmax_lib.traces.waits.batches import batches
-from madmax_lib.traces.waits.step_times import input_wait, steps
+from madmax_lib.traces.waits.step_times import input_wait, steady, steps
 from madmax_lib.units import format_bytes, format_s
 from madmax_lib.view.report.marks import bars, cards, heat, line, section, table, text
 from madmax_lib.view.words import percent, plural
@@ -35,21 +35,19 @@ _WIDEST = 60  # steps of a heat map
 
 def told(timeline: Timeline, whole: Timeline) -> str:
     """What was recorded: ranks, steps, spans, device, and what is missing."""
-    steps_text = plural(len(timeline.steps), "step") if timeline.steps != [0] else "no step marks"
+    steps_text = plural(len(whole.steps), "step") if whole.steps != [0] else "no step marks"
     missing = timeline.meta.world_size - sum(map(len, timeline.meta.represents.values()))
     absent = f" ({missing} of {timeline.meta.world_size} ranks have no trace here)" if missing > 0 else ""
     device = timeline.meta.device or "no device named"
     busy_s = [(table["total_s"] - table["idle_s"]).mean() for table in map(breakdown, (whole, timeline))]
     outside_s = busy_s[0] - busy_s[1] if whole is not timeline else 0.0
-    left = (
-        f". {format_s(outside_s)} of work per rank lie outside all steps and are not in the numbers"
-        if outside_s
-        else ""
-    )
+    left_out = ", ".join(str(step) for step in whole.steps if step not in timeline.steps)
+    where = f"in steps that are warm-up or cut ({left_out}) or outside all" if left_out else "outside all steps"
+    left = f". {format_s(outside_s)} of work per rank lie {where} and are not in the numbers" if outside_s else ""
     return f"{plural(len(timeline.ranks), 'rank')}{absent}, {steps_text}, {len(whole):,} spans, {device}{left}."
 
 
-def overview(timeline: Timeline, detail: Timeline) -> str:
+def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     """The numbers to see first, and where the time goes on each rank."""
     each = breakdown(timeline)
     total_s = max(each["total_s"].sum(), 1e-12)
@@ -62,16 +60,15 @@ def overview(timeline: Timeline, detail: Timeline) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an unknown device: then there is no card
         used = mfu(detail)["mfu"].median()
-    peaks, hidden_s = peak(timeline), each["comm_s"].sum() - each["exposed_comm_s"].sum()
+    hidden_s = each["comm_s"].sum() - each["exposed_comm_s"].sum()
     numbers = [
         ("computing", percent(each["compute_s"].sum() / total_s)),
         ("of communication under compute", percent(hidden_s / comm_s) if (comm_s := each["comm_s"].sum()) > 0 else ""),
         ("MFU of the recorded shapes", "" if np.isnan(used) else percent(used)),
         ("memory at the peak", format_bytes(peaks["peak_bytes"].max()) if len(peaks) else ""),
     ]
-    walls = steps(timeline)
-    walls = walls[~(walls["cut"] | walls["warmup"]).astype(bool)]["wall_s"]
-    numbers.insert(0, ("a step, median", format_s(walls.median()) if len(walls) else ""))
+    wall_s = steps(timeline)["wall_s"].median()
+    numbers.insert(0, ("a step, median", "" if np.isnan(wall_s) else format_s(wall_s)))
     chosen, note = _some(each.assign(lost_s=each["exposed_comm_s"] + each["idle_s"]), "rank", "lost_s")
     rows = [(label, _parts(row), _busy(row)) for label, row in chosen]
     return section("Overview", text(said), cards(numbers), text(note), bars(rows))
@@ -106,7 +103,8 @@ def _some(frame: pd.DataFrame, key: str, by: str) -> tuple[list[tuple[str, dict]
 
 def advice(timeline: Timeline) -> str:
     """Causes of lost time, largest gain first."""
-    about = "What each fix would gain at most, per step and mean over the ranks; causes overlap."
+    about = "What each fix would gain at most, per step and mean over the ranks; causes overlap. "
+    about += "The evidence counts all ranks and steps together."
     found = advise(timeline).head(12)
     return section("What to fix first", text(about), table(found)) if len(found) else ""
 
@@ -128,7 +126,10 @@ def step_view(timeline: Timeline) -> str:
     chosen, note = _some(by_step, "step", "wall_s")
     columns = ["step", "wall_s", "slowest_s", "slowest_rank", *quantities[1:], "note"]
     shown = by_step[columns if by_step["input_wait_s"].any() else [c for c in columns if c != "input_wait_s"]]
-    about = "Means over the ranks; wall is the median of the ranks on the host, the bars are time on the device."
+    about = (
+        "Means over the ranks; wall is the median of the ranks on the host. The bars run from the first to the last "
+    )
+    about += "work of a step: where steps overlap, idle here is another step's work, which the overview counts as busy."
     fed = by_step["input_wait_s"].sum() / max(by_step["wall_s"].sum(), 1e-12)
     waited = f"The host waits for input in {percent(fed)} of the steps' time." if fed > 0 else ""
     rows = [(label, _parts(row), format_s(row["total_s"])) for label, row in chosen]
@@ -148,7 +149,7 @@ def _note(row: pd.Series) -> str:
     return "cut off" if row["cut"] else "warm-up" if row["warmup"] else ""
 
 
-def distributed(timeline: Timeline) -> str:
+def distributed(timeline: Timeline, whole: Timeline) -> str:
     """Each group's collectives, who waits for whom, and which rank is late in which step."""
     groups = by_group(timeline)
     if not len(groups):
@@ -161,7 +162,7 @@ def distributed(timeline: Timeline) -> str:
     worst, note = late.head(_FEW), ""
     if len(late) > _FEW:
         note = f"The {_FEW} of {len(late):,} ranks that cost the others most."
-    parts = [table(groups, most=50), *lines, text(note), table(worst), _late_heat(timeline), *_exchanged(timeline)]
+    parts = [table(groups, most=50), *lines, text(note), table(worst), _late_heat(whole), *_exchanged(timeline)]
     return section("Distributed", *parts)
 
 
@@ -283,11 +284,12 @@ def comparison(timeline: Timeline, beside: Timeline, labels: tuple[str, str]) ->
     overlap = parts[parts["quantity"] == "overlap"]
     shown = parts[parts["quantity"] != "overlap"].rename(columns=names)[["quantity", *names.values(), "ratio"]]
     shown["quantity"] = [name.removesuffix("_s").replace("_", " ") for name in shown["quantity"]]
-    total = parts.set_index("quantity").loc["total_s"]
-    said = f"A step takes {format_s(total['b'])}, in {labels[1]} {format_s(total['a'])}: {_times(total['ratio'])}."
+    wall_s, other_s = (steps(steady(one)[0])["wall_s"].median() for one in (timeline, beside))
+    said = f"A step takes {format_s(wall_s)}, in {labels[1]} {format_s(other_s)}, medians: {_times(wall_s / other_s)}."
     if overlap["a"].notna().any():
         said += f" Of the communication {percent(overlap['b'].iloc[0])} is under compute, there "
         said += f"{percent(overlap['a'].iloc[0])}."
     columns = ["name", "kind", "count_a", "count_b", "total_a_s", "total_b_s", "difference_s", "status"]
     moved = moved[columns].rename(columns={"total_a_s": f"{labels[1]}_s", "total_b_s": f"{labels[0]}_s"})
-    return section(f"Beside {labels[1]}", text(said), table(shown), table(moved))
+    about = "Means of the ranks and steps that both have, each from the first to the last work of its step:"
+    return section(f"Beside {labels[1]}", text(said), text(about), table(shown), table(moved))
