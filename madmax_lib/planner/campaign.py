@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -10,19 +11,24 @@ import pandas as pd
 from scipy.stats import norm
 
 from madmax_lib import catalog
+from madmax_lib.case import Case
 from madmax_lib.fields import number, whole
+from madmax_lib.plan import Plan
 from madmax_lib.planner.codesign import training
 from madmax_lib.planner.goodput import Goodput, practice
-from madmax_lib.planner.search import search
+from madmax_lib.planner.search import check_case, search, stacks_of
 from madmax_lib.planner.space import Space
-from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator.rates.parameters import Parameters, constants_of, software_of
 from madmax_lib.software import Software
-from madmax_lib.specs import DLRM, Cluster, Transformer
+from madmax_lib.specs import Cluster, Transformer
 
 __all__ = ["AMOUNTS", "Campaign", "campaign"]
 
 _BATCH_TOKENS = {1e24: 2**22, np.inf: 2**24}  # by FLOPs of the training: 4M as LLaMA and Llama 2, 16M as Llama 3 405B
 _MOST = 1 << 17  # devices
+_NEAR = 0.2  # a default batch is so near to its tokens
+_ROUND = 64  # by powers of two up to this the samples of a replica are best divided, into micro-batches
+_LEFT = 8  # below which is the odd number that a batch may leave to tp, pp and cp
 _MFU = 0.6  # no training reaches more: fewer devices are not tried
 AMOUNTS = ("days", "device_hours", "usd", "mwh")
 _SECONDS_PER_DAY = 86400.0
@@ -33,11 +39,12 @@ _Z = norm.ppf(0.95)
 class Campaign:
     """What a training takes.
 
-    table: a row per number of devices tried: devices, plan, global_batch, mfu, days, device_hours, usd and mwh (each
-        with _low and _high, 90 %), goodput, and in_time, the probability of the days asked for (NaN if none were).
+    table: a row per number of devices tried: devices, plan, stacks (that it is timed as), global_batch, step_s and mfu
+        of a step, days, device_hours, usd and mwh (each with _low and _high, 90 %), goodput, and in_time, the
+        probability of the days asked for (NaN if none were).
     best: the row that answers: of the fewest devices that are in time, or of the devices asked for.
-    notes: what the figures rest on, a line each: step (samples and tokens), software, interval, goodput, price (of a
-        device-hour in USD, with its source and date) and energy.
+    notes: what the figures rest on, a line each: step (samples and tokens), software, space, interval, mfu, goodput,
+        price (of a device-hour in USD, with its source and date) and energy.
     """
 
     table: pd.DataFrame
@@ -68,6 +75,7 @@ def campaign(
     *,
     days: float | None = None,
     devices: int | None = None,
+    sure: float = 0.5,
     global_batch: int | None = None,
     sequence: int | None = None,
     dtype: str = "bf16",
@@ -78,10 +86,12 @@ def campaign(
 ) -> Campaign:
     """A training of a model on so many tokens, on as many devices as finish in so many days, or on devices given.
 
-    cluster: whose nodes are multiplied; its number of nodes is not looked at. global_batch: samples; about 4 million
-    tokens (16 for trainings above 1e24 FLOPs) that divide well if None. software: only what it launches, priced as it
-    overlaps; None as in `search`. The plan is the best of `Space.quick()`; days, money and energy are those of
-    `training`, which knows failures and what trainings take over such predictions.
+    cluster: whose nodes are multiplied; its number of nodes is not looked at. sure: the probability of the days asked
+    for. global_batch: samples; if None 4 million tokens (16 for trainings above 1e24 FLOPs), within 20 % the batch that
+    divides best over the devices. software: only what it launches, timed as it overlaps; if None the fastest of five
+    (on the first number of devices that is tried). The plan is the best of `Space.quick()`; days, money and energy are
+    those of `training`, which knows failures and what trainings take over such predictions. For days, numbers of nodes
+    are tried in steps of 1 to 2 %, but none that leaves an odd number above 7 to tp, pp and cp.
     Raises ValueError unless either days or devices are given, where no plan fits, and where no number of devices is in
     time.
 
@@ -89,98 +99,127 @@ def campaign(
     >>> bool(answer.best["days_low"] < 184_320 / 256 / 24 < answer.best["days_high"])  # hours of its model card
     True
     """
-    model, cluster = catalog.model(model), catalog.cluster(cluster)
-    if isinstance(model, DLRM):
-        raise ValueError(f"{model.name}: recommendation models have no search")
     if (days is None) == (devices is None):
         raise ValueError("either days or devices says what is asked for")
-    sequence = model.sequence if sequence is None else whole("sequence", sequence, 1)
-    options = {"sequence": sequence, "dtype": dtype, "software": software, "parameters": parameters}
-    job = _Job(model, cluster, number("tokens", tokens, positive=True), global_batch, options)
-    costs = {"usd_per_hour": usd_per_hour, "model": model, "goodput": goodput}
+    if not number("sure", sure, positive=True) < 1:
+        raise ValueError(f"sure={sure:g} is a probability, below 1")
+    parameters = constants_of(cluster, parameters)
+    case = Case.of_step(model, cluster, Plan(), 1, sequence, dtype, software_of(software, parameters))
+    check_case(case)
+    job = _Job(case, number("tokens", tokens, positive=True), global_batch, stacks_of(case), parameters)
+    costs = {"usd_per_hour": usd_per_hour, "model": case.model, "goodput": goodput}
     if devices is not None:
         rows = [_row(job, whole("devices", devices, 1), costs)]
     else:
-        rows = _first_in_time(job, number("days", days, positive=True), costs)
+        rows = _first_in_time(job, number("days", days, positive=True), sure, costs)
     table = pd.DataFrame(rows)
-    sigma = np.log(table["days_high"] / table["days"]) / _Z
-    table["in_time"] = norm.cdf(np.log((days or np.nan) / table["days"]) / sigma)
+    table["in_time"] = norm.cdf(np.log((days or np.nan) / table["days"]) / _sigma(table))
     best = table.iloc[-1]
     return Campaign(table, best, _notes(job, best, costs))
 
 
+def _sigma(rows) -> pd.Series | float:
+    """Of the logarithm of the days of a row, or of a table of them."""
+    return np.log(rows["days_high"] / rows["days"]) / _Z
+
+
 @dataclass(frozen=True)
 class _Job:
-    """What is trained, on nodes of which cluster, and what a search is told beside."""
+    """What is trained, on nodes of which cluster, and by whom."""
 
-    model: Transformer
-    cluster: Cluster
+    case: Case  # its plan, batch and number of nodes are not looked at
     tokens: float
     global_batch: int | None
-    options: dict
+    stacks: tuple[Software, ...]
+    parameters: Parameters | None
 
     @property
     def flops(self) -> float:
         """Of the training: three forward passes for every token."""
-        sequence = self.options["sequence"]
-        return 3 * self.model.forward_flops(1, sequence) / sequence * self.tokens
+        return 3 * self.case.model.forward_flops(1, self.case.sequence) / self.case.sequence * self.tokens
 
     def counts(self, days: float) -> list[int]:
-        """Numbers of devices, whole nodes and three in each octave, from the fewest that may be in time."""
-        node = self.cluster.devices_per_node
-        nodes = sorted({step * 2**power // 4 for power in range(18) for step in (4, 5, 6)} - {0})
-        counts = [node * count for count in nodes if node * count <= _MOST]
-        least = self.flops / (_MFU * self.cluster.device.peak(self.options["dtype"]) * days * _SECONDS_PER_DAY)
-        return [count for count in counts if count >= least] or counts[-1:]
+        """Whole nodes (or parts of large ones), 64 numbers in each octave, from the fewest that may be in time."""
+        device, node = self.case.cluster.device, self.case.cluster.devices_per_node
+        steps = sorted({step << power for power in range(12) for step in range(1, 128)})
+        counts = [8 * step for step in steps if 8 * step < node] + [node * step for step in steps]
+        least = self.flops / (_MFU * device.peak(self.case.dtype) * days * _SECONDS_PER_DAY)
+        counts = [count for count in counts if count <= _MOST]
+        return [count for count in counts if count >= least and _left(count, self.batch(count)) < _LEFT] or counts[-1:]
 
     def batch(self, devices: int) -> int:
-        """Samples of a step; a default is a multiple of what odd numbers of nodes leave."""
+        """Samples of a step; of those near a default the one that divides best over the devices."""
         if self.global_batch is not None:
             return self.global_batch
         tokens = next(size for most, size in _BATCH_TOKENS.items() if self.flops <= most)
-        samples = max(tokens // self.options["sequence"], 1)
-        unit = min(64, samples) * devices // (devices & -devices)
-        return max(round(samples / unit), 1) * unit
+        samples = max(tokens // self.case.sequence, 1)
+        near = np.arange(math.ceil((1 - _NEAR) * samples), int((1 + _NEAR) * samples) + 1)
+        order = np.lexsort((abs(near - samples), -np.gcd(near, _ROUND * devices), _left(devices, near)))
+        return int(near[order[0]])
+
+
+def _left(devices: int, batch: int | np.ndarray) -> int | np.ndarray:
+    """The odd part of what tp, pp and cp have to take where as many replicas as divide a batch take the rest.
+
+    >>> _left(3072, 2048), _left(3072, 2304)
+    (3, 1)
+    """
+    rest = devices // np.gcd(devices, batch)
+    return rest // (rest & -rest)
 
 
 def _row(job: _Job, devices: int, costs: dict) -> dict:
-    """The best plan on so many devices and what the training then takes. Raises ValueError where none fits."""
-    cluster, batch = _resized(job, devices), job.batch(devices)
-    found = search(job.model, cluster, batch, top=1, space=Space.quick(), progress=False, **job.options)
-    row = training(found.table, job.tokens, cluster, **costs).iloc[0].to_dict()
+    """The best plan of any stack on so many devices and what the training takes. Raises ValueError where none fits."""
+    cluster, batch, case = _resized(job.case.cluster, devices), job.batch(devices), job.case
+    options = {"sequence": case.sequence, "dtype": case.dtype, "parameters": job.parameters, "space": Space.quick()}
+    tables, reason = [], ""
+    for stack in job.stacks:
+        try:
+            found = search(case.model, cluster, batch, top=1, software=stack, progress=False, **options)
+            tables.append(found.table)
+        except ValueError as error:
+            if not re.search("fits|no layout|no plan", str(error)):
+                raise
+            reason = reason or str(error)
+    if not tables:
+        raise ValueError(reason)
+    table = min(tables, key=lambda table: table["step_s"][0])
+    row = training(table, job.tokens, cluster, **costs).iloc[0].to_dict()
     ends = [f"{name}{end}" for name in AMOUNTS for end in ("", "_low", "_high")]
-    kept = {name: row.get(name, np.nan) for name in ("plan", "stacks", "mfu", *ends, "goodput")}
+    kept = {name: row.get(name, np.nan) for name in ("plan", "stacks", "step_s", "mfu", *ends, "goodput")}
     return {"devices": devices, "global_batch": batch, **kept}
 
 
-def _resized(job: _Job, devices: int) -> Cluster:
+def _resized(cluster: Cluster, devices: int) -> Cluster:
     """So many devices in whole nodes, or in a part of one."""
-    node = min(devices, job.cluster.devices_per_node)
+    node = min(devices, cluster.devices_per_node)
     if devices % node:
         near = f"nearest: {devices // node * node}, {(devices // node + 1) * node}"
-        raise ValueError(f"devices={devices} are not whole nodes of {node} of {job.cluster.name}; {near}")
-    return replace(job.cluster, devices_per_node=node, nodes=devices // node)
+        raise ValueError(f"devices={devices} are not whole nodes of {node} of {cluster.name}; {near}")
+    return replace(cluster, devices_per_node=node, nodes=devices // node)
 
 
-def _first_in_time(job: _Job, days: float, costs: dict) -> list[dict]:
+def _first_in_time(job: _Job, days: float, sure: float, costs: dict) -> list[dict]:
     """Rows of the numbers of devices that were tried; the last is the fewest in time.
 
     More devices are no more efficient, so that a number which takes so many times the days needs as many times more.
+    The stack is the fastest on the first number that one fits on.
     """
     counts, rows, least, reason = job.counts(days), [], 0.0, ""
     for count in counts:
         if count < least:
             continue
         try:
-            rows.append(_row(job, count, costs))
+            rows.append(row := _row(job, count, costs))
         except ValueError as error:
             if not re.search("fits|no layout|no plan", str(error)):
                 raise
             reason = str(error)
             continue
-        if rows[-1]["days"] <= days:
+        late = row["days"] * np.exp(norm.ppf(sure) * _sigma(row)) / days
+        if late <= 1:
             return rows
-        least = count * rows[-1]["days"] / days
+        job, least = replace(job, stacks=tuple(s for s in job.stacks if s.name == row["stacks"])), count * late
     best = min(rows, key=lambda row: row["days"], default=None)
     said = (
         f"{best['devices']:,} take {best['days']:.3g} days of {best['global_batch']:,} samples a step"
@@ -192,22 +231,22 @@ def _first_in_time(job: _Job, days: float, costs: dict) -> list[dict]:
 
 def _notes(job: _Job, best: pd.Series, costs: dict) -> dict[str, str]:
     """What the figures rest on."""
-    device, software, sequence = job.cluster.device, job.options["software"], job.options["sequence"]
+    device, sequence, batch = job.case.cluster.device, job.case.sequence, best["global_batch"]
     factor, goodput = practice()[0], costs["goodput"] or Goodput()
-    either, batch = best["days_high"] / best["days"], best["global_batch"]
-    stack = f"{getattr(software, 'name', software)}: only what it launches, timed as it overlaps"
-    stacks = f"none named: timed as by tuned Megatron-Core; {' or '.join(best['stacks'].split())} launches the plan"
-    interval = (
-        f"90 %, a factor of {either:.2g} either way, as far as published GPU-hours of trainings lie from such "
-        f"predictions at most; the middle is {factor:.2f} x the time of the plan, as their median"
-    )
+    stacks, either = ", ".join(stack.name for stack in job.stacks), best["days_high"] / best["days"]
+    fastest = f"the fastest of {stacks}" if len(job.stacks) > 1 else "only what it launches"
     return {
         "step": f"{batch:,} samples of {sequence:,} tokens, {batch * sequence / 1e6:.3g}M tokens",
-        "software": stack if software else stacks,
-        "interval": interval,
-        "goodput": goodput.describe(int(best["devices"]), job.model.parameters),
-        "price": _price(job.cluster, costs["usd_per_hour"]),
-        "energy": f"of the devices alone (TDP {device.tdp_w:g} W), without hosts, network and cooling",
+        "software": f"{best['stacks']}: {fastest}, timed as it overlaps",
+        "space": "what people usually run (Space.quick()); a search of the whole space may find a faster plan",
+        "interval": f"90 %: from days / {either:.2g} to days x {either:.2g}; all published trainings lie that near",
+        "days": f"the predicted steps x {factor:.2f} (the median of published trainings over predictions) / goodput",
+        "mfu": f"of a predicted step; {best['mfu'] * best['goodput'] / factor:.1%} over the days of the training",
+        "goodput": goodput.describe(int(best["devices"]), job.case.model.parameters),
+        "price": _price(job.case.cluster, costs["usd_per_hour"]),
+        "energy": f"of the devices alone (TDP {device.tdp_w:g} W), without hosts, network and cooling"
+        if device.tdp_w > 0
+        else f"no TDP of {device.name} is known",
     }
 
 

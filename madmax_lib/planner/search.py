@@ -5,6 +5,7 @@ A search deals the degrees of a `space` out in parts (`distribute`), each of whi
 
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pandas as pd
 
@@ -22,7 +23,7 @@ from madmax_lib.simulator.rates.parameters import Parameters, constants_of, ship
 from madmax_lib.software import Software
 from madmax_lib.specs import DLRM, Cluster, Transformer
 
-__all__ = ["search"]
+__all__ = ["check_case", "search", "stacks_of"]
 
 
 def search(
@@ -51,7 +52,8 @@ def search(
     model, cluster: or their names. objective: time, cost (needs a price per device-hour, the catalog's if usd_per_hour
     is None), energy or memory. space: the full `Space` if None, `Space.quick()` for what people usually run. software:
     that trains, a name of `data/software.csv` or one of your own; that of the parameters if None. Without any, a plan
-    must be launched by one of the `STACKS` whose configuration `plan_flags` writes, and is priced as by tuned Megatron.
+    must be launched by one of the `STACKS` whose configuration `plan_flags` writes, and is priced as by tuned Megatron;
+    on TPUs by JAX.
     imbalance: of experts, as in `Case`.
     client: a dask client that takes shards of the space. directory: where finished shards are kept, so that a stopped
     search goes on. shard of shards: this part only, for job arrays; it may hold no plan that fits. Interrupting returns
@@ -67,7 +69,8 @@ def search(
     parameters = constants_of(cluster, parameters)
     further = (sequence, dtype, software_of(software, parameters), imbalance, jitter)
     case = Case.of_step(model, cluster, Plan(), global_batch, *further)
-    _check(case, client, shard, shards)
+    check_case(case)
+    _check(client, shard, shards)
     start = time.perf_counter()
     problem = _problem(case, space, objective, top, parameters, usd_per_hour)
     degrees, dropped = legal_degrees(problem.space, case)
@@ -94,10 +97,21 @@ def _dropped(layouts: Counter, found: Found) -> pd.DataFrame:
     return pd.DataFrame(rules, columns=["rule", "count", "of"])
 
 
-def _check(case: Case, client, shard: int, shards: int) -> None:
+def check_case(case: Case) -> None:
     """Raises ValueError for what cannot be searched."""
     if isinstance(case.model, DLRM):
         raise ValueError(f"{case.model.name}: recommendation models are split by dp only, no search is needed")
+    if not case.sequence:
+        raise ValueError(f"{case.model.name} has no sequence of its own; give sequence=, the tokens per sample")
+
+
+def stacks_of(case: Case) -> tuple[Software, ...]:
+    """Who may train: the software that is named, else JAX on TPUs, else the `STACKS`."""
+    usual = ("jax",) if case.cluster.device.name.startswith("tpu") else STACKS
+    return (case.software,) if case.software else tuple(map(catalog.software, usual))
+
+
+def _check(client, shard: int, shards: int) -> None:
     if client is not None and not hasattr(client, "scatter"):
         raise ValueError(f"client={shown(client)} must be a dask client")
     if whole("shard", shard) >= whole("shards", shards, 1):
@@ -107,7 +121,8 @@ def _check(case: Case, client, shard: int, shards: int) -> None:
 def _problem(case: Case, space, objective: str, top: int, parameters, usd_per_hour) -> SearchProblem:
     price = case.cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
     space, parameters = argument("space", space, Space, Space), argument("parameters", parameters, Parameters, shipped)
-    stacks = (case.software,) if case.software else tuple(map(catalog.software, STACKS))
+    stacks = stacks_of(case)
+    case = replace(case, software=stacks[0]) if len(stacks) == 1 else case
     room_bytes = usable_bytes(case.cluster.device)
     return SearchProblem(case, space, objective, top, parameters, price, room_bytes, stacks)
 

@@ -38,8 +38,9 @@ def add(commands) -> None:
     where.add_argument("--cluster", help="of the catalog; as many of its nodes as are needed")
     asked = plan.add_mutually_exclusive_group(required=True)
     asked.add_argument("--days", type=float, help="deadline of the training")
+    plan.add_argument("--sure", type=float, default=0.5, metavar="P", help="probability to meet it (default: 0.5)")
     asked.add_argument("--devices", "--gpus", type=int, help="how many there are, to ask for the days")
-    add_run(plan, "any of five, as search", "about 4 or 16 million tokens")
+    add_run(plan, "the fastest of five", "4 or 16 million tokens, within 20 %%")
     plan.add_argument("--usd-per-hour", type=float, help="price of a device-hour (default: the catalog's)")
 
 
@@ -72,13 +73,16 @@ def _plan(options: Namespace) -> Answer:
     from madmax_lib.planner.campaign import AMOUNTS, campaign
 
     options.cluster = options.cluster or catalog.cluster_with(catalog.device(options.device))
-    asked = {name: getattr(options, name) for name in ("days", "devices", "usd_per_hour")}
+    asked = {name: getattr(options, name) for name in ("days", "devices", "sure", "usd_per_hour")}
     result = campaign(options.model, options.tokens, options.cluster, **run_of(options), **asked)
-    about = {name: result.best[name] for name in ("devices", "plan", "stacks", "global_batch", "goodput")}
+    intra, inter = (getattr(catalog.cluster(options.cluster), place) for place in ("intra", "inter"))
+    about = {"cluster": f"{options.cluster}: {intra.name} in a node, {inter.name} between nodes"}
+    about |= {name: result.best[name] for name in ("devices", "plan", "stacks", "global_batch", "goodput")}
     about |= {"in_time": result.best["in_time"]} if options.days else {}
     for name in AMOUNTS:
         about[name] = {end or "middle": result.best[f"{name}_{end}".rstrip("_")] for end in ("", "low", "high")}
-    about |= {"usd": "unknown"} if result.table["usd"].isna().all() else {}
+    lacks = {"usd": "unknown, give --usd-per-hour", "mwh": "unknown"}
+    about |= {name: words for name, words in lacks.items() if result.table[name].isna().all()}
     about |= {f"{name}_is": words for name, words in result.notes.items()}
     return Answer(result.table.dropna(axis=1, how="all"), about, inputs(options))
 
@@ -92,6 +96,9 @@ def _count(text: str) -> float:
     plain = text.strip().replace(",", "").replace("_", "").upper()
     factor = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}.get(plain[-1:], 1.0)
     try:
-        return float(plain.rstrip("KMBGT") if factor > 1 else plain) * factor
+        count = float(plain[:-1] if factor > 1 else plain) * factor
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is no number such as 15e12, 15T or 300B") from None
+    if 0 < count < 1e6:
+        raise ArgumentTypeError(f"{text} are less than a million tokens; 15T are 15e12")
+    return count

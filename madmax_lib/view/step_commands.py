@@ -88,11 +88,15 @@ def inputs(options: Namespace) -> list[str]:
 
 def _estimate(options: Namespace) -> Answer:
     from madmax_lib.simulator.estimate import estimate
+    from madmax_lib.simulator.memory.memory import usable_bytes
 
     one, *others = options.plans  # a single plan that is not legal is refused, in a table it is empty
     table = estimate(**(step := _priced(options)), plan_or_table=options.plans if others else one)
     table.insert(0, "plan", options.plans)
-    about = {"global_batch": options.global_batch, "devices": step["cluster"].world_size}
+    large, room = table[~table["fits"] & (table["memory_bytes"] > 0)], usable_bytes(step["cluster"].device) / 1e9
+    needs = [f"{row.plan} needs {row.memory_bytes / 1e9:,.0f} GB of {room:.0f} GB" for row in large.itertuples()]
+    about = {"fits": f"False: {'; '.join(needs)}"} if needs else {}
+    about |= {"global_batch": options.global_batch, "devices": step["cluster"].world_size}
     about["software"] = assumed(step["software"], step["cluster"])
     return Answer(table, about, inputs(options))
 

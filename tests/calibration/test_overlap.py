@@ -1,10 +1,13 @@
 """Measured overlap is what a row says, ours what its simulated step does."""
 
+import re
+
 import pandas as pd
 import pytest
 
 import madmax_lib as mm
 from madmax_lib.calibration.overlap import overlap_errors, overlap_facts
+from madmax_lib.datasets import PROJECT
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +32,11 @@ def test_overlap_is_nearer_than_a_constant_guess(facts):
     table = overlap_errors(facts)
     assert table.at["overlap", "constant"] > 0.3
     assert table.loc[["overlap", "exposed_share", "speed_ratio"], "error"].max() < 0.1  # asked for
+    page = " ".join((PROJECT / "docs" / "how-accurate-is-it.md").read_text().split())
+    for what in ("overlap", "exposed_share"):
+        error, constant = 100 * table.loc[what, ["error", "constant"]]
+        assert re.search(rf"by {error:.0f}( points on average)? \(a constant guess: {constant:.0f}\)", page), what
+    assert f"by {100 * table.at['speed_ratio', 'error']:.0f} % of the ratio" in page
 
 
 def test_errors_by_what_was_measured():

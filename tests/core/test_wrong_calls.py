@@ -190,11 +190,6 @@ def test_wrong_calls(words, calls):
         refused(call, words)
 
 
-def test_there_are_many_of_them():
-    steps = len(STEPS) * sum(len(values) for _, values, _ in [*ARGUMENTS, *NAMES])
-    assert steps + sum(map(len, CALLS.values())) >= 300
-
-
 def refused(call, words):
     with warnings.catch_warnings(), pytest.raises(ValueError, match=words) as told:
         warnings.simplefilter("error")
@@ -255,23 +250,6 @@ def test_spellings_that_are_taken():
     assert variants(MODEL, CLUSTER, PLAN, **BATCH).index.tolist() == [PLAN]
     assert laid([PLAN, mm.Plan(dp=8)])["step_s"].tolist() == [laid(PLAN)["step_s"][0], laid("dp8")["step_s"][0]]
     assert whole("nodes", np.float32(2)) == 2 and "\n" not in shown(pd.DataFrame({"a": range(9)}))
-
-
-@pytest.mark.parametrize("model", ["gpt2-large", "mixtral-8x7b"])
-def test_the_table_of_a_search_is_estimated_again(model):
-    cluster = mm.cluster("dgx-h100", 2)
-    found = mm.search(model, cluster, 64, space=Space.quick(), top=12, progress=False)
-    for table in (found.table, found.table[["plan"]], found.table[["plan", "dp", "step_s"]], found.pareto[:3]):
-        again = mm.estimate(model, cluster, table, global_batch=64)
-        assert again["step_s"].tolist() == pytest.approx(found.table.loc[table.index, "step_s"].tolist(), rel=1e-9) or (
-            table is not found.table and len(table) == len(again)
-        )
-    again = mm.estimate(model, cluster, found.table, global_batch=64)
-    for column in ("step_s", "low_s", "high_s", "mfu", "memory_bytes"):
-        np.testing.assert_allclose(again[column], found.table[column], rtol=1e-9)
-    assert again["fits"].all() and not any(found.table["qgz"] | found.table["qwz"])
-    changed = mm.estimate(model, cluster, found.table.assign(micro_batch=1, recompute="full"), global_batch=64)
-    assert (changed["memory_bytes"] <= again["memory_bytes"]).all()
 
 
 @pytest.mark.parametrize("software", [None, "torchtitan", "nanotron"])

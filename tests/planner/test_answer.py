@@ -45,10 +45,11 @@ def test_ten_plans_differ_in_how_they_split_the_model(found):
 
 
 def test_the_table_goes_back_into_estimate(found):
-    for table in (found.table, found.different):
+    for table in (found.table, found.different, found.pareto, found.table[["plan", "dp", "step_s"]]):
         again = mm.estimate(MODEL, CLUSTER, table, global_batch=BATCH)
-        np.testing.assert_allclose(again["step_s"], table["step_s"], rtol=1e-11)
-        np.testing.assert_allclose(again["memory_bytes"], table["memory_bytes"], rtol=1e-11)
+        for column in {"step_s", "low_s", "high_s", "mfu", "memory_bytes"} & set(table):
+            np.testing.assert_allclose(again[column], table[column], rtol=1e-11)
+        assert again["fits"].all()
 
 
 def test_each_stack_of_a_row_launches_it_in_its_memory_and_no_other(found):

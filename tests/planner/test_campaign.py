@@ -1,13 +1,18 @@
 """What a training takes: goodput in closed form, totals that owners published, counts of devices that are in time."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import madmax_lib as mm
 from madmax_lib.__main__ import main
+from madmax_lib.case import Case
+from madmax_lib.plan import Plan
+from madmax_lib.plan_flags.write import STACKS
 from madmax_lib.planner import Goodput, campaign, practice, published_totals
+from madmax_lib.planner.campaign import _Job, _left
 
 LLAMA = 405.85e9
 
@@ -59,6 +64,47 @@ def test_predicted_hours_are_those_of_the_search(model):
     assert answer.best["device_hours_low"] < row["device_hours"] < answer.best["device_hours_high"]
 
 
+@pytest.mark.parametrize("days", [0.19, 0.31])
+def test_a_node_less_is_late(days):
+    asked = {"model": "gpt2-xl", "tokens": 2e10, "cluster": "dgx-a100", "software": "megatron-core"}
+    best = campaign(**asked, days=days).best
+    assert best["days"] <= days
+    assert campaign(**asked, devices=int(best["devices"]) - 8).best["days"] > days
+    late = campaign(**asked, days=days, sure=0.9).best
+    assert late["in_time"] >= 0.9 > best["in_time"] >= 0.5 and late["devices"] > 1.5 * best["devices"]
+
+
+JOB = _Job(Case.of_step("llama3-70b", "dgx-h100", Plan(), 1), 15e12, None, (), None)
+
+
+def test_a_default_batch_is_near_its_tokens_and_divides():
+    """Whatever the number of nodes; what it does not divide is left to other degrees, mostly nothing odd."""
+    devices = np.arange(8, 1 << 15, 40)
+    batch = np.array([JOB.batch(int(count)) for count in devices])
+    assert (np.abs(batch * 8192 / 2**24 - 1) <= 0.2).all()
+    assert (_left(devices, batch)[devices <= 8 * 1228] == 1).all()
+    assert JOB.batch(1024) == 2048 and JOB.batch(1000) == 2000
+
+
+def test_fewer_devices_are_not_sooner():
+    counts = (1000, 1008, 1024, 1536, 3072, 3600)
+    asked = {"model": "llama3-70b", "tokens": 15e12, "cluster": "dgx-h100", "software": "megatron-bridge"}
+    days = [campaign(**asked, devices=count).best["days"] for count in counts]
+    assert (np.minimum.accumulate(days) >= 0.94 * np.array(days)).all()
+
+
+@pytest.mark.parametrize(("cluster", "stacks"), [("dgx-a100", STACKS), ("tpu-v5e-pod", ["jax"])])
+def test_a_plan_is_timed_as_who_launches_it(cluster, stacks):
+    """The fastest of the stacks; `estimate` of that one says the same, and on TPUs none of the five runs."""
+    asked = {"model": "gpt2-xl", "tokens": 2e10, "cluster": cluster, "devices": 16}
+    best = campaign(**asked).best
+    where = mm.cluster(cluster, devices=16)
+    one = mm.estimate("gpt2-xl", where, best["plan"], global_batch=int(best["global_batch"]), software=best["stacks"])
+    assert one["step_s"][0] == pytest.approx(best["step_s"]) and one["fits"][0]
+    steps = [campaign(**asked, software=stack).best["step_s"] for stack in stacks]
+    assert best["stacks"] in stacks and best["step_s"] == pytest.approx(min(steps))
+
+
 def test_the_fewest_devices_in_time():
     """Fewer are too late, the table ends with the answer, and twice the time needs no more devices."""
     answer = campaign("gpt2-xl", 2e10, "dgx-a100", days=0.5)
@@ -83,6 +129,8 @@ def test_the_fewest_devices_in_time():
         ({"tokens": -1}, "tokens=-1"),
         ({"days": None, "devices": 12}, "devices=12 are not whole nodes of 8 of dgx-a100; nearest: 8, 16"),
         ({"model": "dlrm-a"}, "recommendation"),
+        ({"model": replace(mm.model("gpt2"), sequence=0)}, "gpt2 has no sequence of its own; give sequence="),
+        ({"sure": 1.0}, "sure=1 is a probability, below 1"),
         ({"days": 1e-3, "global_batch": 8}, "no number of devices up to .* is in time"),
         ({"goodput": 0.9}, "goodput=0.9"),
         ({"software": "megatrom"}, "unknown software"),
@@ -105,9 +153,12 @@ def test_no_price_is_said_and_money_follows_one_that_is_given(capsys):
     assert main(command) == 0
     text = capsys.readouterr().out
     assert "usd: unknown" in text and "usd_low" not in text and f"goodput_is: {free.notes['goodput']}" in text
-    with pytest.raises(SystemExit):
-        main([*command[:4], "1.4Q", *command[5:]])
-    assert "'1.4Q' is no number such as 15e12, 15T or 300B" in capsys.readouterr().err
+    assert "cluster: dgx-h200: nvlink4-per-gpu in a node" in text and "give --usd-per-hour" in text
+    refused = dict.fromkeys(("1.4Q", "15TT"), "is no number such as 15e12, 15T or 300B") | {"15": "less than a million"}
+    for tokens, message in refused.items():
+        with pytest.raises(SystemExit):
+            main([*command[:4], tokens, *command[5:]])
+        assert message in capsys.readouterr().err
 
 
 def test_bad_goodputs_are_refused():

@@ -218,6 +218,7 @@ def test_the_part_of_a_killed_worker_is_done_again(dask_client, tmp_path):
         ({"global_batch": 7, "space": Space(pp=(1,), tp=(1,), cp=(1,))}, "dp must divide the global batch"),
         ({"model": GPT}, "no plan of gpt3-175b fits: the least needs .* GB per device, a100-80 has 8"),
         ({"model": mm.model("dlrm-a")}, "recommendation models are split by dp only"),
+        ({"model": replace(MODEL, sequence=0)}, "gpt2-large has no sequence of its own; give sequence="),
         ({"space": Space(micro_batch=(5,))}, "names no micro-batch, schedule or ZeRO stage that divides"),
         ({"shard": 3, "shards": 3}, "shard=3 is not one of 0 to 2"),
         ({"top": 0}, "top=0 must be a whole number above zero"),

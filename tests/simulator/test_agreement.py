@@ -10,6 +10,7 @@ from oracles.random_cases import MODELS, STACKS, drawn_cases
 
 from madmax_lib import catalog
 from madmax_lib.case import Case
+from madmax_lib.datasets import PROJECT
 from madmax_lib.plan import Plan
 from madmax_lib.plan_layers import chunk_layers
 from madmax_lib.simulator.memory.memory import held_layers
@@ -67,6 +68,13 @@ def test_laid_out_steps_take_as_long_as_the_closed_form_says(kind, count, within
     apart = table["difference"].abs()
     assert (apart <= 0.03).mean() >= within, table.head(20).to_string()
     assert apart.median() <= median
+
+
+def test_the_page_about_accuracy_says_how_often_they_agree():
+    page = " ".join((PROJECT / "docs" / "how-accurate-is-it.md").read_text().split())
+    texts = ("% of 300 random ordinary plans", "% of 300 plans of any kind", "% of 300 under a named software")
+    for text, (_, count, within, *_) in zip(texts, AGREEMENT, strict=False):
+        assert count == 300 and f"on {100 * within:g} {text}" in page
 
 
 @pytest.mark.parametrize(("kind", "within"), [("ordinary", 0.99), ("random", 0.95), ("software", 0.95)])

@@ -365,6 +365,8 @@ def test_gpt2_large_on_four_a100(fact):
 def test_usable_memory_is_near_the_data_sheet():
     devices = [catalog.device(name) for name in catalog.table("devices")["name"].unique()]
     assert all(0.9 < usable_bytes(device) / device.memory_bytes < 1.08 for device in devices)
+    for boards in ("a100-80 a100-pcie-80 a800-80", "h100-80 h100-pcie h800", "v100-32 v100-pcie-32 v100s-pcie-32"):
+        assert len({usable_bytes(catalog.device(name)) for name in boards.split()}) == 1  # whose memory is the same
 
 
 @pytest.fixture(scope="module")

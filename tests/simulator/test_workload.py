@@ -238,3 +238,14 @@ def test_stages_are_even_with_ends_not_longer_and_chunks_take_turns():
 def test_layers_that_stages_cannot_share_are_refused(layers, plan, message):
     with pytest.raises(ValueError, match=message):
         chunk_layers(layers, mm.Plan.parse(plan))
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "flops"), [("t5-small", 2, 73_249_325_056), ("t5-3b", 2, 3_895_199_793_152)]
+)
+def test_flops_of_an_encoder_and_a_decoder(name, samples, flops):
+    """As torch's counter has them of T5ForConditionalGeneration of transformers 5.23, 512 and 128 tokens."""
+    layers, hidden, heads, ffn, width = {"t5-small": (6, 512, 8, 2048, 64), "t5-3b": (24, 1024, 32, 16384, 128)}[name]
+    words = " ".join(["*-"] * layers + ["*x-"] * layers)
+    sizes = {"heads": heads, "ffn": ffn, "head_dim": width, "blocks": words, "layers": 2 * layers, "hidden": hidden}
+    assert replace(mm.model("t5-11b"), kv_heads=0, v_head_dim=0, **sizes).forward_flops(samples) == flops

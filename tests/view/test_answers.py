@@ -93,6 +93,7 @@ def test_formats_have_the_same_rows(capsys):
     text, markdown = (answered(capsys, "breakdown", "DDP", *kind)[1] for kind in ([], ["--markdown"]))
     assert text.splitlines()[-1].split() == [cell.strip() for cell in markdown.splitlines()[-1].split("|")[1:-1]]
     assert "| ---: |" in markdown and "ranks: 2" in text and "- ranks: 2" in markdown
+    assert answered(capsys, "estimate", *STEP, "dp8.z3", "dp8")[1].startswith("fits: False: dp8 needs 243 GB of 85 GB")
 
 
 @pytest.mark.parametrize("seed", range(5))

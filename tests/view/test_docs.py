@@ -11,11 +11,13 @@ import re
 import shlex
 import warnings
 
+import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 
-from madmax_lib import __main__
+from madmax_lib import __main__, catalog
 from madmax_lib.datasets import PROJECT
+from madmax_lib.simulator.rates.parameters import shipped
 
 PAGES = {path.stem: path for path in [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("[a-z]*.md"))]}
 INDEX = PROJECT / "docs" / "README.md"
@@ -122,6 +124,80 @@ def test_the_readme_is_short_and_its_tables_are_those_of_the_pages():
     sure, accurate = readme.partition("## How sure is it?")[2], PAGES["how-accurate-is-it"].read_text()
     assert {f"{share} %" for share in re.findall(r"(\d+(?:\.\d+)?) %", sure)} <= set(re.findall(r"[\d.]+ %", accurate))
     assert rows and not [row for row in rows if not any(row in re.sub(r" \(\*.*?\*\)", "", page) for page in pages)]
+
+
+def of_figure(name, value):
+    """Numbers of the table beside a committed figure."""
+    return lambda: value(pd.read_csv(PROJECT / "figures" / f"{name}.csv"))
+
+
+def of_benchmarks(pattern):
+    """Numbers in the results of the benchmarks."""
+    return lambda: re.search(pattern, (PROJECT / "benchmarks" / "README.md").read_text()).groups()
+
+
+def error(table):
+    return 100 * (table["predicted_s"] / table["measured_s"] - 1).abs().mean()
+
+
+NUMBERS = [
+    (
+        "The {} constants of the simulator were fitted to {:,} published runs",
+        lambda: (len(shipped().fitted), shipped().provenance["rows"]),
+    ),
+    ("Against {} measured facts", lambda: [len(catalog.table("overlap"))]),
+    (
+        "a Hugging Face configuration of {} kinds",
+        lambda: [len(set(" ".join(catalog.table("hugging_face")["model_type"]).split()))],
+    ),
+    (
+        "from the other eight: {:.0f} % on average (the paper's model: {:.1f} %)",
+        of_figure("validation/vision", lambda table: 100 * table[["ours_error", "paper_error"]].abs().mean()),
+    ),
+    (
+        "{} measured steps of 12 V100 and 4 T4 to {:.0f} % on average",
+        of_figure("hetero/measured", lambda table: (len(table), error(table))),
+    ),
+    (
+        "six MFU figures come out to {:.2f} points",
+        of_figure("hybrid/mfu", lambda t: [100 * (t["mfu_reported"] - t["mfu_reproduced"]).abs().max()]),
+    ),
+    (
+        "Simulated ZeRO-3 hides more communication ({:.0f} %)",
+        of_figure("vit_study/overlap", lambda table: [100 * table.set_index("strategy")["overlap"]["zero3"]]),
+    ),
+    ("(worst replay {})", of_benchmarks(r"worst single replay took (\d+) trials")),
+    (
+        "it takes {} trials on average to be within 5 % of the best (worst",
+        of_benchmarks(r"\| mean \|[ |]*\| ([\d.]+) \|"),
+    ),
+    ("The simulator's order takes {} (", of_benchmarks(r"\| mean \|[ |]*\| [\d.]+ \| ([\d.]+) \|")),
+    (
+        "{} runs of models and layouts that its fit had not seen were off by {} to {} % in the median",
+        lambda: (
+            *of_benchmarks(r"Of the (\d+) runs of two ranks")(),
+            *of_benchmarks(r"\| 100 \| 2 \| 24 \| ([\d.]+) /")(),
+            *of_benchmarks(r"\| 1000 \| 2 \| 24 \| ([\d.]+) /")(),
+        ),
+    ),
+    ("{} % of them lay inside their 90 % interval", of_benchmarks(r"runs of two ranks (\d+) % lie inside")),
+    ("of that machine the median was {} %, the worst {} %", of_benchmarks(r"\| 300 \| 4 \| 23 \| ([\d.]+) / (\d+)")),
+    (
+        "{} % of unchanged windows of a log of two T4s raised an alarm, and {} % of 3 % slow-downs were found",
+        of_benchmarks(r"\| log of two T4 \| \d+ of \d+ \((\d+) %\) \| \d+ of \d+ \((\d+) %\)"),
+    ),
+    (
+        "None of {} unchanged pairs of single recordings",
+        of_benchmarks(r"\| 2 cores, one recording a side \| 0 of (\d+) "),
+    ),
+]
+
+
+@pytest.mark.parametrize(("sentence", "numbers"), NUMBERS, ids=[sentence for sentence, _ in NUMBERS])
+def test_numbers_in_sentences_are_those_of_their_source(sentence, numbers):
+    """Figures, tables of the package and results of the benchmarks; others are checked where they are measured."""
+    pages = " ".join(" ".join(page.read_text().split()) for page in PAGES.values())
+    assert sentence.format(*numbers()) in pages
 
 
 def anew(path):

@@ -163,7 +163,9 @@ def _cut_alike(model: Transformer, plans: Plans, *further) -> Iterator[tuple[dic
     """
     cuts = {name: np.ravel(getattr(plans, name)) for name in _STAGED}
     stated = sum(cuts[name] for name in _STAGED[2:])
-    uneven = (stated + model.layers % (cuts["pp"] * cuts["interleave"]) > 0) | (len(model.kinds) > 1)
+    chunks, dense = cuts["pp"] * cuts["interleave"], model.dense_layers * (model.experts > 0)
+    uneven = (stated + model.layers % chunks > 0) | (dense > model.layers // chunks)
+    uneven = uneven | bool(model.blocks) | (model.moe_every > 1)
     cuts["interleave"] = np.where(uneven, cuts["interleave"], 1)
     code = np.zeros(plans.shape[0], np.int64)
     for column in (*further, *cuts.values()):
