@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import plan_flags
+from madmax_lib.case import Case
 from madmax_lib.fields import whole
 from madmax_lib.plan import Plan
 from madmax_lib.plan_flags.keys import framework_named
@@ -24,7 +25,7 @@ from madmax_lib.planner.space import SEARCHED, plan_of
 from madmax_lib.plans import Plans
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.step_time import PARTS, step_time
+from madmax_lib.simulator.step.step_time import PARTS, step_s, step_time
 from madmax_lib.simulator.step.uncertainty import log_width, shared_errors
 
 __all__ = ["SearchResult", "described", "different"]
@@ -47,9 +48,9 @@ class SearchResult:
     """What a search has shown; tables in order of the objective.
 
     table: the best `top` plans, those of equal time and memory as one, with plan (its text), stacks (software that
-        launches it), the fields of Plan, step_s, low_s and high_s (90 % interval), memory_bytes (of the fullest
-        device), mfu, tokens_per_s, cost_usd (per step, NaN without a price), energy_j (all devices) and ties (plans as
-        good).
+        launches it), the fields of Plan, step_s, low_s and high_s (90 % interval), launched_s (as the first of stacks,
+        where none was named), memory_bytes (of the fullest device), mfu, tokens_per_s, cost_usd (per step, NaN without
+        a price), energy_j (all devices) and ties (plans as good).
     pareto: plans that no other one beats in time and memory, same columns.
     different: the best of each way to split the model (tp, cp, pp, ep, ZeRO stage, recompute), ten of them: same
         columns, and probability (of being the fastest of a hundred such), why (the part in which it saves most, in
@@ -101,7 +102,7 @@ class SearchResult:
         if self.problem.case.software:
             return f"{self.problem.case.software.name}: only what it launches, timed as it overlaps"
         stacks = ", ".join(stack.name for stack in self.problem.stacks)
-        return f"none named: what {stacks} can launch, timed as by tuned Megatron-Core"
+        return f"none named: what {stacks} can launch, ranked as by tuned Megatron-Core; launched_s: as its first stack"
 
     @cached_property
     def hint(self) -> str:
@@ -164,8 +165,20 @@ def described(problem: SearchProblem, columns: dict) -> tuple[pd.DataFrame, Step
     if case.cluster.device.tdp_w > 0:
         table["energy_j"] = energy_j(case, parameters)
     table.insert(0, "stacks", launched_by(case.plan, problem))
+    if not problem.case.software:
+        table.insert(table.columns.get_loc("step_s") + 1, "launched_s", _launched_s(case, table["stacks"], problem))
     table.insert(0, "plan", [str(plan_of(row)) for row in table.to_dict("records")])
     return table.assign(mfu=flops / table["step_s"] / peak, tokens_per_s=tokens / table["step_s"]), steps, times
+
+
+def _launched_s(case: Case, stacks: pd.Series, problem: SearchProblem) -> np.ndarray:
+    """Seconds of each plan of a case as the first of its stacks."""
+    seconds, first = np.full(len(stacks), np.nan), stacks.str.split().str[0]
+    for stack in problem.stacks:
+        rows = np.flatnonzero(first == stack.name)
+        if len(rows):
+            seconds[rows] = step_s(Steps.of(replace(case, plan=case.plan[rows], software=stack)), problem.parameters)
+    return seconds
 
 
 def different(problem: SearchProblem, columns: dict) -> pd.DataFrame:

@@ -16,7 +16,7 @@ _COLUMNS = (
     "low_s and high_s hold 90 %; probability: to be the fastest of the ways to split; why: beside the median of them; "
     "limit: largest parts of the step beside compute, of communication what nothing hides"
 )
-_SEARCHED = ["plan", "stacks", "step_s", "low_s", "high_s", "probability", "why", "limit", *_COSTS]
+_SEARCHED = ["plan", "stacks", "launched_s", "step_s", "low_s", "high_s", "probability", "why", "limit", *_COSTS]
 
 
 def add(commands) -> None:

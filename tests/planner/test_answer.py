@@ -74,6 +74,13 @@ def test_every_row_can_be_written(found):
         found.configuration(999)
 
 
+def test_a_plan_is_timed_as_its_first_stack_too(found):
+    for row in found.different.to_dict("records"):
+        run = {"global_batch": BATCH, "software": row["stacks"].split()[0]}
+        one = mm.estimate(MODEL, CLUSTER, row["plan"], **run)
+        assert one["step_s"][0] == pytest.approx(row["launched_s"], rel=1e-9) and one["fits"][0]
+
+
 @pytest.mark.parametrize("software", ["torchtitan", "deepspeed", "accelerate", "nanotron", "torchtitan-compiled"])
 def test_a_named_software_launches_all(software):
     found = mm.search(MODEL, CLUSTER, BATCH, space=Space.quick(), software=software, top=50, progress=False)
