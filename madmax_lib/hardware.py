@@ -65,7 +65,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A network level."""
+    """A network level: bytes that one device sends per second across it, one way.
+
+    A node whose 8 devices share one port of 100 Gbit/s (12.5e9 bytes/s) has 12.5e9 / 8 for each of them.
+    """
 
     name: str
     bandwidth_bytes_per_s: float  # per device, one way
@@ -100,7 +103,11 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices, below leaf switches (or sets of rails), below a spine."""
+    """Equal nodes of equal devices, below leaf switches (or sets of rails), below a spine; links' rates are per device.
+
+    nics_per_node makes no step faster or slower, as `inter` is per device already: it says how many devices of a node
+    share a port, which plans over several kinds of nodes (`planner.hetero`) take into account.
+    """
 
     name: str  # in the catalog
     device: Device  # what computes

@@ -19,6 +19,7 @@ from madmax_lib.traces.waits.dependencies import Graph, dependency_graph
 from madmax_lib.traces.waits.idle import launch_bound
 from madmax_lib.traces.waits.launch import launches
 from madmax_lib.traces.waits.links import transfer_times
+from madmax_lib.traces.waits.step_times import usual_step
 from madmax_lib.units import NS_PER_S
 
 __all__ = ["PATH_KINDS", "critical_path", "faster_kinds", "launch_gain", "path_share", "what_if"]
@@ -30,16 +31,17 @@ _PATH = ["rank", "stream", "kind", "name", "start_s", "dur_s", "why", "row"]
 
 
 def critical_path(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
-    """The longest chain of a step (the first with device work if none is given), one row per part, in time order.
+    """The longest chain of a step (if none is given the median one of `usual_step`), a row per part, in time order.
 
     rank, stream, name, row (of the timeline's spans) of the slice that worked or waited to start. kind: one of
     PATH_KINDS. start_s: from the start of the step; the parts follow each other, and dur_s sums to `.attrs["step_s"]`.
     why: what decided when the part began, see `dependencies`; "work" continues the same slice, "start" is the first.
-    `.attrs`: start_ns of the step; busy_s {kind: time covered by slices of the kind, mean over the ranks}.
+    `.attrs`: step; its start_ns; busy_s {kind: time covered by slices of the kind, mean over the ranks}.
     Work of earlier steps that still runs counts from the start of the step. Raises ValueError for a step that the
     timeline does not have.
     """
-    graph = _graph_of_step(timeline, step)
+    chosen = usual_step(timeline, step)
+    graph = _graph_of_step(timeline, chosen)
     events = _walk(graph)
     before = np.r_[-1, events[:-1]]  # the event that decided about each one
     begin_ns = np.where(before >= 0, graph.time_ns[before], 0) if len(events) else graph.time_ns
@@ -58,7 +60,9 @@ def critical_path(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
     path = path[path["dur_s"] > 0].reset_index(drop=True)
     start_ns = int(graph.slices["start_ns"].min()) if len(graph.slices) else 0
     step_s = float(graph.time_ns.max(initial=0) / NS_PER_S)
-    return with_origin(path, timeline, busy_s=_busy_s(graph.slices), start_ns=start_ns, step_s=step_s)
+    return with_origin(
+        path, timeline, step=next(iter(chosen), -1), busy_s=_busy_s(graph.slices), start_ns=start_ns, step_s=step_s
+    )
 
 
 def path_share(path: pd.DataFrame) -> pd.DataFrame:
@@ -84,10 +88,14 @@ def what_if(
     """Time of a step if some of its work were faster, its links others or its ranks more, one row per scenario.
 
     faster: {kind of PATH_KINDS or regular expression in names: factor}, 2 for twice as fast, inf for no time at all;
-    several scenarios as a list. Columns: faster (text), factor (NaN if a scenario has several), step_s, saved_s,
-    speedup (measured / new, NaN where nothing is left). Delays of an edge that decided stay as measured; others count
-    at most the usual delay of their kind. What waits for nothing known starts when it did. With factor 1 the step takes
-    what it took. A kind that the step does not have changes nothing.
+    several scenarios as a list, {} for none. step: if None the median one of `usual_step`.
+    Columns: faster (text), factor (NaN if a scenario has several), step_s, saved_s, speedup (measured / new, NaN where
+    nothing is left), step (that was replayed). It is one step replayed: step_s has no interval; replay others to see
+    how they spread. With factor 1 the step takes what it took. A kind that the step does not have changes nothing.
+    Each piece of work starts when the last of what it waits for has happened, and a delay, such as from a launch to its
+    kernel. Where the last is what it was in the trace, the delay is the measured one; where something else comes last,
+    its measured delay may contain waiting, and is cut to the median delay of its kind. Work that waits for nothing that
+    the trace shows starts when it did.
 
     collectives: other links: a table as `collectives.MeasuredCollectives` takes it, or a function of kind, ranks, nodes
     and bytes that gives the seconds of a call, None where it is as it was; factors divide these. ranks: of all, where
@@ -101,7 +109,8 @@ def what_if(
         if count is not None and type(count) is not int:
             raise ValueError(f"{name}={count!r} is not a number of devices")
     scenarios = [faster] if isinstance(faster, dict) else list(faster)
-    graph = _graph_of_step(timeline, step)
+    chosen = usual_step(timeline, step)
+    graph = _graph_of_step(timeline, chosen)
     own_ns, delay_ns = _durations(graph)
     if other := collectives is not None or ranks is not None:
         own_ns = transfer_times(timeline, graph, own_ns, collectives, ranks, devices_per_node)
@@ -114,7 +123,7 @@ def what_if(
         speedup = now_s / step_s if step_s else float("nan") if now_s else 1.0
         rows.append((" + ".join([*scenario, *words]), factor, step_s, now_s - step_s, speedup))
     table = pd.DataFrame(rows, columns=["faster", "factor", "step_s", "saved_s", "speedup"])
-    return with_origin(table, timeline)
+    return with_origin(table.assign(step=next(iter(chosen), -1)), timeline)
 
 
 def faster_kinds(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
@@ -125,38 +134,36 @@ def faster_kinds(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
 
 
 def launch_gain(timeline: Timeline) -> pd.DataFrame:
-    """What a compiler or a CUDA graph would gain: the first step with device work, replayed with cheaper launches.
+    """What a compiler or a CUDA graph would gain: the median step of `usual_step`, replayed with cheaper launches.
 
     scenario: as measured; free launches: they take none of the host's time, but kernels start as long after them as
     they did; graph of kernels: kernels start at once too; graph of the step: the host's work between launches goes as
     well, so that the host is always ahead. The last is the most that a graph can gain; that fused kernels also move
-    fewer bytes is not in it. step_s, saved_s, speedup. launches, bound_s: kernels launched, and device time that waited
-    for a launch (`launch_bound`), means over the ranks. A host that launches nothing, as on a CPU, has only the first
-    and the last scenario. Raises ValueError for a simulated timeline, whose host is not simulated.
+    fewer bytes is not in it. step_s, saved_s, speedup, step. launches, bound_s: kernels launched, and device time that
+    waited for a launch (`launch_bound`), means over the ranks. A host that launches nothing, as on a CPU, has only the
+    first and the last scenario. Raises ValueError for a simulated timeline, whose host is not simulated.
     """
     if timeline.meta.source == "simulated":
         raise ValueError("the host of a simulated timeline is not simulated: there are no launches to be replayed")
     calls, bound = launches(timeline), launch_bound(timeline)
-    step = min(set(calls["step"]) - {-1}, default=None)
-    if step is not None:
-        calls, bound = (table[table["step"] == step] for table in (calls, bound))
+    if chosen := usual_step(timeline):
+        calls, bound = (table[table["step"] == chosen[0]] for table in (calls, bound))
     scenarios: dict[str, dict[str, float]] = {"as measured": {"host": 1.0}}
     if len(calls):
         scenarios["free launches"] = {_LAUNCH_CALLS: np.inf}
         scenarios["graph of kernels"] = {_LAUNCH_CALLS: np.inf, "launch delay": np.inf}
     scenarios["graph of the step"] = {"host": np.inf, "launch delay": np.inf}
     ranks = max(len(timeline.ranks), 1)
-    table = what_if(timeline, list(scenarios.values()), step).drop(columns=["faster", "factor"])
+    table = what_if(timeline, list(scenarios.values())).drop(columns=["faster", "factor"])
     table = table.assign(launches=len(calls) / ranks, bound_s=bound["launch_bound_s"].sum() / ranks)
     table.insert(0, "scenario", list(scenarios))
     return with_origin(table, timeline)
 
 
-def _graph_of_step(timeline: Timeline, step: int | None) -> Graph:
-    """The graph of one step, with what earlier steps left running on the device."""
+def _graph_of_step(timeline: Timeline, steps: list[int]) -> Graph:
+    """The graph of one step, or of all where there is none, with what earlier steps left running on the device."""
     spans = timeline.spans
     busy = spans["kind"].isin(BUSY_KINDS)
-    steps = timeline.one_step(step)
     if not steps:
         return dependency_graph(timeline)
     chosen = (spans["step"] == steps[0]).to_numpy()

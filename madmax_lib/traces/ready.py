@@ -20,6 +20,7 @@ from madmax_lib.timeline import Timeline
 from madmax_lib.traces.operators.roofline import mfu
 from madmax_lib.traces.read.side_tables import read_side_tables
 from madmax_lib.traces.read.timeline_rows import read_file
+from madmax_lib.traces.waits.step_times import unmarked
 from madmax_lib.units import format_s
 
 __all__ = ["after_trace", "hf_callback", "lightning_callback", "on_trace_ready"]
@@ -148,4 +149,5 @@ def _times(timeline: Timeline, row: dict) -> str:
         comm = f"{row['overlap']:.0%} of {format_s(row['comm_s'] / steps)} communication under compute, "
         comm += f"{format_s(row['exposed_comm_s'] / steps)} exposed ({row['exposed_comm_s'] / total_s:.1%})"
     several = f"{steps} steps of {format_s(total_s / steps)}" if steps > 1 else f"a step of {format_s(total_s)}"
+    several += " (no step marks: the whole recording counts as one step)" * unmarked(timeline)
     return f"{several}: {comm}, {row['idle_s'] / total_s:.0%} idle"

@@ -73,9 +73,12 @@ def _ranks(timeline: Timeline) -> dict[str, int]:
 
 def _breakdown(options: Namespace) -> Answer:
     from madmax_lib.accounting import breakdown
+    from madmax_lib.traces.waits.step_times import unmarked
 
     timeline = read(options.traces)
     about = _ranks(timeline) | {"steps": len(timeline.steps), "device": timeline.meta.device}
+    if unmarked(timeline):
+        about["note"] = "no step marks: the whole recording counts as one step"
     return Answer(breakdown(timeline), about)
 
 

@@ -1,4 +1,5 @@
 from random import Random
+from statistics import median_low
 
 import numpy as np
 import pandas as pd
@@ -114,7 +115,7 @@ def test_what_earlier_steps_left_running_counts_from_the_start_of_the_step():
     timeline = with_columns(timeline, step=[0, 1, 0, 1])
     path = [("compute", "old", 0, 20), ("wait", "new", 20, 1), ("compute", "new", 21, 9)]
     assert parts(critical_path(timeline, 1)) == path
-    assert critical_path(timeline).attrs["step_s"] == 30e-9  # the first step
+    assert critical_path(timeline).attrs["step_s"] == 30e-9 and critical_path(timeline).attrs["step"] == 0
     with pytest.raises(ValueError, match=r"step 7 is not in the timeline; it has \[0, 1\]"):
         critical_path(timeline, 7)
 
@@ -179,6 +180,17 @@ def test_a_measured_step_is_taken_apart_and_replayed_exactly(name):
         table = what_if(timeline, [{"host": 1}, {"host": INF, "compute": INF, "comm": INF, "launch delay": INF}], step)
         assert round(table["step_s"].iloc[0] * 1e9) == step_ns
         assert 0 <= table["step_s"].iloc[1] < 0.2 * path.attrs["step_s"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_step_that_nobody_names_is_the_median_one_without_warm_up(seed):
+    lengths = [400, *(Random(seed).sample(range(95, 106), 5 + seed % 2))]
+    rows = [(0, 7, "compute", "mm", 1000 * number, ns) for number, ns in enumerate(lengths)]
+    timeline = with_columns(trace(rows), step=range(len(lengths)))
+    median_ns = median_low(lengths[1:])
+    assert new_ns(timeline, {}) == median_ns == round(critical_path(timeline).attrs["step_s"] * 1e9)
+    assert what_if(timeline, {})["step"].item() == lengths.index(median_ns) == launch_gain(timeline)["step"].iloc[0]
+    assert what_if(timeline, {}, 0)["step_s"].item() == 400e-9
 
 
 def test_faster_kinds_and_bad_scenarios():

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from support import lanes, local_or_skip, make_timeline, with_columns, with_tables
 
-from madmax_lib import catalog, read_trace
+from madmax_lib import catalog, read_trace, simulate
 from madmax_lib.timeline import BUSY_KINDS, concat
 from madmax_lib.traces import hta
 from madmax_lib.traces.operators import ops, roofline
@@ -306,6 +306,12 @@ def test_what_was_not_recorded_is_said():
     timeline = traced(lanes("-1 cpu: aten::mm 0+10, launch 2+2 #1\n7 compute: sgemm 10+90 #1"), [0])
     with pytest.warns(TraceWarning, match="profile with record_shapes=True"):
         assert roofline.mfu(timeline)["mfu"].isna().all()
+
+
+def test_a_simulated_step_says_where_its_mfu_is():
+    step = simulate("gpt2", "dgx-a100", "dp8", global_batch=8)
+    with pytest.warns(TraceWarning, match="a simulated step has no shapes of operators: mm.estimate gives its MFU"):
+        assert roofline.mfu(step)["mfu"].isna().all()
 
 
 def test_mfu_goes_from_step_to_step():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from madmax_lib import runs
+from madmax_lib.__main__ import main
 from madmax_lib.datasets import dataset
 from madmax_lib.traces.ready import after_trace, hf_callback, lightning_callback, on_trace_ready
 
@@ -32,6 +33,16 @@ def test_a_real_profiler_prints_its_line(tmp_path, capsys):
         trained(4, begin=int, step=prof.step, end=int)
     assert re.fullmatch(LINE, capsys.readouterr().out)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["rank0_step4.json"]
+
+
+def test_a_recording_without_step_marks_says_so(tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+    with torch.profiler.profile(on_trace_ready=runs.on_trace_ready(tmp_path)):
+        trained(3, begin=int, step=int, end=int)
+    said = "no step marks: the whole recording counts as one step"
+    assert said in capsys.readouterr().out
+    assert main(["breakdown", str(tmp_path)]) == 0 and said in capsys.readouterr().out
+    assert main(["breakdown", str(dataset("gpt-memory"))]) == 0 and said not in capsys.readouterr().out
 
 
 def test_overlap_and_exposed_time_of_a_recorded_rank(capsys):

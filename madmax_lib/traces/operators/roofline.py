@@ -67,14 +67,17 @@ def mfu(timeline: Timeline, device: str | Device | None = None, flops_per_step: 
     the hardware's utilisation), NaN without either. total_s: the period of the step (see `step_periods`), of the last
     one from its begin to its end. The peak is that of the recorded dtypes, by their FLOPs; bf16 where none is recorded.
     coverage: share (0..1) of the time of matrix products, convolutions and attention whose FLOPs are known; below 0.5
-    the mfu of recorded shapes is NaN. Where no shapes are recorded a TraceWarning says so. device: as for `roofline`.
+    the mfu of recorded shapes is NaN. Where no shapes are recorded, as in a simulated step, a TraceWarning says so.
+    device: as for `roofline`.
     """
     table = step_periods(timeline).sort_values(["rank", "step"], ignore_index=True)
     table["total_s"] = table["period_s"].fillna((table["end_ns"] - table["begin_ns"]) / NS_PER_S)
     calls, work = operator_calls(timeline)
     table = table.merge(_coverage(timeline, calls, work), on=["rank", "step"], how="left")
-    if flops_per_step is None and len(calls) and not calls["shapes"].str.contains(r"\d").any():
+    simulated = timeline.meta.source == "simulated"
+    if flops_per_step is None and (simulated or (len(calls) and not calls["shapes"].str.contains(r"\d").any())):
         text = "no shapes of operators are recorded, so their FLOPs are unknown: profile with record_shapes=True"
+        text = "a simulated step has no shapes of operators: mm.estimate gives its MFU" if simulated else text
         warnings.warn(text, TraceWarning, stacklevel=2)
     by_dtype = calls[calls["flops"].notna()].groupby(["rank", "step", "dtype"], observed=True)["flops"].sum()
     by_dtype = by_dtype.reset_index()

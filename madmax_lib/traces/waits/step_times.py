@@ -19,7 +19,7 @@ from madmax_lib.traces.read.steps import step_spans
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.units import NS_PER_S
 
-__all__ = ["input_wait", "steady", "step_periods", "step_summary", "steps"]
+__all__ = ["input_wait", "steady", "step_periods", "step_summary", "steps", "unmarked", "usual_step"]
 
 _PARTS = ("total_s", "compute_s", "comm_s", "memory_s", "non_compute_s", "exposed_comm_s", "idle_s", "overlap")
 _QUANTITIES = ("wall_s", "period_s", *_PARTS)
@@ -81,6 +81,25 @@ def steady(timeline: Timeline) -> tuple[Timeline, list[int]]:
     part = timeline.where(keep.to_numpy())
     step = part.spans["step"]
     return replace(part, spans=part.spans.assign(step=step.where(step.isin(counted), -1))), counted
+
+
+def usual_step(timeline: Timeline, step: int | None = None) -> list[int]:
+    """The step as `Timeline.one_step` gives it; if none is given that of median wall_s, without warm-up and cut ones.
+
+    Of two in the middle the shorter one.
+    """
+    chosen = timeline.one_step(step)
+    if step is not None or not chosen or len(timeline.steps) < 2:
+        return chosen
+    table = steps(timeline)
+    table = table[~(table["cut"] | table["warmup"]).astype(bool)]
+    walls = table.groupby("step")["wall_s"].median().sort_values(kind="stable")
+    return walls.index[[(len(walls) - 1) // 2]].tolist() if len(walls) else chosen
+
+
+def unmarked(timeline: Timeline) -> bool:
+    """Whether nothing marks the steps of a recording, so that all of it counts as one."""
+    return timeline.meta.source == "measured" and timeline.steps == [0] and not steps(timeline)["annotated"].any()
 
 
 def step_periods(timeline: Timeline) -> pd.DataFrame:

@@ -30,12 +30,13 @@ __all__ += ["operator_view", "overview", "step_view", "told"]
 
 _FEW = 16  # rows that are all shown; of more, some along the order of what they lose
 _QUANTILES = {0.0: "least", 0.1: "10 %", 0.25: "25 %", 0.5: "median", 0.75: "75 %", 0.9: "90 %", 1.0: "most"}
+_UNMARKED = "no step marks: the whole recording counts as one step"
 _WIDEST = 60  # steps of a heat map
 
 
 def told(timeline: Timeline, whole: Timeline) -> str:
     """What was recorded: ranks, steps, spans, device, and what is missing."""
-    steps_text = plural(len(whole.steps), "step") if whole.steps != [0] else "no step marks"
+    steps_text = plural(len(whole.steps), "step") if whole.steps != [0] else _UNMARKED
     missing = timeline.meta.world_size - sum(map(len, timeline.meta.represents.values()))
     absent = f" ({missing} of {timeline.meta.world_size} ranks have no trace here)" if missing > 0 else ""
     device = timeline.meta.device or "no device named"
