@@ -53,9 +53,9 @@ def dask_client():
         yield client
 
 
-@pytest.fixture(scope="module", name="rows")
+@pytest.fixture(scope="session", name="rows")
 def published_rows():
-    """Usable rows behind the shipped constants, vTrain's included."""
+    """Usable rows behind the shipped constants, vTrain's included; no test changes them."""
     from madmax_lib.calibration import fit
 
     local_or_skip("vtrain/ground_truth_multi.shared.csv")
