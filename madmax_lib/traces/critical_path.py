@@ -60,9 +60,8 @@ def critical_path(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
     path = path[path["dur_s"] > 0].reset_index(drop=True)
     start_ns = int(graph.slices["start_ns"].min()) if len(graph.slices) else 0
     step_s = float(graph.time_ns.max(initial=0) / NS_PER_S)
-    return with_origin(
-        path, timeline, step=next(iter(chosen), -1), busy_s=_busy_s(graph.slices), start_ns=start_ns, step_s=step_s
-    )
+    about = {"step": next(iter(chosen), -1), "busy_s": _busy_s(graph.slices), "start_ns": start_ns, "step_s": step_s}
+    return with_origin(path, timeline, **about)
 
 
 def path_share(path: pd.DataFrame) -> pd.DataFrame:
@@ -92,10 +91,9 @@ def what_if(
     Columns: faster (text), factor (NaN if a scenario has several), step_s, saved_s, speedup (measured / new, NaN where
     nothing is left), step (that was replayed). It is one step replayed: step_s has no interval; replay others to see
     how they spread. With factor 1 the step takes what it took. A kind that the step does not have changes nothing.
-    Each piece of work starts when the last of what it waits for has happened, and a delay, such as from a launch to its
-    kernel. Where the last is what it was in the trace, the delay is the measured one; where something else comes last,
-    its measured delay may contain waiting, and is cut to the median delay of its kind. Work that waits for nothing that
-    the trace shows starts when it did.
+    Work starts a delay (as from a launch to its kernel) after the last of what it waits for: the measured delay where
+    that is what came last in the trace; else that one, which may contain waiting, cut to the median delay of its kind.
+    Work that waits for nothing that the trace shows starts when it did.
 
     collectives: other links: a table as `collectives.MeasuredCollectives` takes it, or a function of kind, ranks, nodes
     and bytes that gives the seconds of a call, None where it is as it was; factors divide these. ranks: of all, where

@@ -84,16 +84,17 @@ def steady(timeline: Timeline) -> tuple[Timeline, list[int]]:
 
 
 def usual_step(timeline: Timeline, step: int | None = None) -> list[int]:
-    """The step as `Timeline.one_step` gives it; if none is given that of median wall_s, without warm-up and cut ones.
-
-    Of two in the middle the shorter one.
-    """
+    """As `Timeline.one_step`; if none is given that of median wall_s (the lower), without warm-up and cut ones."""
     chosen = timeline.one_step(step)
     if step is not None or not chosen or len(timeline.steps) < 2:
         return chosen
     table = steps(timeline)
-    table = table[~(table["cut"] | table["warmup"]).astype(bool)]
-    walls = table.groupby("step")["wall_s"].median().sort_values(kind="stable")
+    walls = (
+        table[~(table["cut"] | table["warmup"]).astype(bool)]
+        .groupby("step")["wall_s"]
+        .median()
+        .sort_values(kind="stable")
+    )
     return walls.index[[(len(walls) - 1) // 2]].tolist() if len(walls) else chosen
 
 
