@@ -214,8 +214,7 @@ def _differing_stages(model: Transformer, plan: Plan, software: str | Software) 
 
 def fullest_stage(table: pd.DataFrame) -> pd.DataFrame:
     """Rows of the pipeline stage with the highest peak, of a table of `memory`."""
-    stages = [table[table["stage"] == stage] for stage in table["stage"].unique()]
-    return max(stages, key=peak_bytes)
+    return max((rows for _, rows in table.groupby("stage")), key=peak_bytes)
 
 
 def usable_bytes(device: Device) -> float:
@@ -227,8 +226,7 @@ def usable_bytes(device: Device) -> float:
 @lru_cache(maxsize=2)
 def _published_shares(folder: str | None) -> dict[str, float]:
     """Usable memory over the data sheet's by device, the tables of the user's folder among ours."""
-    known = catalog.table("published_memory")
-    known = known[known["quantity"] == "usable"]
+    known = catalog.table("published_memory").query("quantity == 'usable'")
     usable = zip(known["device"], known["value"], strict=True)
     return {name: float(gib) * 2**30 / catalog.device(name).memory_bytes for name, gib in usable}
 
