@@ -241,7 +241,10 @@ def test_public_names_have_users():
     calls = {"open_room"}.union(*(set(re.findall(r"(\w+) as \1\b", (PACKAGE / room).read_text())) for room in ROOMS))
     lonely = []
     for path in MODULES:
-        tree = ast.parse((PACKAGE / path).read_text())
+        text = (PACKAGE / path).read_text()
+        if '__name__ == "__main__"' in text:  # a script uses its own
+            continue
+        tree = ast.parse(text)
         classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
         listed = [ast.literal_eval(name) for node in tree.body if isinstance(getattr(node, "value", None), ast.List)
                   and ast.unparse(node).startswith("__all__ ") for name in node.value.elts]  # fmt: skip
