@@ -161,8 +161,8 @@ class _Job:
 def _left(devices: int, batch: int | np.ndarray) -> int | np.ndarray:
     """The odd part of what tp, pp and cp have to take where as many replicas as divide a batch take the rest.
 
-    >>> _left(3072, 2048), _left(3072, 2304)
-    (3, 1)
+    >>> [int(_left(3072, batch)) for batch in (2048, 2304)]
+    [3, 1]
     """
     rest = devices // np.gcd(devices, batch)
     return rest // (rest & -rest)
