@@ -137,8 +137,8 @@ def _from_json(content: Mapping) -> Parameters:
     read["intervals"] = {name: tuple(pair) for name, pair in content["intervals"].items()}
     read["covariance"] = tuple(map(tuple, content["covariance"]))
     groups = content.get("collectives", {}).items()
-    rows = [(*name.split(), *point) for name, points in groups for point in points]
     columns = ("collective", "ranks", "nodes", "size_bytes", "seconds")
+    rows = [dict(zip(columns, (*name.split(), *point), strict=False)) for name, points in groups for point in points]
     read["collectives"] = MeasuredCollectives(pd.DataFrame(rows, columns=columns)).curves if rows else {}
     return Parameters(**read | {"fitted": tuple(content["fitted"]), "links": tuple(content.get("links", ()))})
 
