@@ -139,8 +139,8 @@ class Timeline:
         return self._part(np.asarray(keep), self.meta)
 
     def _part(self, keep: np.ndarray, meta: Meta) -> Timeline:
-        if keep.all():
-            return replace(self, meta=meta)
+        if keep.all() and meta.represents == self.meta.represents:
+            return self
         new_row = np.where(keep, np.cumsum(keep) - 1, -1)
         edges = self.edges.assign(source=new_row[self.edges["source"]], target=new_row[self.edges["target"]])
         edges = edges[(edges["source"] >= 0) & (edges["target"] >= 0)].reset_index(drop=True)

@@ -21,7 +21,7 @@ STEP = [
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_makes_a_table_that_knows_its_origin(name):
     more = [{"compute": 2.0}] if name == "what_if" else []
-    with pytest.warns(TraceWarning, match="mm.estimate gives its MFU") if name == "mfu" else nullcontext():
+    with pytest.warns(TraceWarning, match="mm.estimate gives the MFU") if name == "mfu" else nullcontext():
         table = getattr(mm.traces, name)(make_timeline(STEP, source="simulated"), *more)
     assert isinstance(table, pd.DataFrame) and table.attrs["source"] == "simulated"
 

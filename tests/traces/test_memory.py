@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -237,6 +239,9 @@ def test_part_of_the_ranks():
     timeline = remembering(events, [(rank, -1, "cpu", "aten::mm", 0, 5) for rank in (0, 1)])
     assert peak(timeline)["peak_bytes"].tolist() == [5, 9]
     assert peak(timeline.select(ranks=[1]))[["rank", "peak_bytes"]].to_numpy().tolist() == [[1, 9]]
+    spans = timeline.spans[timeline.spans["rank"] == 0]  # as of snapshots, rank 1 has none
+    part = replace(timeline, spans=spans).select(ranks=[0])
+    assert peak(part)[["rank", "peak_bytes"]].to_numpy().tolist() == [[0, 5]]
 
 
 @pytest.fixture(scope="module")

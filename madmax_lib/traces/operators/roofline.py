@@ -76,8 +76,8 @@ def mfu(timeline: Timeline, device: str | Device | None = None, flops_per_step: 
     table = table.merge(_coverage(timeline, calls, work), on=["rank", "step"], how="left")
     simulated = timeline.meta.source == "simulated"
     if flops_per_step is None and (simulated or (len(calls) and not calls["shapes"].str.contains(r"\d").any())):
-        text = "no shapes of operators are recorded, so their FLOPs are unknown: profile with record_shapes=True"
-        text = "a simulated step has no shapes of operators: mm.estimate gives its MFU" if simulated else text
+        advice = "mm.estimate gives the MFU of a simulated step" if simulated else "profile with record_shapes=True"
+        text = f"no shapes of operators are recorded, so their FLOPs are unknown: {advice}"
         warnings.warn(text, TraceWarning, stacklevel=2)
     by_dtype = calls[calls["flops"].notna()].groupby(["rank", "step", "dtype"], observed=True)["flops"].sum()
     by_dtype = by_dtype.reset_index()
