@@ -27,7 +27,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.calibration import folds, known_rows, predict, read_rows
-from madmax_lib.datasets import local_data
+from madmax_lib.catalog import local_data
 
 try:
     from llm_analysis.analysis import ActivationRecomputation, DSZeRO, LLMAnalysis

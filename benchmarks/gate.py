@@ -20,8 +20,8 @@ import numpy as np
 import pandas as pd
 
 import madmax_lib as mm
-from madmax_lib.datasets import PROJECT, local_data
-from madmax_lib.intervals import pack, subtraction, union
+from madmax_lib.base import pack, subtraction, union
+from madmax_lib.catalog import PROJECT, local_data
 from madmax_lib.timeline import BUSY_KINDS
 from madmax_lib.traces import gate
 

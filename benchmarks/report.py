@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from madmax_lib.datasets import local_data
+from madmax_lib.catalog import local_data
 
 HTA = """
 import logging, sys

@@ -21,7 +21,7 @@ import tempfile
 from itertools import count
 from pathlib import Path
 
-from madmax_lib.datasets import local_data
+from madmax_lib.catalog import local_data
 
 FOUND = ("cs336-train-step", "ftcourse-old")
 MIB, BASE = 1 << 20, 0x7F00_0000_0000

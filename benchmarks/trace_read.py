@@ -21,7 +21,7 @@ from pathlib import Path
 
 from isal import igzip
 
-from madmax_lib.datasets import local_data
+from madmax_lib.catalog import local_data
 
 FOUND = (
     "hta-samples/df_index_resolver",

@@ -18,7 +18,7 @@ import pandas as pd
 
 import madmax_lib as mm
 from madmax_lib.calibration import fit, known_rows, read_rows
-from madmax_lib.datasets import local_data
+from madmax_lib.catalog import local_data
 from madmax_lib.planner import Tuner
 
 CLOSE = 1.05

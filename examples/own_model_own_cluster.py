@@ -1,7 +1,7 @@
 """How fast would my model train on my cluster? Both written down here: 4 nodes of 8 L40S on 100 Gbit/s Ethernet."""
 
 import madmax_lib as mm
-from madmax_lib.specs import Cluster, Device, Link, Transformer
+from madmax_lib.catalog import Cluster, Device, Link, Transformer
 
 L40S = Device(
     "L40S",

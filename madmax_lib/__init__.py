@@ -4,7 +4,7 @@ The names below are all a notebook needs, the rooms included; each is loaded whe
 the package stays light (no torch, hta, matplotlib, dask or widgets).
 """
 
-from madmax_lib.doors import open_room
+from madmax_lib.base.doors import open_room
 
 TYPE_CHECKING = False  # type checkers take it for true; `typing` itself would double the time of the import
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
         traces as traces,
         view as view,
     )
-    from madmax_lib.accounting import breakdown as breakdown
-    from madmax_lib.calibration.calibrate import calibrate as calibrate
-    from madmax_lib.calibration.expect import expect as expect
-    from madmax_lib.calibration.machine import machine as machine
-    from madmax_lib.catalog import cluster as cluster, model as model
-    from madmax_lib.datasets import dataset as dataset
-    from madmax_lib.listing import clusters as clusters, devices as devices, models as models
-    from madmax_lib.plan import Plan as Plan
+    from madmax_lib.calibration.machine.calibrate import calibrate as calibrate
+    from madmax_lib.calibration.machine.machine import machine as machine
+    from madmax_lib.calibration.verdict.expect import expect as expect
+    from madmax_lib.catalog.datasets import dataset as dataset
+    from madmax_lib.catalog.listing import clusters as clusters, devices as devices, models as models
+    from madmax_lib.catalog.tables import cluster as cluster, model as model
+    from madmax_lib.plan.plan import Plan as Plan
     from madmax_lib.planner.search import search as search
-    from madmax_lib.planner.tune import tune as tune
+    from madmax_lib.planner.tuner.tune import tune as tune
     from madmax_lib.runs.launch import launch as launch
     from madmax_lib.runs.spec import RunSpec as RunSpec
     from madmax_lib.simulator.estimate import estimate as estimate
     from madmax_lib.simulator.memory.memory import memory as memory
     from madmax_lib.simulator.offload.fits import fits as fits, largest_model as largest_model
     from madmax_lib.simulator.simulate import simulate as simulate
-    from madmax_lib.timeline import Timeline as Timeline
+    from madmax_lib.timeline.accounting import breakdown as breakdown
+    from madmax_lib.timeline.timeline import Timeline as Timeline
     from madmax_lib.traces.diff import compare as compare
     from madmax_lib.traces.export import export_trace as export_trace
     from madmax_lib.traces.read.kineto import read_trace as read_trace

@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from madmax_lib import __version__
-from madmax_lib.view import commands as runs_commands, run_commands, step_commands, trace_commands
-from madmax_lib.view.answers import envelope
+from madmax_lib.view.commands import (
+    commands as runs_commands,
+    run as run_commands,
+    step as step_commands,
+    trace as trace_commands,
+)
+from madmax_lib.view.commands.answers import envelope
 
 if TYPE_CHECKING:
     from madmax_lib.view.notebooks.runner import Result
@@ -85,7 +90,7 @@ def _parameters(arguments: list[str]) -> str:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from madmax_lib.datasets import PROJECT, SHIPPED
+    from madmax_lib.catalog.datasets import PROJECT, SHIPPED
     from madmax_lib.view.notebooks.runner import notebook_named, notebooks, parse_parameters, questions
 
     if options.list:
@@ -105,7 +110,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _mcp(options: argparse.Namespace) -> int:
-    from madmax_lib.view.mcp_server import server
+    from madmax_lib.view.commands.mcp_server import server
 
     server(options.folders, main).run("stdio")
     return 0
@@ -124,7 +129,7 @@ def _site(options: argparse.Namespace) -> int:
 
 def _build() -> Path:
     """Folder of what notebooks write: of the checkout, else of the working folder."""
-    from madmax_lib.datasets import PROJECT, SHIPPED
+    from madmax_lib.catalog.datasets import PROJECT, SHIPPED
 
     return (PROJECT if SHIPPED == PROJECT else Path.cwd()) / "build"
 
@@ -138,7 +143,7 @@ def _folder(path: Path) -> Path:
 
 def _execute(paths: list[Path], parameters: dict, build: Path, figures: Path) -> list[Result]:
     """Run notebooks one after another and print how each went."""
-    from madmax_lib.progress import bar
+    from madmax_lib.base.progress import bar
     from madmax_lib.view.notebooks.runner import run_notebook
 
     one, results = len(paths) == 1, []

@@ -9,17 +9,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from madmax_lib.case import Case
-from madmax_lib.datasets import dataset, local_data
-from madmax_lib.plan import Plan
+from madmax_lib.catalog.datasets import dataset, local_data
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.legal import legal
+from madmax_lib.plan.plan import Plan
+from madmax_lib.plan.rules import STATED
 from madmax_lib.plan_flags.write import STACKS
-from madmax_lib.plan_rules import STATED
 from madmax_lib.planner.space import legal_degrees, pass_choices, plan_of, sharding_choices
-from madmax_lib.plans import legal
 from madmax_lib.runs import testbed
-from madmax_lib.side_tables import SIDE_TABLES, SideTables, conform
-from madmax_lib.simulator.schedule.schedules import order
-from madmax_lib.timeline import Meta, Timeline
+from madmax_lib.simulator.events.schedules import order
+from madmax_lib.timeline.side_tables import SIDE_TABLES, SideTables, conform
+from madmax_lib.timeline.timeline import Meta, Timeline
 
 
 def _without_namespaces() -> str:

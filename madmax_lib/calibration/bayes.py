@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from madmax_lib.calibration.identifiability import scaled
+from madmax_lib.calibration.judge.identifiability import scaled
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.step_time import step_s
-from madmax_lib.simulator.step.uncertainty import places_of
+from madmax_lib.simulator.steady.step_time import step_s
+from madmax_lib.simulator.uncertainty import places_of
 
 __all__ = ["StackPrior", "gradient"]
 

@@ -19,12 +19,12 @@ from scipy.optimize import least_squares
 
 from madmax_lib import catalog
 from madmax_lib.calibration.bayes import StackPrior, gradient
-from madmax_lib.calibration.identifiability import scaled
-from madmax_lib.calibration.published_rows import read_rows, to_steps, to_table
-from madmax_lib.datasets import local_data
+from madmax_lib.calibration.judge.identifiability import scaled
+from madmax_lib.calibration.published.rows import read_rows, to_steps, to_table
+from madmax_lib.catalog.datasets import local_data
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped, start
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.step_time import step_s
+from madmax_lib.simulator.steady.step_time import step_s
 
 __all__ = [
     "SCALE",

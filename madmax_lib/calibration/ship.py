@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from madmax_lib.calibration.fit import fit, known_rows, usable
-from madmax_lib.calibration.intervals import comparison_widths, sensitivities, spread
-from madmax_lib.calibration.validate import folds
+from madmax_lib.calibration.judge.intervals import comparison_widths, sensitivities, spread
+from madmax_lib.calibration.judge.validate import folds
 from madmax_lib.simulator.rates.parameters import Parameters, load, save
 
 __all__ = ["ship"]

@@ -21,14 +21,14 @@ from scipy.optimize import least_squares
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import SCALE, posterior
 from madmax_lib.calibration.trace_checks import check_trace
-from madmax_lib.case import Case
-from madmax_lib.collectives import KINDS, MeasuredCollectives
-from madmax_lib.kinds import collective_names
+from madmax_lib.catalog.measured_collectives import KINDS, MeasuredCollectives
+from madmax_lib.plan.case import Case
+from madmax_lib.simulator.costs.inputs import Coded, Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
-from madmax_lib.simulator.step.inputs import Coded, Steps
-from madmax_lib.simulator.step.step_time import step_time
-from madmax_lib.simulator.step.uncertainty import log_width
-from madmax_lib.timeline import Meta, Timeline
+from madmax_lib.simulator.steady.step_time import step_time
+from madmax_lib.simulator.uncertainty import log_width
+from madmax_lib.timeline.kinds import collective_names
+from madmax_lib.timeline.timeline import Meta, Timeline
 from madmax_lib.traces.comm.collectives import bus_factor, calls
 
 __all__ = ["fit_timeline", "kernel_seconds", "kernel_timeline", "slowest_stage"]

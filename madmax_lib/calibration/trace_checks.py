@@ -12,12 +12,12 @@ from math import prod
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.case import Case
-from madmax_lib.kinds import POINT_TO_POINT
-from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.plan.case import Case
+from madmax_lib.timeline.kinds import POINT_TO_POINT
+from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.operators.ops import operator_calls
-from madmax_lib.units import NS_PER_S
 
 __all__ = ["check_trace"]
 

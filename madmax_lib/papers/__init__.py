@@ -1,6 +1,6 @@
 """What do the papers' own models say, exactly as published, and do their figures come out? One room a paper."""
 
-from madmax_lib.doors import open_room
+from madmax_lib.base.doors import open_room
 
 TYPE_CHECKING = False
 

@@ -5,7 +5,7 @@ of arguments), Megatron-Bridge, DeepSpeed and Accelerate; `write(plan, framework
 means stands in `data/plan_flags.csv`.
 """
 
-from madmax_lib.doors import open_room
+from madmax_lib.base.doors import open_room
 
 TYPE_CHECKING = False
 

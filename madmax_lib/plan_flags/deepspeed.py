@@ -2,7 +2,7 @@
 
 import math
 
-from madmax_lib.fields import whole
+from madmax_lib.base.fields import whole
 from madmax_lib.plan_flags.keys import Keys
 from madmax_lib.plan_flags.megatron import megatron
 from madmax_lib.plan_flags.text import Source

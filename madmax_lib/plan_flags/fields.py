@@ -1,6 +1,6 @@
 """Whose configuration is it, and which fields of a plan does it state?"""
 
-from madmax_lib.fields import whole
+from madmax_lib.base.fields import whole
 from madmax_lib.plan_flags.deepspeed import accelerate, deepspeed
 from madmax_lib.plan_flags.keys import FRAMEWORKS, Keys, framework_named
 from madmax_lib.plan_flags.megatron import bridge, megatron

@@ -10,8 +10,8 @@ and is refused with the note otherwise.
 import re
 from functools import lru_cache
 
-from madmax_lib.catalog import table
-from madmax_lib.fields import is_whole, shown
+from madmax_lib.base.fields import is_whole, shown
+from madmax_lib.catalog.tables import table
 from madmax_lib.plan_flags.text import Source, scalar
 
 __all__ = ["FRAMEWORKS", "Keys", "framework_named", "is_known", "rows_of"]

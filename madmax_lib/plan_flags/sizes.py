@@ -6,7 +6,7 @@ They stand beside the plan so that a configuration can be launched; a reader lis
 from __future__ import annotations
 
 from madmax_lib import catalog
-from madmax_lib.specs import Transformer
+from madmax_lib.catalog.models import Transformer
 
 __all__ = ["MADE_UP", "bridge_sizes", "megatron_sizes", "named_sizes", "titan_config"]
 

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from madmax_lib.fields import shown
+from madmax_lib.base.fields import shown
 
 __all__ = ["Source", "source_of"]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from madmax_lib import catalog
-from madmax_lib.fields import whole
-from madmax_lib.plan import DEFAULTS, Plan
+from madmax_lib.base.fields import whole
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog.software import OVERLAPS
+from madmax_lib.plan.plan import DEFAULTS, Plan
 from madmax_lib.plan_flags.keys import FRAMEWORKS, framework_named
 from madmax_lib.plan_flags.read import read
 from madmax_lib.plan_flags.writers import WRITERS, StatedRun, is_moot
-from madmax_lib.software import OVERLAPS
-from madmax_lib.specs import Transformer
 
 __all__ = ["STACKS", "write"]
 

@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from madmax_lib.fields import whole
-from madmax_lib.plan import DEFAULTS, Plan
+from madmax_lib.base.fields import whole
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.plan.plan import DEFAULTS, Plan
 from madmax_lib.plan_flags.deepspeed import ONE_BUCKET
 from madmax_lib.plan_flags.keys import FRAMEWORKS, rows_of
 from madmax_lib.plan_flags.sizes import MADE_UP, bridge_sizes, megatron_sizes, named_sizes, titan_config
-from madmax_lib.specs import Transformer
 
 __all__ = ["WRITERS", "StatedRun", "is_moot"]
 

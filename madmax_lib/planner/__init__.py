@@ -1,19 +1,23 @@
 """Which plan is best? Searches over every degree on equal and on mixed GPUs, with one stated cost."""
 
-from madmax_lib.doors import open_room
+from madmax_lib.base.doors import open_room
 
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from madmax_lib.planner import hetero as hetero
     from madmax_lib.planner.answer import SearchResult as SearchResult
-    from madmax_lib.planner.campaign import campaign as campaign
-    from madmax_lib.planner.codesign import codesign as codesign, training as training
-    from madmax_lib.planner.compare import *
-    from madmax_lib.planner.goodput import *
     from madmax_lib.planner.layouts import layouts as layouts
+    from madmax_lib.planner.money.campaign import campaign as campaign
+    from madmax_lib.planner.money.codesign import codesign as codesign, training as training
+    from madmax_lib.planner.money.compare import EXPOSED as EXPOSED, lever_table as lever_table, variants as variants
+    from madmax_lib.planner.money.goodput import (
+        Goodput as Goodput,
+        practice as practice,
+        published_totals as published_totals,
+    )
     from madmax_lib.planner.search import search as search
     from madmax_lib.planner.space import Space as Space, plan_of as plan_of
-    from madmax_lib.planner.tune import Tuner as Tuner, tune as tune
+    from madmax_lib.planner.tuner.tune import Tuner as Tuner, tune as tune
 
 __all__ = open_room(__name__)

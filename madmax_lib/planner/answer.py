@@ -15,18 +15,18 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import plan_flags
-from madmax_lib.case import Case
-from madmax_lib.fields import whole
-from madmax_lib.plan import Plan
+from madmax_lib.base.fields import whole
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import Plans
+from madmax_lib.plan.plan import Plan
 from madmax_lib.plan_flags.keys import framework_named
 from madmax_lib.planner.evaluate import SearchProblem, energy_j, launched_by
 from madmax_lib.planner.hint import hint
 from madmax_lib.planner.space import SEARCHED, plan_of
-from madmax_lib.plans import Plans
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.step_time import PARTS, step_s, step_time
-from madmax_lib.simulator.step.uncertainty import log_width, shared_errors
+from madmax_lib.simulator.steady.step_time import PARTS, step_s, step_time
+from madmax_lib.simulator.uncertainty import log_width, shared_errors
 
 __all__ = ["SearchResult", "described", "different"]
 

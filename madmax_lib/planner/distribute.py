@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.atomic import replacing
-from madmax_lib.fields import argument
+from madmax_lib.base.atomic import replacing
+from madmax_lib.base.fields import argument
+from madmax_lib.base.progress import bar
 from madmax_lib.planner.evaluate import Found, SearchProblem, evaluate, merged
 from madmax_lib.planner.space import Degrees
-from madmax_lib.progress import bar
 
 __all__ = ["run_parts"]
 

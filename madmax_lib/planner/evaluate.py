@@ -14,18 +14,18 @@ from operator import or_
 
 import numpy as np
 
-from madmax_lib.case import Case
-from madmax_lib.fields import number, shown, whole
-from madmax_lib.plan_rules import SOFTWARE, STATED
+from madmax_lib.base.fields import number, shown, whole
+from madmax_lib.catalog.software import Software
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import Plans, product_part
+from madmax_lib.plan.rules import SOFTWARE, STATED
 from madmax_lib.planner.space import SEARCHED, Degrees, Space, pass_choices, sharding_choices
-from madmax_lib.plans import Plans, product_part
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import plans_peak_bytes, table_peak_bytes
 from madmax_lib.simulator.memory.states import default_software
+from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.power import device_energy_j
-from madmax_lib.simulator.step.step_time import step_s, step_time
-from madmax_lib.software import Software
+from madmax_lib.simulator.steady.step_time import step_s, step_time
 
 __all__ = ["WAY", "Found", "SearchProblem", "energy_j", "evaluate", "launched_by", "merged"]
 

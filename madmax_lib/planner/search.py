@@ -10,9 +10,11 @@ from dataclasses import replace
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.case import Case
-from madmax_lib.fields import argument, shown, whole
-from madmax_lib.plan import Plan
+from madmax_lib.base.fields import argument, shown, whole
+from madmax_lib.catalog.models import DLRM, Cluster, Transformer
+from madmax_lib.catalog.software import Software
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
 from madmax_lib.plan_flags.write import STACKS
 from madmax_lib.planner.answer import SearchResult, described, different
 from madmax_lib.planner.distribute import run_parts
@@ -20,8 +22,6 @@ from madmax_lib.planner.evaluate import Found, SearchProblem
 from madmax_lib.planner.space import Space, legal_degrees
 from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped, software_of
-from madmax_lib.software import Software
-from madmax_lib.specs import DLRM, Cluster, Transformer
 
 __all__ = ["check_case", "search", "stacks_of"]
 

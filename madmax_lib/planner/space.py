@@ -16,12 +16,13 @@ from itertools import product
 
 import numpy as np
 
-from madmax_lib.case import Case
-from madmax_lib.fields import argument
-from madmax_lib.plan import DEFAULTS, Plan
-from madmax_lib.plan_rules import NEST
-from madmax_lib.plans import Plans, legal
-from madmax_lib.rules import FIELDS
+from madmax_lib.base.fields import argument
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import Plans
+from madmax_lib.plan.legal import legal
+from madmax_lib.plan.plan import DEFAULTS, Plan
+from madmax_lib.plan.rule import FIELDS
+from madmax_lib.plan.rules import NEST
 
 __all__ = ["SEARCHED", "Degrees", "Space", "legal_degrees", "pass_choices", "plan_of", "sharding_choices"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from madmax_lib.doors import open_room
+from madmax_lib.base.doors import open_room
 
 TYPE_CHECKING = False
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from madmax_lib.runs.measure.peak_rates import device_name as device_name
     from madmax_lib.runs.parallel.trainer import parallelize as parallelize
     from madmax_lib.runs.read import read_run as read_run, read_runs as read_runs, runs_table as runs_table
-    from madmax_lib.runs.spec import RunSpec as RunSpec
-    from madmax_lib.runs.summary import PROFILED as PROFILED, counted_steps as counted_steps
-    from madmax_lib.traces.ready import (
+    from madmax_lib.runs.ready import (
         after_trace as after_trace,
         hf_callback as hf_callback,
         lightning_callback as lightning_callback,
         on_trace_ready as on_trace_ready,
     )
+    from madmax_lib.runs.spec import RunSpec as RunSpec
+    from madmax_lib.runs.summary import PROFILED as PROFILED, counted_steps as counted_steps
 
 __all__ = open_room(__name__)

@@ -5,10 +5,10 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from madmax_lib.plan import Plan
-from madmax_lib.plan_layers import chunk_layers
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.plan.layers import chunk_layers
+from madmax_lib.plan.plan import Plan
 from madmax_lib.runs.settings import Settings
-from madmax_lib.specs import Transformer
 
 __all__ = ["check", "check_deepspeed", "deepspeed_locks"]
 

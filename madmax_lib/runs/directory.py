@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from madmax_lib.atomic import write_text
+from madmax_lib.base.atomic import write_text
 from madmax_lib.runs.read import Resolved, read_json, read_spec, write_json
 from madmax_lib.runs.spec import RunSpec
 

@@ -22,8 +22,8 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from madmax_lib.datasets import PROJECT
-from madmax_lib.fields import argument
+from madmax_lib.base.fields import argument
+from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.runs import testbed
 from madmax_lib.runs.checks import deepspeed_locks
 from madmax_lib.runs.data.batches import Data

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.atomic import write_text
+from madmax_lib.base.atomic import write_text
 from madmax_lib.runs.spec import RunSpec
 
 __all__ = ["COLUMNS", "PHASES", "Resolved", "Run", "read_json", "read_run", "read_runs", "read_spec", "read_steps"]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.read import PHASES, read_run, write_json
-from madmax_lib.specs import Transformer
 
 __all__ = ["PROFILED", "counted_steps", "flops_per_sample", "write_summary"]
 

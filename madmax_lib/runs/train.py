@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.profiler import record_function
 
-from madmax_lib.atomic import replacing, write_text
+from madmax_lib.base.atomic import replacing, write_text
 from madmax_lib.runs import read, testbed
 from madmax_lib.runs.data.batches import Data, draw_ahead
 from madmax_lib.runs.directory import last_checkpoint

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from madmax_lib.doors import open_room
+from madmax_lib.base.doors import open_room
 
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from madmax_lib.case import Case as Case
-    from madmax_lib.collectives import MeasuredCollectives as MeasuredCollectives
+    from madmax_lib.catalog.measured_collectives import MeasuredCollectives as MeasuredCollectives
+    from madmax_lib.plan.case import Case as Case
     from madmax_lib.simulator.estimate import estimate as estimate
     from madmax_lib.simulator.memory.memory import (
         by_phase as by_phase,
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     )
     from madmax_lib.simulator.offload.fits import fits as fits, largest_model as largest_model, moments as moments
     from madmax_lib.simulator.offload.placement import METHODS as METHODS, Policy as Policy
+    from madmax_lib.simulator.power import power_phases as power_phases, step_energy as step_energy
     from madmax_lib.simulator.rates.parameters import Parameters as Parameters, bounds as bounds, shipped as shipped
     from madmax_lib.simulator.simulate import simulate as simulate
-    from madmax_lib.simulator.step.power import power_phases as power_phases, step_energy as step_energy
-    from madmax_lib.simulator.step.step_time import step_time as step_time
+    from madmax_lib.simulator.steady.step_time import step_time as step_time
 
 __all__ = open_room(__name__)

@@ -11,22 +11,22 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.case import Case
-from madmax_lib.fields import argument
-from madmax_lib.plan import Plan, plans_of
-from madmax_lib.plan_rules import enforce
-from madmax_lib.plans import legal, rules_of
+from madmax_lib.base.fields import argument
+from madmax_lib.catalog.models import DLRM, Cluster, Model
+from madmax_lib.catalog.software import Software
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.legal import legal
+from madmax_lib.plan.plan import Plan, plans_of
+from madmax_lib.plan.rules import enforce, rules_of
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import table_peak_bytes, usable_bytes
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy
 from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped, software_of
-from madmax_lib.simulator.step.alike import kinds_of
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.step_time import PARTS, bodies_of, step_time
-from madmax_lib.simulator.step.uncertainty import log_width
-from madmax_lib.software import Software
-from madmax_lib.specs import DLRM, Cluster, Model
+from madmax_lib.simulator.steady.alike import kinds_of
+from madmax_lib.simulator.steady.step_time import PARTS, bodies_of, step_time
+from madmax_lib.simulator.uncertainty import log_width
 
 __all__ = ["estimate"]
 

@@ -6,27 +6,26 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from madmax_lib.case import Case
-from madmax_lib.collectives import MeasuredCollectives
-from madmax_lib.fields import argument, whole
-from madmax_lib.plan import Plan
-from madmax_lib.plan_rules import enforce
-from madmax_lib.plans import rules_of
+from madmax_lib.base.fields import argument, whole
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.catalog.measured_collectives import MeasuredCollectives
+from madmax_lib.catalog.models import DLRM, Cluster, Model, Transformer
+from madmax_lib.catalog.software import Software
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
+from madmax_lib.plan.rules import enforce, rules_of
+from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.costs.prices import Prices
+from madmax_lib.simulator.events.engine import Program, received, run_apart, share, to_timeline
+from madmax_lib.simulator.events.layout import StepBuilder
+from madmax_lib.simulator.events.passes import MicroBatch
 from madmax_lib.simulator.layers.transformer import chunk_blocks
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy
 from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped, software_of
 from madmax_lib.simulator.rates.topology import Groups, member_name
-from madmax_lib.simulator.schedule.engine import Program, received, run_apart, share, to_timeline
-from madmax_lib.simulator.schedule.layout import StepBuilder
-from madmax_lib.simulator.schedule.passes import MicroBatch
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.prices import Prices
-from madmax_lib.software import Software
-from madmax_lib.specs import DLRM, Cluster, Model, Transformer
-from madmax_lib.timeline import Meta, Timeline
-from madmax_lib.units import NS_PER_S
+from madmax_lib.timeline.timeline import Meta, Timeline
 
 __all__ = ["simulate"]
 
@@ -63,7 +62,7 @@ def simulate(
     Raises ValueError, in the field's words, for a plan that cannot be laid over model and cluster.
     See also: mm.estimate, mm.breakdown, mm.plot_timeline, mm.export_trace.
 
-    >>> from madmax_lib.catalog import cluster, model
+    >>> from madmax_lib.catalog.tables import cluster, model
     >>> step = simulate(model("gpt2"), cluster("dgx-a100", nodes=16), Plan(dp=64, pp=2), global_batch=128)
     >>> {rank: len(devices) for rank, devices in step.meta.represents.items()}
     {0: 64, 64: 64}

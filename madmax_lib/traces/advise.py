@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from madmax_lib.accounting import breakdown, exposed_s
-from madmax_lib.fields import argument
-from madmax_lib.kinds import POINT_TO_POINT
-from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.base.fields import argument
+from madmax_lib.base.units import format_bytes, format_s
+from madmax_lib.timeline.accounting import breakdown, exposed_s
+from madmax_lib.timeline.kinds import POINT_TO_POINT
+from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import arrivals, calls, unseen_waits
 from madmax_lib.traces.stragglers import stragglers
 from madmax_lib.traces.waits.idle import idle, launch_bound
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.traces.waits.step_times import steady
-from madmax_lib.units import format_bytes, format_s
 
 __all__ = ["COLUMNS", "advise"]
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 
-from madmax_lib.intervals import pack, total
-from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.base.intervals import pack, total
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.waits.dependencies import Graph, dependency_graph
 from madmax_lib.traces.waits.idle import launch_bound
 from madmax_lib.traces.waits.launch import launches
 from madmax_lib.traces.waits.links import transfer_times
 from madmax_lib.traces.waits.step_times import usual_step
-from madmax_lib.units import NS_PER_S
 
 __all__ = ["PATH_KINDS", "critical_path", "faster_kinds", "launch_gain", "path_share", "what_if"]
 

@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.accounting import rank_breakdown
-from madmax_lib.fields import argument
-from madmax_lib.kinds import collective_names, collectives_of
-from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline
-from madmax_lib.units import NS_PER_S
+from madmax_lib.base.fields import argument
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.timeline.accounting import rank_breakdown
+from madmax_lib.timeline.kinds import collective_names, collectives_of
+from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Timeline
 
 __all__ = ["align_ranks", "align_steps", "compare", "compare_ops", "op_classes", "op_names"]
 

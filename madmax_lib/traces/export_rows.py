@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline
+from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Timeline
 from madmax_lib.traces.read.events import FAR_NS
 from madmax_lib.traces.read.kernel_names import written_names
 from madmax_lib.traces.read.steps import assign_steps

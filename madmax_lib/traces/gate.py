@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from madmax_lib.fields import argument, number
-from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.base.fields import argument, number
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.diff import op_names
 from madmax_lib.traces.operators.memory import peak
 from madmax_lib.traces.waits.step_times import steps
-from madmax_lib.units import NS_PER_S
 
 __all__ = ["GateResult", "gate"]
 

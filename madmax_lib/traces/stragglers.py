@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import arrivals
 from madmax_lib.traces.waits.operations import operations
 from madmax_lib.traces.waits.without_stragglers import what_if_no_stragglers

@@ -1,11 +1,14 @@
 """How does it look? Pictures, widgets, notebooks run headless, pages and reports: everything that draws."""
 
-from madmax_lib.doors import open_room
+from madmax_lib.base.doors import open_room
 
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from madmax_lib.calibration.run_tables import memory_table as memory_table, trace_breakdowns as trace_breakdowns
+    from madmax_lib.calibration.published.run_tables import (
+        memory_table as memory_table,
+        trace_breakdowns as trace_breakdowns,
+    )
     from madmax_lib.view.explore.perfetto import view_in_perfetto as view_in_perfetto
     from madmax_lib.view.explore.space_explorer import SpaceExplorer as SpaceExplorer
     from madmax_lib.view.explore.step_explorer import StepExplorer as StepExplorer

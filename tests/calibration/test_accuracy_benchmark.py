@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from madmax_lib.datasets import PROJECT
+from madmax_lib.catalog.datasets import PROJECT
 
 SETS = ("fitted sources, each left out", "sources never fitted", "layouts of one stack")
 

@@ -11,13 +11,13 @@ from support import CPU_CONSTANTS
 
 import madmax_lib as mm
 from madmax_lib.calibration import calibrate, compared
-from madmax_lib.calibration.compared import case_of, predicted
-from madmax_lib.calibration.machine import Machine, machine, parts_of
-from madmax_lib.collectives import MeasuredCollectives
+from madmax_lib.calibration.machine.compared import case_of, predicted
+from madmax_lib.calibration.machine.machine import Machine, machine, parts_of
+from madmax_lib.catalog.measured_collectives import MeasuredCollectives
+from madmax_lib.catalog.models import Cluster, Device, Link
 from madmax_lib.runs.read import write_json
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import start
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.specs import Cluster, Device, Link
 
 calibrating = sys.modules[calibrate.__module__]  # the room has the call under this name
 comparing = sys.modules[compared.__module__]

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.calibration.compared import case_of
-from madmax_lib.calibration.expect import VERDICTS, expect, verdicts
-from madmax_lib.calibration.published_rows import model_flops, read_rows
-from madmax_lib.case import Case
-from madmax_lib.catalog import table
-from madmax_lib.datasets import PROJECT
+from madmax_lib.calibration.machine.compared import case_of
+from madmax_lib.calibration.published.rows import model_flops, read_rows
+from madmax_lib.calibration.verdict.expect import VERDICTS, expect, verdicts
+from madmax_lib.catalog.datasets import PROJECT
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog.tables import table
+from madmax_lib.plan.case import Case
 from madmax_lib.runs.read import read_run
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.specs import Transformer
 
 RUN = ("llama3-8b", "dgx-h100", "dp8.z3.full")
 HOW = {"global_batch": 32, "software": "torchtitan"}

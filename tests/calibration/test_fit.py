@@ -5,9 +5,9 @@ import pandas as pd
 import pytest
 
 from madmax_lib.calibration.fit import _free_constants, _LeastSquares, fingerprint, fit, slowness
-from madmax_lib.calibration.published_rows import to_steps
+from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, start
-from madmax_lib.simulator.step.step_time import step_time
+from madmax_lib.simulator.steady.step_time import step_time
 
 VTRAIN = ["gemm_efficiency:ampere-16", "unfused_efficiency", "softmax_factor", "pointwise_factor:deepspeed"]
 VTRAIN += ["weight_bytes:deepspeed", "link_share:nvlink3", "network_share:ib", "gemm_bytes"]

@@ -8,8 +8,8 @@ import pytest
 
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import fit, usable
-from madmax_lib.calibration.identifiability import STATES, constants_of, leverage, scaled, strongest_pairs
-from madmax_lib.calibration.published_rows import read_rows, to_steps
+from madmax_lib.calibration.judge.identifiability import STATES, constants_of, leverage, scaled, strongest_pairs
+from madmax_lib.calibration.published.rows import read_rows, to_steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped, start
 
 NAMES = ("gemm_efficiency:ampere-16", "network_share:ib", "contention")

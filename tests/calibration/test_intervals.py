@@ -5,13 +5,13 @@ import pandas as pd
 import pytest
 from scipy.stats import norm, t
 
-from madmax_lib.calibration import intervals
 from madmax_lib.calibration.bayes import gradient
-from madmax_lib.calibration.identifiability import scaled
-from madmax_lib.calibration.published_rows import to_steps
+from madmax_lib.calibration.judge import intervals
+from madmax_lib.calibration.judge.identifiability import scaled
+from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.simulator.rates.parameters import bounds, shipped
-from madmax_lib.simulator.step.step_time import step_time
-from madmax_lib.simulator.step.uncertainty import COMPONENTS, components
+from madmax_lib.simulator.steady.step_time import step_time
+from madmax_lib.simulator.uncertainty import COMPONENTS, components
 
 
 def table(errors, sources, **fields):

@@ -12,17 +12,18 @@ from support import CPU_CONSTANTS
 
 import madmax_lib as mm
 from madmax_lib.__main__ import main
-from madmax_lib.calibration import fit, machine_page, predict, run_rows
-from madmax_lib.calibration.calibrate import calibrate
-from madmax_lib.calibration.machine import Machine, fit_constants, link_rates, machine, parts_of
-from madmax_lib.calibration.published_rows import read_rows
-from madmax_lib.case import Case
-from madmax_lib.datasets import PROJECT
+from madmax_lib.calibration import fit, predict, run_rows
+from madmax_lib.calibration.machine.calibrate import calibrate
+from madmax_lib.calibration.machine import machine_page
+from madmax_lib.calibration.machine.machine import Machine, fit_constants, link_rates, machine, parts_of
+from madmax_lib.calibration.published.rows import read_rows
+from madmax_lib.catalog.datasets import PROJECT
+from madmax_lib.catalog.models import Cluster, Device, Link
+from madmax_lib.plan.case import Case
 from madmax_lib.runs import RunSpec
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import peak_bytes
 from madmax_lib.simulator.rates.parameters import start
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.specs import Cluster, Device, Link
 
 CPU = Device("some cpu", 8e9, 2e10, {"fp32": 6e10}, family="cpu", process_bytes=1e8)
 TESTBED = Cluster("testbed", CPU, 1, 2, Link("loopback", 5e9), Link("ethernet", 37e6))

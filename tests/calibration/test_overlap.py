@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.calibration.overlap import overlap_errors, overlap_facts
-from madmax_lib.datasets import PROJECT
+from madmax_lib.calibration.judge.overlap import overlap_errors, overlap_facts
+from madmax_lib.catalog.datasets import PROJECT
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import pytest
 from support import local_or_skip
 
 from madmax_lib import catalog
-from madmax_lib.calibration.published_rows import model_flops, read_rows, to_steps
+from madmax_lib.calibration.published.rows import model_flops, read_rows, to_steps
 from madmax_lib.simulator.rates.parameters import start
-from madmax_lib.simulator.step.step_time import step_time
+from madmax_lib.simulator.steady.step_time import step_time
 
 SHAPE = {"layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096, "vocab": 32000, "seq_len": 2048}
 RUN = {"gpu": "A100-80GB", "n_gpus": 8, "tp": 2, "pp": 2, "dp": 2, "cp": 1, "micro_batch": 1, "global_batch": 16}

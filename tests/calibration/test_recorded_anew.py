@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.collectives import MeasuredCollectives
-from madmax_lib.datasets import PROJECT
+from madmax_lib.catalog.datasets import PROJECT
+from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from tests.support import needs_namespaces
 
 RECORDED, NETWORK, RATE = PROJECT / "traces" / "testbed", "300mbit", 300e6 / 8

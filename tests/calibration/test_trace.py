@@ -9,14 +9,14 @@ from support import local_or_skip, make_timeline
 import madmax_lib as mm
 from madmax_lib import catalog
 from madmax_lib.calibration.trace import fit_timeline, kernel_seconds, kernel_timeline
-from madmax_lib.case import Case
-from madmax_lib.datasets import PROJECT
-from madmax_lib.plan import Plan
+from madmax_lib.catalog.datasets import PROJECT
+from madmax_lib.catalog.models import Cluster, Device, Link, Transformer
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.step_time import step_time
-from madmax_lib.specs import Cluster, Device, Link, Transformer
+from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.traces.read.kineto import read_trace
 
 MODEL, CLUSTER = mm.model("gpt2-large"), mm.cluster("dgx-h100")

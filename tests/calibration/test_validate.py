@@ -9,15 +9,15 @@ import pytest
 from support import local_or_skip
 
 from madmax_lib import catalog
-from madmax_lib.calibration.expect import VERDICTS
 from madmax_lib.calibration.fit import known_rows, slowness
-from madmax_lib.calibration.intervals import coverage, coverage_by_class, spread
-from madmax_lib.calibration.published_rows import to_steps
-from madmax_lib.calibration.validate import baseline, confusion, errors, folds, layout_ranks, predict, score
-from madmax_lib.datasets import PROJECT
+from madmax_lib.calibration.judge.intervals import coverage, coverage_by_class, spread
+from madmax_lib.calibration.judge.validate import baseline, confusion, errors, folds, layout_ranks, predict, score
+from madmax_lib.calibration.published.rows import to_steps
+from madmax_lib.calibration.verdict.expect import VERDICTS
+from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
-from madmax_lib.simulator.step.step_time import step_time
-from madmax_lib.simulator.step.uncertainty import log_width
+from madmax_lib.simulator.steady.step_time import step_time
+from madmax_lib.simulator.uncertainty import log_width
 
 PAGE = PROJECT / "docs" / "how-accurate-is-it.md"
 PAGE_KINDS = {

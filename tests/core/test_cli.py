@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 from madmax_lib.__main__ import main
-from madmax_lib.datasets import PROJECT, dataset
+from madmax_lib.catalog.datasets import PROJECT, dataset
 from madmax_lib.view.notebooks.page import Result
 from madmax_lib.view.notebooks.runner import _own, notebooks, run_notebook
 

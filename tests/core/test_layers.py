@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import madmax_lib
-from madmax_lib.datasets import PROJECT
+from madmax_lib.catalog.datasets import PROJECT
 
 PACKAGE = Path(madmax_lib.__file__).parent
 LAYERS = [

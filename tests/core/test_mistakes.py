@@ -10,8 +10,8 @@ import pytest
 
 import madmax_lib as mm
 from madmax_lib.__main__ import main
-from madmax_lib.datasets import PROJECT
-from madmax_lib.specs import Device, Transformer
+from madmax_lib.catalog.datasets import PROJECT
+from madmax_lib.catalog.models import Device, Transformer
 
 MODEL, CLUSTER, PLAN = "llama3-8b", "dgx-h100", "dp8.z3"
 

@@ -6,7 +6,7 @@ import tomllib
 import yaml
 
 from madmax_lib import __version__
-from madmax_lib.datasets import PROJECT
+from madmax_lib.catalog.datasets import PROJECT
 
 WORD = re.compile(r"^([A-Za-z0-9._-]+)\s*(.*)$")
 

@@ -11,12 +11,12 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.case import Case
-from madmax_lib.fields import shown, whole
+from madmax_lib.base.fields import shown, whole
+from madmax_lib.catalog.models import DLRM, Transformer
+from madmax_lib.plan.case import Case
 from madmax_lib.planner import Space, codesign, lever_table, training, variants
 from madmax_lib.planner.space import Degrees, sharding_choices
 from madmax_lib.simulator import Parameters, Policy, moments, usable_bytes
-from madmax_lib.specs import DLRM, Transformer
 
 MODEL, CLUSTER, PLAN, BATCH = "gpt2", "dgx-a100", "dp8.z1", {"global_batch": 64}
 NAN, INF = float("nan"), float("inf")
@@ -336,7 +336,7 @@ def test_adapters_of_a_higher_rank_take_longer():
 
 
 def test_every_part_of_a_plan_is_in_its_help():
-    from madmax_lib.plan import _NUMBERS, _WORDS
+    from madmax_lib.plan.plan import _NUMBERS, _WORDS
 
     missing = [part for part in [*(f"{name}N" for name in _NUMBERS), *_WORDS, "zpp"] if part not in mm.Plan.__doc__]
     assert not missing

@@ -4,11 +4,11 @@ import math
 
 import pandas as pd
 
-from madmax_lib.case import Case
-from madmax_lib.plan import Plan
+from madmax_lib.catalog.models import Model
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.layers.ops import Block, Comm, Op, mirror, phases
 from madmax_lib.simulator.layers.transformer import chunk_blocks
-from madmax_lib.specs import Model
 
 _COLUMNS = ["stage", "block", "op", "phase", "kind", "wide", "stream", "flops", "read_bytes", "written_bytes",
             "collective", "group", "size_bytes"]  # fmt: skip

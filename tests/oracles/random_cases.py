@@ -3,9 +3,9 @@
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.case import Case
-from madmax_lib.plan import Plan
-from madmax_lib.plan_rules import enforce, rules_of
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
+from madmax_lib.plan.rules import enforce, rules_of
 
 # fixed and in this order, so that a model more in the catalog leaves the draws as they are
 _DRAWN = """

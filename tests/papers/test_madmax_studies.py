@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from support import local_or_skip
 
-from madmax_lib.catalog import cluster
+from madmax_lib.catalog.tables import cluster
 from madmax_lib.papers.madmax import studies
 from madmax_lib.papers.madmax.model import evaluate
 from madmax_lib.papers.madmax.rules import STRATEGIES

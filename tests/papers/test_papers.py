@@ -17,8 +17,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from madmax_lib.atomic import replacing
-from madmax_lib.datasets import PROJECT
+from madmax_lib.base.atomic import replacing
+from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.papers.madmax import studies as madmax_studies
 from madmax_lib.papers.madmax.suite import published
 from madmax_lib.papers.metis import studies as metis_study

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from support import local_or_skip
 
-from madmax_lib.accounting import breakdown
 from madmax_lib.papers.madmax.layers import _rates_of
 from madmax_lib.papers.madmax.model import cloud_cost, evaluate, timeline
 from madmax_lib.papers.madmax.rules import GLOBAL, INTRA, STRATEGIES, MadmaxRules, parse_classes, parse_rules
 from madmax_lib.papers.madmax.suite import suite, systems
+from madmax_lib.timeline.accounting import breakdown
 
 NAMES = ["DLRM-A", "DLRM-B", "DLRM-A MoE", "DLRM-B Transformer", "GPT-3", "LLaMA-65B", "LLaMA2-70B 4K"]
 NAMES += ["LLM-MoE 1.8T", "ViT-10B"]

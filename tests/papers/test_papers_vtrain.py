@@ -9,8 +9,7 @@ import pandas as pd
 import pytest
 from support import local_or_skip
 
-from madmax_lib.accounting import breakdown
-from madmax_lib.catalog import device
+from madmax_lib.catalog.tables import device
 from madmax_lib.papers import vtrain
 from madmax_lib.papers.vtrain import RINGS, Config, Nccl, fit, predict
 from madmax_lib.papers.vtrain.comm import gradient_s, send_s, tensor_s
@@ -18,6 +17,7 @@ from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, TABLE, Sizes, s
 from madmax_lib.papers.vtrain.fit import CONSTANTS, GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.formulas import Formulas, cross_validate, fit_formulas, operator_s, step_s
 from madmax_lib.papers.vtrain.graph import Operators
+from madmax_lib.timeline.accounting import breakdown
 
 CLASSIC = replace(RELEASED, recompute="none")  # what vTrain's single-node table was made by
 MIB = 2**20

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 from support import local_or_skip
 
-from madmax_lib.accounting import breakdown
 from madmax_lib.papers import vtrain
 from madmax_lib.papers.origin import read_table
 from madmax_lib.papers.vtrain import Config
@@ -26,6 +25,7 @@ from madmax_lib.papers.vtrain.studies import (
     rule_effects,
     seed_steps,
 )
+from madmax_lib.timeline.accounting import breakdown
 
 # --- MT-NLG and the compute-optimal model
 

@@ -8,20 +8,21 @@ import pytest
 
 import madmax_lib as mm
 from madmax_lib import plan_flags
-from madmax_lib.case import Case
-from madmax_lib.plan import Plan
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import Plans
+from madmax_lib.plan.legal import legal
+from madmax_lib.plan.plan import Plan
+from madmax_lib.plan.rules import STATED
 from madmax_lib.plan_flags.write import STACKS
-from madmax_lib.plan_rules import STATED
 from madmax_lib.planner import Space, plan_of
 from madmax_lib.planner.answer import _chances, _limits, _reasons
 from madmax_lib.planner.evaluate import WAY
-from madmax_lib.plans import Plans, legal
 from madmax_lib.simulator import Parameters
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import table_peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import shipped
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.step_time import step_time
-from madmax_lib.simulator.step.uncertainty import components, shared_errors
+from madmax_lib.simulator.steady.step_time import step_time
+from madmax_lib.simulator.uncertainty import components, shared_errors
 
 MODEL, CLUSTER, BATCH = mm.model("llama2-13b"), mm.cluster("dgx-h100", nodes=4), 256
 

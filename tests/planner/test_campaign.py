@@ -8,11 +8,11 @@ import pytest
 
 import madmax_lib as mm
 from madmax_lib.__main__ import main
-from madmax_lib.case import Case
-from madmax_lib.plan import Plan
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
 from madmax_lib.plan_flags.write import STACKS
 from madmax_lib.planner import Goodput, campaign, practice, published_totals
-from madmax_lib.planner.campaign import _Job, _left
+from madmax_lib.planner.money.campaign import _Job, _left
 
 LLAMA = 405.85e9
 

@@ -3,7 +3,7 @@
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.planner.compare import lever_table, variants
+from madmax_lib.planner.money.compare import lever_table, variants
 from madmax_lib.simulator.memory.memory import peak_bytes
 
 GPT, NODE = mm.model("gpt2-xl"), mm.cluster("dgx-1-v100", nodes=1)

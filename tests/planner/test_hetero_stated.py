@@ -14,9 +14,9 @@ from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero import Profiles
 from madmax_lib.planner.hetero.profiles import LayerProfile
 from madmax_lib.planner.hetero.stated import _cases, _prices
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import shipped
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.pieces import pieces_of
+from madmax_lib.simulator.steady.pieces import pieces_of
 
 ROW = {"model": "tiny", "layers": 6, "hidden": 512, "heads": 8, "vocab": 32000, "seq_len": 512, "n_gpus": 8,
        "software": "megatron-deepspeed", "precision": "fp16", "recompute": "none", "tp": 1, "pp": 4, "dp": 2,

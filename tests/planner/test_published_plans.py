@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.plan import Plan
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.plan.plan import Plan
 from madmax_lib.planner import Space
-from madmax_lib.specs import Transformer
 
 BLOOM = Transformer("bloom", layers=70, hidden=14336, heads=112, ffn=57344, vocab=250880, sequence=2048)
 NEMOTRON = Transformer("nemotron-4-340b", layers=96, hidden=18432, heads=96, kv_heads=8, ffn=73728, vocab=256000,

@@ -13,7 +13,7 @@ from support import launched, plans_of_space as plans
 
 import madmax_lib as mm
 from madmax_lib import memory, search
-from madmax_lib.datasets import PROJECT
+from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.planner import (
     Goodput,
     Space,
@@ -23,13 +23,13 @@ from madmax_lib.planner import (
     practice,
     training,
 )
-from madmax_lib.planner.codesign import _RESOURCES, scaled
 from madmax_lib.planner.distribute import _on_workers
 from madmax_lib.planner.evaluate import _OBJECTIVES
+from madmax_lib.planner.money.codesign import _RESOURCES, scaled
 from madmax_lib.simulator import peak_bytes, usable_bytes
+from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.rates.parameters import shipped
-from madmax_lib.simulator.step.power import device_energy_j
-from madmax_lib.simulator.step.step_time import PARTS
+from madmax_lib.simulator.steady.step_time import PARTS
 
 MODEL = replace(mm.model("gpt2-large"), layers=12, heads=8, kv_heads=8, head_dim=160)
 NODE = mm.cluster("dgx-a100", nodes=1)

@@ -7,8 +7,8 @@ import pytest
 from support import plans_of_space as plans
 
 import madmax_lib as mm
-from madmax_lib.case import Case
-from madmax_lib.plan import Plan
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
 from madmax_lib.planner.space import Degrees, Space, legal_degrees, pass_choices
 
 MODEL = replace(mm.model("gpt2-large"), layers=12, heads=8, kv_heads=8, head_dim=160)

@@ -11,8 +11,9 @@ from scipy.special import ndtr
 from support import local_or_skip
 
 import madmax_lib as mm
-from madmax_lib.planner import Tuner, surrogate
-from madmax_lib.planner.surrogate import Candidates, beliefs
+from madmax_lib.planner import Tuner
+from madmax_lib.planner.tuner import surrogate
+from madmax_lib.planner.tuner.surrogate import Candidates, beliefs
 
 CASE = {"model": "gpt2-large", "cluster": "dgx-a100", "global_batch": 64}
 PLANS = [f"dp8.z{zero}.mb{micro}" for zero in range(4) for micro in (1, 2, 4, 8)] + ["dp4.tp2", "dp2.tp4", "dp4.pp2"]
@@ -289,7 +290,7 @@ def test_workers_try_plans_side_by_side(dask_client):
 
 def test_runs_are_launched_with_the_micro_batch_of_the_plan(tmp_path, monkeypatch):
     """The median of the steps counts; a run that ran out of memory is a failure. The plans are those that can run."""
-    module, specs = importlib.import_module("madmax_lib.planner.tune"), []
+    module, specs = importlib.import_module("madmax_lib.planner.tuner.tune"), []
 
     def start(spec, directory, check):
         specs.append(spec)

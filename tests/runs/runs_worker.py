@@ -23,7 +23,7 @@ from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from madmax_lib.plan import Plan
+from madmax_lib.plan.plan import Plan
 from madmax_lib.runs.parallel import mesh, trainer
 from madmax_lib.runs.settings import Settings
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from madmax_lib.plan import Plan
+from madmax_lib.plan.plan import Plan
 from madmax_lib.runs import checks
 from madmax_lib.runs.model import models
 from madmax_lib.runs.settings import Settings

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from madmax_lib.plan import Plan
+from madmax_lib.plan.plan import Plan
 from madmax_lib.runs import RunSpec, launch, read_run
 from madmax_lib.runs.parallel import deepspeed
 from madmax_lib.runs.settings import Settings

@@ -15,7 +15,7 @@ from oracles.op_table import ops
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from madmax_lib.plan import Plan
+from madmax_lib.plan.plan import Plan
 from madmax_lib.runs.model import models
 from madmax_lib.runs.parallel import mesh
 from madmax_lib.runs.parallel.gradients import LossScale

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from madmax_lib.datasets import PROJECT
+from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.runs.launch import prepare
 from madmax_lib.runs.read import COLUMNS, read_run, read_runs, read_steps, runs_table, write_json
 from madmax_lib.runs.spec import RunSpec

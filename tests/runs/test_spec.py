@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from madmax_lib.plan import Plan
+from madmax_lib.plan.plan import Plan
 from madmax_lib.runs.data.batches import DataWarning
 from madmax_lib.runs.launch import launch, prepare
 from madmax_lib.runs.spec import RunSpec, check

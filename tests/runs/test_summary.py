@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.read import with_nulls
 from madmax_lib.runs.summary import _summarise, counted_steps, flops_per_sample
-from madmax_lib.specs import Transformer
 
 FLOPS = {"forward": 1e9, "model": 3e9, "hardware": 4e9}
 

@@ -9,18 +9,18 @@ import pytest
 from oracles.random_cases import MODELS, STACKS, drawn_cases
 
 from madmax_lib import catalog
-from madmax_lib.case import Case
-from madmax_lib.datasets import PROJECT
-from madmax_lib.plan import Plan
-from madmax_lib.plan_layers import chunk_layers
+from madmax_lib.catalog.datasets import PROJECT
+from madmax_lib.catalog.models import Link
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.layers import chunk_layers
+from madmax_lib.plan.plan import Plan
+from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.events.engine import run
 from madmax_lib.simulator.memory.memory import held_layers
 from madmax_lib.simulator.rates.parameters import shipped
-from madmax_lib.simulator.schedule.engine import run
 from madmax_lib.simulator.simulate import _lay_out
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.stages import _layers_of_stages
-from madmax_lib.simulator.step.step_time import step_s
-from madmax_lib.specs import Link
+from madmax_lib.simulator.steady.stages import _layers_of_stages
+from madmax_lib.simulator.steady.step_time import step_s
 
 
 def on_a_cpu(case):

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 import madmax_lib as mm
-from madmax_lib.accounting import breakdown
+from madmax_lib.simulator.events.engine import Program, run, share, to_timeline
 from madmax_lib.simulator.rates.parameters import start
-from madmax_lib.simulator.schedule.engine import Program, run, share, to_timeline
-from madmax_lib.timeline import Meta
+from madmax_lib.timeline.accounting import breakdown
+from madmax_lib.timeline.timeline import Meta
 
 
 def program(ops):

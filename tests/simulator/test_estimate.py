@@ -9,15 +9,15 @@ from oracles.random_cases import STACKS, drawn_cases
 
 import madmax_lib as mm
 from madmax_lib import catalog
-from madmax_lib.case import Case
-from madmax_lib.plan import Plan
-from madmax_lib.plans import Plans
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import Plans
+from madmax_lib.plan.plan import Plan
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.estimate import estimate
+from madmax_lib.simulator.events.engine import run
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, load, save, shipped
-from madmax_lib.simulator.schedule.engine import run
 from madmax_lib.simulator.simulate import _lay_out
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.step_time import PARTS, step_time
+from madmax_lib.simulator.steady.step_time import PARTS, step_time
 
 GPT = mm.model("gpt3-175b")
 CLUSTER = mm.cluster("dgx-a100", nodes=16)

@@ -10,8 +10,9 @@ from support import local_or_skip
 
 import madmax_lib as mm
 from madmax_lib import catalog
-from madmax_lib.case import Case
+from madmax_lib.catalog.models import Cluster, Host, Link, Transformer
 from madmax_lib.papers.studies.memory_wall import shape as seed_model
+from madmax_lib.plan.case import Case
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.offload.fits import fits, gpt_shape, largest_model
 from madmax_lib.simulator.offload.hosts import host_of
@@ -24,7 +25,6 @@ from madmax_lib.simulator.offload.placement import (
     bytes_by_place,
     split_of,
 )
-from madmax_lib.specs import Cluster, Host, Link, Transformer
 
 V100 = replace(mm.cluster("dgx-2"), devices_per_node=1)
 FOUR, EIGHT, H100 = mm.cluster("hetero-4xv100"), mm.cluster("patrickstar-8xv100"), mm.cluster("dgx-h100")

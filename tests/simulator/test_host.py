@@ -6,8 +6,8 @@ import pytest
 
 import madmax_lib as mm
 from madmax_lib import catalog
+from madmax_lib.catalog.models import Cluster, Device, Link, Transformer
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
-from madmax_lib.specs import Cluster, Device, Link, Transformer
 
 CPU = Device("core", 64e9, 2e10, {"fp32": 1e11, "bf16": 1e11}, family="cpu")
 GPT = Transformer("gpt", layers=6, hidden=512, heads=8, ffn=2048, sequence=128, vocab=512)

@@ -12,14 +12,15 @@ from support import local_or_skip, passes_held
 
 import madmax_lib as mm
 from madmax_lib import catalog
-from madmax_lib.calibration.published_rows import read_rows
-from madmax_lib.calibration.validate import _held
-from madmax_lib.case import Case
-from madmax_lib.plans import Plans, legal
+from madmax_lib.calibration.judge.validate import _held
+from madmax_lib.calibration.published.rows import read_rows
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import Plans
+from madmax_lib.plan.legal import legal
 from madmax_lib.simulator.memory.activations import in_flight, layer_bytes
 from madmax_lib.simulator.memory.memory import PHASES, held_layers, memory, peak_bytes, stage_bytes, usable_bytes
 from madmax_lib.simulator.memory.states import default_software
-from madmax_lib.specs import Transformer
 
 GPT = Transformer("gpt", layers=8, hidden=512, heads=8, ffn=2048, sequence=256, vocab=1024)
 LLAMA = Transformer("llama", layers=8, hidden=512, heads=8, kv_heads=2, ffn=1408, sequence=256, vocab=1024, gated=True,

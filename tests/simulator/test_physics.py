@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from oracles.random_cases import STACKS, drawn_cases
 
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.step_time import COMMUNICATION, PARTS, step_s, step_time
+from madmax_lib.simulator.steady.step_time import COMMUNICATION, PARTS, step_s, step_time
 
 KINDS = ["ordinary", "random", "software"]
 COUNT = 2600

@@ -7,14 +7,14 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.case import Case
-from madmax_lib.collectives import MeasuredCollectives
-from madmax_lib.plans import Plans
+from madmax_lib.catalog.measured_collectives import MeasuredCollectives
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import Plans
+from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.costs.layer_time import beside_exchanges
+from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.rates.compute import attention_flops
 from madmax_lib.simulator.rates.parameters import Parameters, load, save, start
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.layer_time import beside_exchanges
-from madmax_lib.simulator.step.prices import Prices
 
 CLUSTER = mm.cluster("dgx-a100", nodes=16)
 TABLE = pd.DataFrame({"size_bytes": [1e6, 1e8, 1e9], "seconds": [1e-4, 1e-3, 5e-3]})

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from support import passes_held
 
-from madmax_lib.simulator.schedule.engine import Program, run
-from madmax_lib.simulator.schedule.schedules import dependency, in_order, order
+from madmax_lib.simulator.events.engine import Program, run
+from madmax_lib.simulator.events.schedules import dependency, in_order, order
 
 
 def step_s(schedule, pp, micro_batches, chunks=1, forward=1.0, backward=2.0, weight=0.0):

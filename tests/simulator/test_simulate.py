@@ -8,18 +8,18 @@ from oracles.op_table import blocks
 from support import core_flops
 
 import madmax_lib as mm
-from madmax_lib.case import Case
-from madmax_lib.kinds import collective_names
-from madmax_lib.plans import owned
+from madmax_lib.catalog.models import Cluster, Device, Link, Transformer
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import owned
+from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.costs.prices import Prices
+from madmax_lib.simulator.events.engine import run
+from madmax_lib.simulator.events.layout import StepBuilder
+from madmax_lib.simulator.events.passes import MicroBatch
 from madmax_lib.simulator.layers.ops import Block, gemm, precision
 from madmax_lib.simulator.rates.compute import optimizer_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.schedule.engine import run
-from madmax_lib.simulator.schedule.layout import StepBuilder
-from madmax_lib.simulator.schedule.passes import MicroBatch
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.prices import Prices
-from madmax_lib.specs import Cluster, Device, Link, Transformer
+from madmax_lib.timeline.kinds import collective_names
 
 DEVICE = Device("ideal", 1e12, 1e30, {"bf16": 1.0, "fp32": 1.0})
 CLUSTER = Cluster("c", DEVICE, 8, 8, Link("in", 1e30), Link("out", 1e30))

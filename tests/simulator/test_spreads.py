@@ -9,10 +9,10 @@ from oracles.random_cases import drawn_cases
 import madmax_lib as mm
 from madmax_lib import catalog
 from madmax_lib.planner.space import Space
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import memory, peak_bytes
 from madmax_lib.simulator.rates.parameters import shipped
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.step_time import step_s as closed_s
+from madmax_lib.simulator.steady.step_time import step_s as closed_s
 
 MODEL, CLUSTER, PLAN = "mixtral-8x7b", mm.cluster("dgx-h100", nodes=4), "dp32.ep8.z1.full"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.simulator.step.power import ERROR, device_energy_j, power_phases, step_energy
+from madmax_lib.simulator.power import ERROR, device_energy_j, power_phases, step_energy
 
 A100 = mm.cluster("dgx-a100-40")
 ROW = mm.estimate(mm.model("gpt2-large"), A100, mm.Plan.parse("dp8.mb8.full"), global_batch=64).iloc[0]

@@ -8,9 +8,9 @@ from oracles.op_table import blocks, ops
 from support import core_flops
 
 import madmax_lib as mm
-from madmax_lib.plan_layers import _stage_layers, chunk_layers
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.plan.layers import _stage_layers, chunk_layers
 from madmax_lib.simulator.layers.ops import backward, gemm, precision
-from madmax_lib.specs import Transformer
 
 TINY = Transformer("tiny", layers=4, hidden=64, heads=4, ffn=256, sequence=128, vocab=512)
 GATED = Transformer("gated", 3, 64, 8, 192, 64, 256, kv_heads=2, gated=True, norm="rms", positions="rope",

@@ -7,7 +7,7 @@ from support import dataset_or_skip, lanes, local_or_skip, make_timeline, with_c
 
 import madmax_lib as mm
 from madmax_lib import Timeline, breakdown
-from madmax_lib.timeline import Meta
+from madmax_lib.timeline.timeline import Meta
 from madmax_lib.traces import advise, align, by_group
 from madmax_lib.traces.advise import COLUMNS
 

@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.datasets import dataset
-from madmax_lib.side_tables import SIDE_TABLES
+from madmax_lib.catalog.datasets import dataset
+from madmax_lib.timeline.side_tables import SIDE_TABLES
 from madmax_lib.traces.read import cache, kineto
 from madmax_lib.traces.read.events import TraceWarning
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from madmax_lib.datasets import dataset
+from madmax_lib.catalog.datasets import dataset
 from madmax_lib.traces.read import chrome
 from madmax_lib.traces.read.chrome import decode_pieces
 from madmax_lib.traces.read.event_columns import complete

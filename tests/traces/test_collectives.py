@@ -7,8 +7,8 @@ from support import dataset_or_skip, lanes, local_or_skip, make_timeline, with_c
 
 import madmax_lib as mm
 from madmax_lib import Timeline, breakdown, read_trace
-from madmax_lib.side_tables import SideTables
 from madmax_lib.simulator import Parameters
+from madmax_lib.timeline.side_tables import SideTables
 from madmax_lib.traces import by_group, calls, exchanges, exposed_by_collective, waiting
 
 AR = "ncclDevKernel_AllReduce"

@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 from support import lanes, local_or_skip, make_timeline, with_columns, with_tables
 
 import madmax_lib as mm
-from madmax_lib.datasets import PROJECT
-from madmax_lib.simulator.schedule.engine import Program, run, to_timeline
-from madmax_lib.timeline import Meta, Timeline
+from madmax_lib.catalog.datasets import PROJECT
+from madmax_lib.simulator.events.engine import Program, run, to_timeline
+from madmax_lib.timeline.timeline import Meta, Timeline
 from madmax_lib.traces import hta
 from madmax_lib.traces.critical_path import PATH_KINDS, critical_path, faster_kinds, launch_gain, path_share, what_if
 from madmax_lib.traces.read.kineto import read_trace

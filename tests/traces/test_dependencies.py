@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from support import lanes, make_timeline, with_tables
 
-from madmax_lib.timeline import Meta, Timeline
+from madmax_lib.timeline.timeline import Meta, Timeline
 from madmax_lib.traces.waits.dependencies import dependency_graph
 
 

@@ -5,10 +5,10 @@ from hypothesis import given, settings, strategies as st
 from support import local_or_skip, make_timeline
 
 import madmax_lib as mm
-from madmax_lib.accounting import breakdown
-from madmax_lib.datasets import PROJECT
-from madmax_lib.specs import Cluster, Device, Link, Transformer
-from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.catalog.datasets import PROJECT
+from madmax_lib.catalog.models import Cluster, Device, Link, Transformer
+from madmax_lib.timeline.accounting import breakdown
+from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces import hta
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, compare_ops, op_classes, op_names
 from madmax_lib.traces.read.kineto import read_trace

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from support import dataset_or_skip, lanes, make_timeline, with_columns
 
 from madmax_lib import Timeline, breakdown, export_trace, read_trace
-from madmax_lib.accounting import exposed_by_collective, rank_breakdown
-from madmax_lib.kinds import kernel_kinds
-from madmax_lib.simulator.schedule.engine import Program, to_timeline
-from madmax_lib.timeline import BUSY_KINDS, SPANS, Meta
+from madmax_lib.simulator.events.engine import Program, to_timeline
+from madmax_lib.timeline.accounting import exposed_by_collective, rank_breakdown
+from madmax_lib.timeline.kinds import kernel_kinds
+from madmax_lib.timeline.timeline import BUSY_KINDS, SPANS, Meta
 from madmax_lib.traces.read.kernel_names import original_name
 
 EXACT = [column for column in SPANS if column not in ("name", "correlation", "kind")]

@@ -8,8 +8,8 @@ import pytest
 from support import make_timeline, with_tables
 
 import madmax_lib as mm
-from madmax_lib.datasets import PROJECT
-from madmax_lib.timeline import Timeline
+from madmax_lib.catalog.datasets import PROJECT
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces import gate
 from madmax_lib.traces.gate import _holm
 from madmax_lib.traces.read.kineto import TraceWarning

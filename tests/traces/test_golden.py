@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from madmax_lib import breakdown, read_trace
-from madmax_lib.datasets import local_data
+from madmax_lib.catalog.datasets import local_data
 
 try:
     FOLDER, WHY = local_data("traces/golden.csv").parent, ""

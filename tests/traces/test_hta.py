@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import dataset_or_skip, local_or_skip
 
-from madmax_lib.accounting import breakdown
+from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.traces import hta
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import local_or_skip
 
-from madmax_lib.accounting import breakdown
+from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
 
 

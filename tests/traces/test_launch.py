@@ -9,9 +9,9 @@ from support import dataset_or_skip, local_or_skip, make_timeline, with_tables
 
 import madmax_lib as mm
 from madmax_lib import Timeline, breakdown, read_trace
-from madmax_lib.accounting import rank_breakdown
-from madmax_lib.side_tables import SideTables
-from madmax_lib.timeline import concat
+from madmax_lib.timeline.accounting import rank_breakdown
+from madmax_lib.timeline.side_tables import SideTables
+from madmax_lib.timeline.timeline import concat
 from madmax_lib.traces import hta, idle, launch_bound, launch_floor, launches, queue_length, queue_series, short_kernels
 from madmax_lib.traces.read.kineto import TraceWarning
 from madmax_lib.traces.waits.idle import _CAUSES

@@ -6,8 +6,8 @@ import pytest
 from support import dataset_or_skip, lanes, local_or_skip, make_timeline, with_columns, with_tables
 
 import madmax_lib as mm
-from madmax_lib.side_tables import SideTables
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline.side_tables import SideTables
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces import allocations, growth, held_at_peak, memory_timeline, peak
 from madmax_lib.traces.operators.memory import BEFORE
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support import local_or_skip
 
-from madmax_lib.accounting import breakdown
-from madmax_lib.intervals import pack, total
+from madmax_lib.base.intervals import pack, total
+from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.traces import launches, operators, read_trace
 from madmax_lib.traces.read.kineto import TraceWarning
 

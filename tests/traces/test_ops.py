@@ -6,7 +6,7 @@ import pytest
 from support import lanes, local_or_skip, make_timeline, with_columns, with_tables
 
 from madmax_lib import catalog, read_trace, simulate
-from madmax_lib.timeline import BUSY_KINDS, concat
+from madmax_lib.timeline.timeline import BUSY_KINDS, concat
 from madmax_lib.traces import hta
 from madmax_lib.traces.operators import ops, roofline
 from madmax_lib.traces.read.events import TraceWarning

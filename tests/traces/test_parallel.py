@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.datasets import dataset
+from madmax_lib.catalog.datasets import dataset
 from madmax_lib.traces.read import kineto, parallel
 from madmax_lib.traces.read.events import TraceWarning
 

@@ -8,8 +8,8 @@ import pytest
 
 from madmax_lib import runs
 from madmax_lib.__main__ import main
-from madmax_lib.datasets import dataset
-from madmax_lib.traces.ready import after_trace, hf_callback, lightning_callback, on_trace_ready
+from madmax_lib.catalog.datasets import dataset
+from madmax_lib.runs.ready import after_trace, hf_callback, lightning_callback, on_trace_ready
 
 LINE = r"madmax: rank 0, 2 steps of [\d.]+ \S+: no communication, \d+% idle, MFU unknown \(.*\)\n"
 

@@ -6,7 +6,7 @@ import pytest
 from support import local_or_skip, make_timeline, with_columns
 
 import madmax_lib as mm
-from madmax_lib.datasets import PROJECT
+from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.traces.critical_path import what_if
 from madmax_lib.traces.read.kineto import read_trace
 

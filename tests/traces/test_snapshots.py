@@ -23,8 +23,8 @@ from madmax_lib.traces import (
     snapshot_peak,
     snapshot_timeline,
 )
+from madmax_lib.traces.forensics.plain_pickles import load_plain
 from madmax_lib.traces.read.kineto import TraceWarning
-from madmax_lib.traces.read.plain_pickles import load_plain
 from madmax_lib.view import plot_memory
 from madmax_lib.view.drawing import figure_data
 

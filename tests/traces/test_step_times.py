@@ -7,7 +7,7 @@ from support import EPOCH_NS, dataset_or_skip, local_or_skip, make_timeline, wit
 
 import madmax_lib as mm
 from madmax_lib import Timeline, breakdown, read_trace
-from madmax_lib.accounting import rank_breakdown
+from madmax_lib.timeline.accounting import rank_breakdown
 from madmax_lib.traces import step_summary, steps
 
 MS = 10**6

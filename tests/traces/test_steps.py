@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from madmax_lib.timeline import KINDS, Meta, Timeline
+from madmax_lib.timeline.timeline import KINDS, Meta, Timeline
 from madmax_lib.traces.read.steps import assign_steps, hta_rows
 
 HOST, GPU = -1, 7

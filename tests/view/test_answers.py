@@ -13,11 +13,11 @@ from support import make_timeline, with_columns
 import madmax_lib as mm
 from madmax_lib import plan_flags
 from madmax_lib.__main__ import main
-from madmax_lib.datasets import PROJECT, dataset
-from madmax_lib.timeline import with_origin
+from madmax_lib.catalog.datasets import PROJECT, dataset
+from madmax_lib.timeline.timeline import with_origin
 from madmax_lib.traces import gate, stragglers
-from madmax_lib.view import trace_commands
-from madmax_lib.view.answers import Answer, envelope, tokens
+from madmax_lib.view.commands import trace as trace_commands
+from madmax_lib.view.commands.answers import Answer, envelope, tokens
 
 KEYS = ["schema", "command", "version", "status", "error", "inputs", "summary", "rows", "left_out", "warnings"]
 STEP = ["llama3-8b", "dgx-h100", "--global-batch", "64"]

@@ -13,7 +13,7 @@ import sys
 import nbformat
 import pytest
 
-from madmax_lib.datasets import PROJECT, dataset
+from madmax_lib.catalog.datasets import PROJECT, dataset
 from madmax_lib.runs.launch import prepare
 from madmax_lib.runs.spec import RunSpec
 from madmax_lib.view.notebooks.runner import notebooks

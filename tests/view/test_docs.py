@@ -16,7 +16,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 from madmax_lib import __main__, catalog
-from madmax_lib.datasets import PROJECT
+from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.simulator.rates.parameters import shipped
 
 PAGES = {path.stem: path for path in [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("[a-z]*.md"))]}

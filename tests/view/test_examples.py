@@ -5,7 +5,7 @@ import runpy
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.datasets import PROJECT, dataset
+from madmax_lib.catalog.datasets import PROJECT, dataset
 
 SCRIPTS = sorted((PROJECT / "examples").glob("*.py"))
 

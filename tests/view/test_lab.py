@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from madmax_lib.datasets import PROJECT
+from madmax_lib.catalog.datasets import PROJECT
 
 SETTINGS = {  # all cells in the page at once, and no question to the network
     "notebook-extension/tracker": {"windowingMode": "none"},

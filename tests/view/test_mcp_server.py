@@ -46,7 +46,7 @@ def test_an_agent_asks_over_standard_input_and_output(tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    from madmax_lib.view.mcp_server import server
+    from madmax_lib.view.commands.mcp_server import server
 
     with pytest.raises(FileNotFoundError, match="no such directory"):
         server([tmp_path / "nowhere"], print)

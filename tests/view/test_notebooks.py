@@ -9,7 +9,7 @@ import nbformat
 import pandas as pd
 import pytest
 
-from madmax_lib.datasets import PROJECT
+from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.view.notebooks.runner import _declared_parameters, notebooks, run_notebook
 
 NOTEBOOKS = notebooks()

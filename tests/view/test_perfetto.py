@@ -8,7 +8,7 @@ import pytest
 from support import make_timeline
 
 import madmax_lib as mm
-from madmax_lib.datasets import dataset
+from madmax_lib.catalog.datasets import dataset
 from madmax_lib.view.explore import perfetto
 from madmax_lib.view.explore.perfetto import view_in_perfetto
 

@@ -11,9 +11,9 @@ import pytest
 from support import make_timeline, with_columns
 
 from madmax_lib import view
-from madmax_lib.accounting import breakdown
-from madmax_lib.datasets import dataset
-from madmax_lib.timeline import Timeline
+from madmax_lib.catalog.datasets import dataset
+from madmax_lib.timeline.accounting import breakdown
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.read.kineto import read_trace
 from madmax_lib.view.canvas import columns
 from madmax_lib.view.report import report as pages

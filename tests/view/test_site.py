@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from madmax_lib.datasets import PROJECT
+from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.view.notebooks.page import Result
 from madmax_lib.view.notebooks.site import notebook_page, write_site
 

@@ -7,7 +7,7 @@ import pytest
 from support import make_timeline, with_tables
 
 import madmax_lib as mm
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.plots import breakdown, comm, diff, launch, memory, operators, path
 

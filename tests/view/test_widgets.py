@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support import make_timeline
 
-from madmax_lib.accounting import breakdown_between
+from madmax_lib.timeline.accounting import breakdown_between
 from madmax_lib.view.canvas import columns
 from madmax_lib.view.drawing import COLORS
 from madmax_lib.view.explore import widgets

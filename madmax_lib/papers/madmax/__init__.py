@@ -1,6 +1,6 @@
 """MAD-Max [Hsia et al., ISCA 2024, arXiv 2310.02784]: its model, released and corrected, and its figures."""
 
-from madmax_lib.doors import open_room
+from madmax_lib.base.doors import open_room
 
 TYPE_CHECKING = False
 

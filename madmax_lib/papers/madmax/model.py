@@ -16,9 +16,9 @@ import pandas as pd
 
 from madmax_lib.papers.madmax.layers import Collective, DenseLayer, DeviceStep, workload
 from madmax_lib.papers.madmax.rules import MadmaxRules, parse_rules
-from madmax_lib.simulator.schedule.engine import Program, run, to_timeline
-from madmax_lib.simulator.schedule.streams import Stream
-from madmax_lib.timeline import Meta, Timeline
+from madmax_lib.simulator.events.engine import Program, run, to_timeline
+from madmax_lib.simulator.events.streams import Stream
+from madmax_lib.timeline.timeline import Meta, Timeline
 
 __all__ = ["cloud_cost", "evaluate", "timeline"]
 

@@ -12,7 +12,8 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from madmax_lib.catalog import cluster
+from madmax_lib.catalog.models import Cluster
+from madmax_lib.catalog.tables import cluster
 from madmax_lib.papers.madmax.model import cloud_cost, timeline
 from madmax_lib.papers.madmax.rules import STRATEGIES, MadmaxRules
 from madmax_lib.papers.madmax.suite import (
@@ -31,8 +32,7 @@ from madmax_lib.papers.madmax.suite import (
     systems,
 )
 from madmax_lib.papers.origin import provenance, read_table, with_origin
-from madmax_lib.specs import Cluster
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline.timeline import Timeline
 
 __all__ = ["claims", "class_strategies", "cloud_comparison", "context_scaling", "hardware_study", "one_step"]
 __all__ += ["prefetch_overlap", "scaling_study", "strategies_over_fsdp", "task_dependence", "tp_inside_fsdp_across"]

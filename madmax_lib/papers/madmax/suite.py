@@ -11,10 +11,10 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
+from madmax_lib.catalog.models import Cluster
 from madmax_lib.papers.madmax.model import evaluate
 from madmax_lib.papers.madmax.rules import MadmaxRules
 from madmax_lib.papers.origin import read_table, with_origin
-from madmax_lib.specs import Cluster
 
 __all__ = ["best", "cases", "catalog_systems", "published", "published_values", "released", "steps", "suite", "systems"]
 

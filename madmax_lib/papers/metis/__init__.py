@@ -1,6 +1,6 @@
 """Metis [Um et al., USENIX ATC 2024] and its fork: the search as released (behaviour recorded), and its tables."""
 
-from madmax_lib.doors import open_room
+from madmax_lib.base.doors import open_room
 
 TYPE_CHECKING = False
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from madmax_lib import catalog
-from madmax_lib.atomic import write_text
+from madmax_lib.base.atomic import write_text
 from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.profiles import TIMES, LayerProfile, Profiles, plain_sum
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import pandas as pd
 
 from madmax_lib import catalog
+from madmax_lib.catalog.models import Transformer
 from madmax_lib.papers.origin import read_table, with_origin
-from madmax_lib.plan import Plan
+from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.memory.memory import memory, peak_bytes
-from madmax_lib.specs import Transformer
 
 __all__ = ["audit", "claims", "gelu", "memory_rows", "mlp", "runs", "splits"]
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.papers.origin import with_origin
-from madmax_lib.plan import Plan
+from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.memory.memory import memory
 from madmax_lib.simulator.offload.fits import fits, gpt_shape
 from madmax_lib.simulator.offload.placement import Policy

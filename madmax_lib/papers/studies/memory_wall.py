@@ -12,19 +12,19 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.case import Case
+from madmax_lib.catalog.models import Cluster, Transformer
 from madmax_lib.papers.origin import read_table, with_origin
-from madmax_lib.plan import Plan
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.fits import fits, gpt_shape, largest_model
 from madmax_lib.simulator.offload.hosts import rates
 from madmax_lib.simulator.offload.offload import best_offload, offload_times
 from madmax_lib.simulator.offload.placement import METHODS, Policy, split_of
+from madmax_lib.simulator.power import step_energy
 from madmax_lib.simulator.rates.parameters import shipped
-from madmax_lib.simulator.step.power import step_energy
-from madmax_lib.simulator.step.step_time import COMMUNICATION, COMPUTE
-from madmax_lib.specs import Cluster, Transformer
+from madmax_lib.simulator.steady.step_time import COMMUNICATION, COMPUTE
 
 __all__ = ["adam_published", "limits_table", "measured_host", "methods_table", "shape", "share_table"]
 

@@ -12,14 +12,14 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.accounting import breakdown
+from madmax_lib.catalog.models import Cluster
 from madmax_lib.papers.origin import read_table, with_origin
-from madmax_lib.plan import Plan
+from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.simulate import simulate
-from madmax_lib.specs import Cluster
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline.accounting import breakdown
+from madmax_lib.timeline.timeline import Timeline
 
 __all__ = ["PHASES", "claims", "fit_and_predict", "measured_overlap", "memory_parts", "overlap", "plan_of", "scaling",
            "step_of", "steps"]  # fmt: skip

@@ -1,6 +1,6 @@
 """vTrain [Bang et al., MICRO 2024]: its model, released (behaviour recorded) and corrected, and its case studies."""
 
-from madmax_lib.doors import open_room
+from madmax_lib.base.doors import open_room
 
 TYPE_CHECKING = False
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base.units import NS_PER_S
 from madmax_lib.papers.vtrain.config import Config, Sizes, VTrainRules, parse_rules
-from madmax_lib.units import NS_PER_S
 
 __all__ = ["RINGS", "Nccl", "communication_s", "gradient_s", "load_nccl", "send_s", "tensor_s"]
 

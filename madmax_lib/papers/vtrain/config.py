@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from madmax_lib.plan import Plan
-from madmax_lib.specs import Transformer
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.plan.plan import Plan
 
 __all__ = ["CORRECTED", "RELEASED", "TABLE", "Config", "Sizes", "VTrainRules", "load_config", "parse_rules", "shape_of"]
 

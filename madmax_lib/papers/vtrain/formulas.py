@@ -12,13 +12,13 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from madmax_lib.catalog import device
+from madmax_lib.catalog.models import Device
+from madmax_lib.catalog.tables import device
 from madmax_lib.papers.vtrain.comm import Nccl, tensor_s
 from madmax_lib.papers.vtrain.config import RELEASED, TABLE, Config, Sizes, VTrainRules, parse_rules, shape_of
 from madmax_lib.papers.vtrain.fit import GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.graph import Operators
 from madmax_lib.simulator.rates.compute import SCORE_BYTES, misfit, optimizer_bytes
-from madmax_lib.specs import Device
 
 __all__ = ["Formulas", "cross_validate", "fit_formulas", "formula_operators", "operator_s", "step_s"]
 

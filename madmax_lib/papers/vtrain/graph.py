@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 
 from madmax_lib.papers.vtrain.comm import Nccl, gradient_s, send_s, tensor_s
 from madmax_lib.papers.vtrain.config import Config, VTrainRules, parse_rules
-from madmax_lib.simulator.schedule.engine import Program, run, to_timeline
-from madmax_lib.simulator.schedule.schedules import Slot, dependency, in_order, order
-from madmax_lib.simulator.schedule.streams import Stream
-from madmax_lib.timeline import Meta, Timeline
+from madmax_lib.simulator.events.engine import Program, run, to_timeline
+from madmax_lib.simulator.events.schedules import Slot, dependency, in_order, order
+from madmax_lib.simulator.events.streams import Stream
+from madmax_lib.timeline.timeline import Meta, Timeline
 
 __all__ = ["Operators", "iteration_s", "timeline"]
 

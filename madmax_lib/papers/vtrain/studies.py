@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from madmax_lib.catalog import cluster, device
-from madmax_lib.datasets import local_data
+from madmax_lib.catalog.datasets import local_data
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog.tables import cluster, device
 from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.papers.vtrain.comm import RINGS, Nccl
 from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, Config, Sizes
 from madmax_lib.papers.vtrain.formulas import Formulas, formula_operators, operator_s, step_s
 from madmax_lib.papers.vtrain.graph import iteration_s
-from madmax_lib.specs import Transformer
 
 __all__ = ["SEED", "as_meant", "claims", "compute_optimal", "design_space", "layouts", "optional_local", "plan_table"]
 __all__ += ["published", "rule_effects", "seed_steps"]

@@ -1,6 +1,6 @@
 """Which plan trains a model fastest on GPUs of several types? Stages, groups, degrees and layer cuts, exactly."""
 
-from madmax_lib.doors import open_room
+from madmax_lib.base.doors import open_room
 
 TYPE_CHECKING = False
 

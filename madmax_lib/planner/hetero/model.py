@@ -12,16 +12,16 @@ from dataclasses import replace
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.case import Case
+from madmax_lib.catalog.models import Cluster, Link, Model, Transformer
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import Plans
 from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.prices import Price, PriceList
-from madmax_lib.plans import Plans
+from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.memory.memory import by_phase, stage_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.pieces import Pieces, pieces_of
-from madmax_lib.simulator.step.prices import Prices
-from madmax_lib.specs import Cluster, Link, Model, Transformer
+from madmax_lib.simulator.steady.pieces import Pieces, pieces_of
 
 __all__ = ["clusters_of", "gradients_of", "nodes_of", "passes_s", "per_layer", "simulated_prices"]
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from madmax_lib import catalog
-from madmax_lib.fields import argument, whole
+from madmax_lib.base.fields import argument, whole
+from madmax_lib.catalog.models import Cluster, Model
 from madmax_lib.planner.hetero.fleets import Fleet, fleet_of, fleets
 from madmax_lib.planner.hetero.model import clusters_of, nodes_of, simulated_prices
 from madmax_lib.planner.hetero.nodes import Node, load_cluster
 from madmax_lib.planner.hetero.prices import PriceList, prices_of
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
-from madmax_lib.specs import Cluster, Model
 
 __all__ = ["CostRules", "HeteroProblem", "given_or_made", "problem"]
 

@@ -13,7 +13,8 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from madmax_lib.fields import argument, is_whole, number
+from madmax_lib.base.fields import argument, is_whole, number
+from madmax_lib.base.progress import bar
 from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.fleets import fleets
 from madmax_lib.planner.hetero.planned import Planned
@@ -22,7 +23,6 @@ from madmax_lib.planner.hetero.problem import HeteroProblem, given_or_made
 from madmax_lib.planner.hetero.stages import Grid
 from madmax_lib.planner.hetero.sweep import OPEN, Sweeper
 from madmax_lib.planner.hetero.thresholds import Search
-from madmax_lib.progress import bar
 
 __all__ = ["alone", "plan"]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from madmax_lib.fields import whole
+from madmax_lib.base.fields import whole
 
 __all__ = ["HeteroPlan"]
 

@@ -16,8 +16,9 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.case import Case
-from madmax_lib.plan import Plan
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
+from madmax_lib.plan.stated import completed, count_of, habits_of, machine_of, model_of, software_of, text_of
 from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.fleets import Fleet
 from madmax_lib.planner.hetero.model import gradients_of, nodes_of, passes_s, per_layer
@@ -25,10 +26,9 @@ from madmax_lib.planner.hetero.prices import Price, PriceList, prices_of
 from madmax_lib.planner.hetero.problem import CostRules, HeteroProblem
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
-from madmax_lib.row_facts import completed, count_of, habits_of, machine_of, model_of, software_of, text_of
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import shipped
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.pieces import Pieces, pieces_of
+from madmax_lib.simulator.steady.pieces import Pieces, pieces_of
 
 __all__ = ["predict"]
 

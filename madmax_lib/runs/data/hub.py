@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from madmax_lib.datasets import cache_folder
+from madmax_lib.catalog.datasets import cache_folder
 
 __all__ = ["SOURCES", "read"]
 

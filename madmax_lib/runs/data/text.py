@@ -12,8 +12,8 @@ from itertools import islice
 
 import numpy as np
 
-from madmax_lib.atomic import replacing
-from madmax_lib.datasets import cache_folder
+from madmax_lib.base.atomic import replacing
+from madmax_lib.catalog.datasets import cache_folder
 
 __all__ = ["BYTES", "MASKED", "cached_tokens", "chat", "example", "tokenizer", "windows"]
 

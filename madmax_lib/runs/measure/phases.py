@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from madmax_lib.atomic import replacing
+from madmax_lib.base.atomic import replacing
 from madmax_lib.runs.read import PHASES
 
 __all__ = ["Phases", "between_s", "mark", "profiler"]

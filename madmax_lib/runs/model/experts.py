@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
 
-from madmax_lib.specs import Transformer
+from madmax_lib.catalog.models import Transformer
 
 __all__ = ["Experts", "Mixture"]
 

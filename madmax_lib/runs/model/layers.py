@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.model.context import Exchange
 from madmax_lib.runs.model.experts import Mixture
 from madmax_lib.runs.model.kernels import bias_gelu
-from madmax_lib.specs import Transformer
 
 __all__ = ["Attention", "FeedForward", "TransformerLayer", "norm"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.data.text import MASKED
-from madmax_lib.specs import Transformer
 
 __all__ = ["Part", "correct", "means", "split", "sums", "total"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from madmax_lib import catalog
+from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.settings import check_value
-from madmax_lib.specs import Transformer
 
 if TYPE_CHECKING:
     from madmax_lib.runs.model.network import Network

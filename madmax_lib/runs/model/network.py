@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
+from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.model.layers import TransformerLayer, norm
 from madmax_lib.runs.model.weights import Weights
-from madmax_lib.specs import Transformer
 
 __all__ = ["Network", "PatchEmbedding", "TokenEmbedding", "draw", "named_generator"]
 

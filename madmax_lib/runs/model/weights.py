@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from madmax_lib import catalog
-from madmax_lib.specs import Transformer
+from madmax_lib.catalog.models import Transformer
 
 __all__ = ["Weights"]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from madmax_lib.plan import Plan
+from madmax_lib.plan.plan import Plan
 from madmax_lib.runs.parallel.data_parallel import experts_of
 from madmax_lib.runs.parallel.mesh import Mesh
 from madmax_lib.runs.settings import Settings

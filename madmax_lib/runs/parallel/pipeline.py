@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from madmax_lib.plan import Plan
+from madmax_lib.plan.plan import Plan
 from madmax_lib.runs.measure.phases import Phases
 from madmax_lib.runs.model import losses
 from madmax_lib.runs.model.network import Network

@@ -7,7 +7,8 @@ recompute, compile, shard by dp. So no rank ever holds more than one whole layer
 import torch
 from torch import nn
 
-from madmax_lib.plan import Plan
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.plan.plan import Plan
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES
 from madmax_lib.runs.model import lora
 from madmax_lib.runs.model.context import Exchange
@@ -20,7 +21,6 @@ from madmax_lib.runs.parallel import tensor
 from madmax_lib.runs.parallel.data_parallel import DataParallel
 from madmax_lib.runs.parallel.mesh import Mesh
 from madmax_lib.runs.settings import Settings
-from madmax_lib.specs import Transformer
 
 __all__ = ["build"]
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
-from madmax_lib.plan import Plan
-from madmax_lib.plan_layers import chunk_layers
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.plan.layers import chunk_layers
+from madmax_lib.plan.plan import Plan
 from madmax_lib.runs import checks
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES, native_dtype
 from madmax_lib.runs.measure.phases import Phases
@@ -27,7 +28,6 @@ from madmax_lib.runs.parallel.data_parallel import DataParallel
 from madmax_lib.runs.parallel.mesh import Mesh
 from madmax_lib.runs.parallel.optimizers import Optimizers, local
 from madmax_lib.runs.settings import Settings
-from madmax_lib.specs import Transformer
 
 __all__ = ["Trainer", "parallelize"]
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from madmax_lib.blocks import chunk_elements, mixer_matrices, mixer_parameters, scan_flops
+from madmax_lib.catalog.mixers import chunk_elements, mixer_matrices, mixer_parameters, scan_flops
 from madmax_lib.simulator.layers.ops import Block, Comm, Op, attention, gemm, pointwise
 from madmax_lib.simulator.layers.work import Work, existing
 from madmax_lib.simulator.rates.compute import attention_flops

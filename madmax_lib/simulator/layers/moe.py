@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from madmax_lib.case import Case
-from madmax_lib.plan_rules import RECOMMENDATION, enforce
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.rules import RECOMMENDATION, enforce
 from madmax_lib.simulator.layers.ops import Block, Comm, Op, gemm, mirror, pointwise, precision
 from madmax_lib.simulator.layers.work import Work, existing
 from madmax_lib.simulator.rates.compute import Number

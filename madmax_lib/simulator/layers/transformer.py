@@ -12,14 +12,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from madmax_lib.case import Case
-from madmax_lib.plan_layers import chunk_layers
+from madmax_lib.catalog.models import DLRM, Transformer
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.layers import chunk_layers
 from madmax_lib.simulator.layers.mixers import cross_attention, mixer_blocks
 from madmax_lib.simulator.layers.moe import dlrm_blocks, mixture_blocks
 from madmax_lib.simulator.layers.ops import Block, Comm, Op, attention, gemm, mirror, pointwise
 from madmax_lib.simulator.layers.work import Work, existing, has
 from madmax_lib.simulator.rates.compute import Number, attention_flops
-from madmax_lib.specs import DLRM, Transformer
 
 __all__ = ["chunk_blocks", "embedding_block", "ends_by_flops", "head_block", "layer_blocks"]
 

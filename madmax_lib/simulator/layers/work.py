@@ -13,11 +13,11 @@ from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.case import Case
-from madmax_lib.plans import Plans
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import Plans
 from madmax_lib.simulator.layers.ops import Comm, Op, Precision, gemm, pointwise, precision
 from madmax_lib.simulator.rates.compute import Number
-from madmax_lib.specs import Transformer
 
 __all__ = ["HABITS", "Shape", "Work", "existing", "has"]
 

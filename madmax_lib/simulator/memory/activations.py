@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from madmax_lib.blocks import mixer_elements
-from madmax_lib.case import Case
-from madmax_lib.specs import Transformer
+from madmax_lib.catalog.mixers import mixer_elements
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.plan.case import Case
 
 __all__ = ["LayerBytes", "dropout_bytes", "in_flight", "layer_bytes"]
 

@@ -17,12 +17,14 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.case import Case
-from madmax_lib.fields import argument, is_number, shown
-from madmax_lib.plan import Plan
-from madmax_lib.plan_layers import chunk_layers
-from madmax_lib.plan_rules import RECOMMENDATION, enforce, rules_of
-from madmax_lib.plans import Plans, product_part
+from madmax_lib.base.fields import argument, is_number, shown
+from madmax_lib.catalog.models import DLRM, Cluster, Device, Model, Transformer
+from madmax_lib.catalog.software import Software
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import Plans, product_part
+from madmax_lib.plan.layers import chunk_layers
+from madmax_lib.plan.plan import Plan
+from madmax_lib.plan.rules import RECOMMENDATION, enforce, rules_of
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.simulator.layers.transformer import ends_by_flops
 from madmax_lib.simulator.memory.activations import dropout_bytes, in_flight, layer_bytes
@@ -35,8 +37,6 @@ from madmax_lib.simulator.memory.states import (
     state_bytes,
     width_of,
 )
-from madmax_lib.software import Software
-from madmax_lib.specs import DLRM, Cluster, Device, Model, Transformer
 
 __all__ = ["FRAGMENTATION", "PHASES", "by_phase", "fullest_stage", "held_layers", "memory", "moment_peak", "peak_bytes"]
 __all__ += ["plans_peak_bytes", "stage_bytes", "table_peak_bytes", "usable_bytes"]

@@ -9,11 +9,11 @@ from functools import cache, reduce
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.case import Case
-from madmax_lib.plans import Plans, expert_sharing, owned
+from madmax_lib.catalog.models import DLRM, Transformer
+from madmax_lib.catalog.software import Software
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import Plans, expert_sharing, owned
 from madmax_lib.simulator.layers.ops import BYTES
-from madmax_lib.software import Software
-from madmax_lib.specs import DLRM, Transformer
 
 __all__ = ["StageParameters", "default_software", "normalised", "software_of", "stage_parameters", "state_bytes"]
 __all__ += ["width_of"]

@@ -14,10 +14,13 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.case import Case
-from madmax_lib.fields import argument, shown
-from madmax_lib.plan import Plan
-from madmax_lib.plan_rules import enforce, rules_of
+from madmax_lib.base.fields import argument, shown
+from madmax_lib.base.units import format_bytes
+from madmax_lib.catalog.models import Cluster, Model, Transformer
+from madmax_lib.catalog.software import Software
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
+from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.memory.memory import held_layers, memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.hosts import host_of
@@ -29,9 +32,6 @@ from madmax_lib.simulator.offload.placement import (
     device_peak,
     peaks_by_place,
 )
-from madmax_lib.software import Software
-from madmax_lib.specs import Cluster, Model, Transformer
-from madmax_lib.units import format_bytes
 
 __all__ = ["FitsResult", "fits", "gpt_shape", "largest_model", "moments", "room_bytes", "shares_that_fit"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from madmax_lib.catalog.models import Cluster, Host
 from madmax_lib.simulator.offload.placement import Method, Split
-from madmax_lib.specs import Cluster, Host
 
 __all__ = ["ACCUMULATE_BYTES", "ADAM_BYTES", "Offloaded", "Rates", "host_of", "rates"]
 

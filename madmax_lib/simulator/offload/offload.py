@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from madmax_lib.case import Case
-from madmax_lib.fields import argument
-from madmax_lib.plans import owned
+from madmax_lib.base.fields import argument
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import owned
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import held_layers
 from madmax_lib.simulator.memory.states import stage_parameters
 from madmax_lib.simulator.offload.fits import room_bytes, shares_that_fit
 from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, Offloaded, rates
 from madmax_lib.simulator.offload.placement import Policy, split_of, streams_gradients
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.step.inputs import Steps
-from madmax_lib.simulator.step.pieces import Pieces, pieces_of
+from madmax_lib.simulator.steady.pieces import Pieces, pieces_of
 
 __all__ = ["OffloadTimes", "best_offload", "offload_times"]
 

@@ -18,12 +18,12 @@ from functools import lru_cache
 import numpy as np
 import pandas as pd
 
-from madmax_lib.case import Case
-from madmax_lib.fields import is_number, number, shown
-from madmax_lib.plan import Plan
+from madmax_lib.base.fields import is_number, number, shown
+from madmax_lib.catalog.models import Transformer
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.memory.memory import FRAGMENTATION, PHASES, by_phase, held_layers, moment_peak, stage_bytes
 from madmax_lib.simulator.memory.states import software_of, stage_parameters, state_bytes
-from madmax_lib.specs import Transformer
 
 __all__ = ["METHODS", "PLACES", "Method", "Policy", "Split", "as_table", "bytes_by_place", "device_peak"]
 __all__ += ["peaks_by_place", "split_of", "streams_gradients"]

@@ -17,9 +17,9 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.atomic import replacing
-from madmax_lib.collectives import MeasuredCollectives
-from madmax_lib.fields import argument, is_number, shown
+from madmax_lib.base.atomic import replacing
+from madmax_lib.base.fields import argument, is_number, shown
+from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 
 __all__ = ["Parameters", "bounds", "constants_of", "load", "save", "shipped", "software_of", "start", "to_json"]
 

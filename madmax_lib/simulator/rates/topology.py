@@ -9,7 +9,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from madmax_lib.plans import Plans, expert_sharing
+from madmax_lib.plan.columns import Plans, expert_sharing
 from madmax_lib.simulator.rates.compute import Number
 
 __all__ = ["Group", "Groups", "member_name"]

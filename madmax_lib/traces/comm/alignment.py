@@ -13,11 +13,11 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from madmax_lib.kinds import POINT_TO_POINT
-from madmax_lib.side_tables import SideTables
-from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.timeline.kinds import POINT_TO_POINT
+from madmax_lib.timeline.side_tables import SideTables
+from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import calls
-from madmax_lib.units import NS_PER_S
 
 __all__ = ["align", "clock_offsets", "components"]
 

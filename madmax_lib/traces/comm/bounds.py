@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.hardware import Cluster
-from madmax_lib.timeline import Timeline
+from madmax_lib.catalog.hardware import Cluster
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.comm.call_metadata import members
 
 __all__ = ["longest_transfer_s"]

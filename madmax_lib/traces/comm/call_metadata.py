@@ -13,10 +13,10 @@ import re
 import numpy as np
 import pandas as pd
 
-from madmax_lib.kinds import collective_names, collectives_of
-from madmax_lib.plan import Plan
-from madmax_lib.side_tables import SideTables
-from madmax_lib.timeline import Timeline
+from madmax_lib.plan.plan import Plan
+from madmax_lib.timeline.kinds import collective_names, collectives_of
+from madmax_lib.timeline.side_tables import SideTables
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
 __all__ = ["call_metadata", "members"]

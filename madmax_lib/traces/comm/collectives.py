@@ -15,11 +15,11 @@ groups are taken as one group, which is wrong where several groups run the same 
 import numpy as np
 import pandas as pd
 
-from madmax_lib.accounting import exposed_by_collective as exposed_by_name, exposed_ns
-from madmax_lib.timeline import Timeline, kept, with_origin
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.timeline.accounting import exposed_by_collective as exposed_by_name, exposed_ns
+from madmax_lib.timeline.timeline import Timeline, kept, with_origin
 from madmax_lib.traces.comm.bounds import longest_transfer_s
 from madmax_lib.traces.comm.call_metadata import call_metadata
-from madmax_lib.units import NS_PER_S
 
 __all__ = ["arrivals", "bandwidths", "bus_factor", "by_group", "calls", "exposed_by_collective", "unseen_waits"]
 __all__ += ["waiting"]

@@ -7,8 +7,8 @@ Traces record the rows that a rank sends to each member of the group and gets fr
 import numpy as np
 import pandas as pd
 
-from madmax_lib.fields import argument
-from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.base.fields import argument
+from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.call_metadata import call_metadata, members
 
 __all__ = ["exchanges"]

@@ -12,10 +12,10 @@ import re
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import Timeline, kept, with_origin
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.timeline.timeline import Timeline, kept, with_origin
 from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.traces.read.nesting import Nest, thread_of
-from madmax_lib.units import NS_PER_S
 
 __all__ = ["BEFORE", "allocations", "growth", "held_at_peak", "memory_timeline", "peak"]
 

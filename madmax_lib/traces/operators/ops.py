@@ -12,12 +12,12 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from madmax_lib.intervals import pack, union
-from madmax_lib.timeline import BUSY_KINDS, Timeline, kept, with_origin
+from madmax_lib.base.intervals import pack, union
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, kept, with_origin
 from madmax_lib.traces.operators.op_flops import operator_costs, served_attention
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.waits.launch import device_work
-from madmax_lib.units import NS_PER_S
 
 __all__ = ["OUTSIDE", "kernel_types", "kernels", "modules", "operator_calls", "operators", "ratio"]
 

@@ -9,13 +9,13 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.specs import Device
-from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.catalog.models import Device
+from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.diff import op_classes
 from madmax_lib.traces.operators.ops import operator_calls, operators, ratio
 from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.waits.step_times import step_periods
-from madmax_lib.units import NS_PER_S
 
 __all__ = ["mfu", "products", "roofline"]
 

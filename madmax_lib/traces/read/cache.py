@@ -15,9 +15,9 @@ from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
-from madmax_lib.atomic import replacing
-from madmax_lib.datasets import cache_folder
-from madmax_lib.timeline import Timeline
+from madmax_lib.base.atomic import replacing
+from madmax_lib.catalog.datasets import cache_folder
+from madmax_lib.timeline.timeline import Timeline
 
 __all__ = ["cached", "content_sha256"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import KINDS
+from madmax_lib.timeline.timeline import KINDS
 from madmax_lib.traces.read.event_columns import EventColumns
 from madmax_lib.traces.read.nesting import Nest
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from madmax_lib.timeline import Timeline
+from madmax_lib.base.units import format_s
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.read.events import TraceWarning
-from madmax_lib.units import format_s
 
 __all__ = ["one_job"]
 

@@ -11,8 +11,8 @@ from urllib.parse import unquote
 import numpy as np
 import pandas as pd
 
-from madmax_lib.kinds import COLLECTIVES, collective_names, kernel_kinds
-from madmax_lib.timeline import BUSY_KINDS, KINDS
+from madmax_lib.timeline.kinds import COLLECTIVES, collective_names, kernel_kinds
+from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS
 
 __all__ = ["collective_of", "original_name", "written_names"]
 

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from madmax_lib.fields import argument
-from madmax_lib.side_tables import SideTables
-from madmax_lib.timeline import Timeline, concat
+from madmax_lib.base.fields import argument
+from madmax_lib.timeline.side_tables import SideTables
+from madmax_lib.timeline.timeline import Timeline, concat
 from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.events import OtherContent, TraceWarning
 from madmax_lib.traces.read.files import EXPORT_SUFFIX, find_traces, iteration_folder, iterations, rank_in_name
@@ -81,7 +81,7 @@ def read_trace(
 
 
 def _read_exports(exports: list[Path], paths: list[Path], hta: bool, kinds: str | Path | None) -> Timeline:
-    from madmax_lib.traces.read.nsys import read_exports
+    from madmax_lib.traces.nsys import read_exports
 
     if hta:
         raise ValueError(f"{exports[0]}: hta_compatible is of PyTorch's traces; HTA reads no exports of Nsight Systems")

@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from madmax_lib.progress import bar
+from madmax_lib.base.progress import bar
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from madmax_lib.side_tables import SIDE_TABLES, SideTables, conform
-from madmax_lib.timeline import SPANS, Timeline
+from madmax_lib.timeline.side_tables import SIDE_TABLES, SideTables, conform
+from madmax_lib.timeline.timeline import SPANS, Timeline
 from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.chrome import decode_pieces
 from madmax_lib.traces.read.event_columns import Codes, complete, with_exact_times

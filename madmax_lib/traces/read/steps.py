@@ -12,7 +12,7 @@ import re
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline.timeline import Timeline
 
 __all__ = ["assign_steps", "hta_rows", "step_spans"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from madmax_lib.kinds import collective_names, kernel_kinds, load_kinds
-from madmax_lib.timeline import BUSY_KINDS, KINDS, Meta, Timeline
+from madmax_lib.timeline.kinds import collective_names, kernel_kinds, load_kinds
+from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Meta, Timeline
 from madmax_lib.traces.read.cpu_kinds import begins, classify_cpu
 from madmax_lib.traces.read.event_columns import EventColumns, read_columns
 from madmax_lib.traces.read.events import SOURCE_KEY, RawTrace

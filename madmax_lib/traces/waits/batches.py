@@ -9,11 +9,11 @@ import re
 import numpy as np
 import pandas as pd
 
-from madmax_lib.fields import argument
-from madmax_lib.intervals import pack, total
-from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.base.fields import argument
+from madmax_lib.base.intervals import pack, total
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.waits.launch import device_work
-from madmax_lib.units import NS_PER_S
 
 __all__ = ["batches"]
 

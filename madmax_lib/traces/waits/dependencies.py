@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.waits.slices import IN_FLIGHT, cut_into_slices, one_slice_per_span
 from madmax_lib.traces.waits.transfers import messages, pauses, transfers
 

@@ -8,10 +8,10 @@ other (an event, another stream, a collective) else.
 import numpy as np
 import pandas as pd
 
-from madmax_lib.intervals import covered_before, pack, union
-from madmax_lib.timeline import Timeline, kept, with_origin
+from madmax_lib.base.intervals import covered_before, pack, union
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.timeline.timeline import Timeline, kept, with_origin
 from madmax_lib.traces.waits.launch import device_work
-from madmax_lib.units import NS_PER_S
 
 __all__ = ["idle", "launch_bound"]
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import BUSY_KINDS, Timeline, kept, with_origin
-from madmax_lib.units import NS_PER_S
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, kept, with_origin
 
 __all__ = ["device_work", "launch_floor", "launches", "queue_length", "queue_series", "short_kernels"]
 

@@ -13,11 +13,11 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from madmax_lib.collectives import MeasuredCollectives
-from madmax_lib.timeline import Timeline
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.catalog.measured_collectives import MeasuredCollectives
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.comm.collectives import bus_factor, calls
 from madmax_lib.traces.waits.dependencies import Graph
-from madmax_lib.units import NS_PER_S
 
 __all__ = ["transfer_times"]
 

@@ -6,8 +6,8 @@ Host spans nest; here they are cut where the innermost one changes. A device spa
 import numpy as np
 import pandas as pd
 
-from madmax_lib.intervals import pack, union
-from madmax_lib.timeline import BUSY_KINDS
+from madmax_lib.base.intervals import pack, union
+from madmax_lib.timeline.timeline import BUSY_KINDS
 
 __all__ = ["IN_FLIGHT", "cut_into_slices", "one_slice_per_span"]
 

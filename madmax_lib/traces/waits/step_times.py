@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.accounting import rank_breakdown
-from madmax_lib.fields import argument
-from madmax_lib.timeline import BUSY_KINDS, Timeline, kept, with_origin
+from madmax_lib.base.fields import argument
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.timeline.accounting import rank_breakdown
+from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, kept, with_origin
 from madmax_lib.traces.read.nesting import Nest
 from madmax_lib.traces.read.steps import step_spans
 from madmax_lib.traces.waits.launch import device_work
-from madmax_lib.units import NS_PER_S
 
 __all__ = ["input_wait", "steady", "step_periods", "step_summary", "steps", "unmarked", "usual_step"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from madmax_lib.intervals import pack, union
+from madmax_lib.base.intervals import pack, union
 from madmax_lib.traces.comm.call_metadata import call_metadata
 
 __all__ = ["pauses", "transfers"]

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.view.drawing.style import PAPER, Fill, patch_key
 
 __all__ = ["empty", "figure_data", "finish", "legend", "log_axis", "new_axes", "note", "panels", "published"]

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.intervals import pack, union
-from madmax_lib.units import NS_PER_S
+from madmax_lib.base.intervals import pack, union
+from madmax_lib.base.units import NS_PER_S
 from madmax_lib.view.drawing.axes import finish, new_axes, note
 from madmax_lib.view.drawing.style import Fill, fill_of, ink_on
 

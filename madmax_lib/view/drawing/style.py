@@ -11,7 +11,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from madmax_lib.view.words import COLORS, LABELS, lanes, percent, plural, row_label, shorten
+from madmax_lib.view.commands.words import COLORS, LABELS, lanes, percent, plural, row_label, shorten
 
 __all__ = ["COLORS", "COMPONENTS", "DARK", "DASHED", "GREY", "LABELS", "OTHER", "PAPER", "SERIES", "THEIRS", "UNFIT"]
 __all__ += ["Fill", "components_key", "faded", "fill_of", "ink_on", "kinds_key", "line_key", "mark_key", "patch_key"]

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.plan import Plan
-from madmax_lib.planner.compare import EXPOSED
+from madmax_lib.base.units import format_s
+from madmax_lib.catalog.models import Cluster, Model
+from madmax_lib.plan.plan import Plan
+from madmax_lib.planner.money.compare import EXPOSED
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.memory.memory import fullest_stage, memory, peak_bytes, usable_bytes
-from madmax_lib.specs import Cluster, Model
-from madmax_lib.units import format_s
 from madmax_lib.view.drawing import COLORS, DASHED, bars, patch_key
 
 __all__ = ["PlanCard", "plan_card", "plan_card_html", "plot_plan_card"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from nbconvert.filters import markdown2html
 from pygments.formatters import HtmlFormatter
 
-from madmax_lib.datasets import PROJECT
+from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.view.notebooks.page import page
 
 __all__ = ["docs_index", "docs_pages"]

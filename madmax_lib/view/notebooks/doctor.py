@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from madmax_lib import __version__
-from madmax_lib.datasets import cache_folder, dataset, names, places
+from madmax_lib.catalog.datasets import cache_folder, dataset, names, places
 from madmax_lib.runs.selftest import Missing, answers, selftest
 from madmax_lib.view.notebooks.environment import environment, is_here, version
 from madmax_lib.view.notebooks.runner import notebooks

@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
-from madmax_lib.datasets import PROJECT, dataset, local_data, names
+from madmax_lib.catalog.datasets import PROJECT, dataset, local_data, names
 
 __all__ = ["Environment", "environment", "is_here", "shell", "version"]
 

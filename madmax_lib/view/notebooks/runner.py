@@ -10,8 +10,8 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
-from madmax_lib.atomic import write_text
-from madmax_lib.datasets import SHIPPED
+from madmax_lib.base.atomic import write_text
+from madmax_lib.catalog.datasets import SHIPPED
 from madmax_lib.view.notebooks.page import Result
 
 __all__ = ["described", "notebook_named", "notebooks", "parse_parameters", "questions", "run_notebook"]

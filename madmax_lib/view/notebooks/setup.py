@@ -15,8 +15,8 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from madmax_lib.atomic import replacing, write_text
-from madmax_lib.datasets import PROJECT, dataset
+from madmax_lib.base.atomic import replacing, write_text
+from madmax_lib.catalog.datasets import PROJECT, dataset
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.notebooks.environment import Environment, environment, shell, version
 

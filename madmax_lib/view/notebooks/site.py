@@ -12,8 +12,8 @@ from nbconvert import HTMLExporter
 from pygments.formatters import HtmlFormatter
 
 from madmax_lib import __version__
-from madmax_lib.atomic import write_text
-from madmax_lib.datasets import PROJECT
+from madmax_lib.base.atomic import write_text
+from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.view.notebooks.docs import docs_index, docs_pages
 from madmax_lib.view.notebooks.page import Result, page, paragraph
 

@@ -3,9 +3,9 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.fields import argument
-from madmax_lib.timeline import BUSY_KINDS, Timeline
-from madmax_lib.units import NS_PER_S, format_s
+from madmax_lib.base.fields import argument
+from madmax_lib.base.units import NS_PER_S, format_s
+from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
 from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_advice", "plot_breakdown", "plot_exposed", "plot_overlap", "plot_timeline", "plot_waiting"]

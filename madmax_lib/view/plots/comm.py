@@ -4,9 +4,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.kinds import COLLECTIVES
+from madmax_lib.base.units import format_bytes, format_s
+from madmax_lib.timeline.kinds import COLLECTIVES
 from madmax_lib.traces.comm.collectives import bandwidths
-from madmax_lib.units import format_bytes, format_s
 from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_bandwidth", "plot_clock_offsets", "plot_groups", "plot_skew", "plot_stragglers", "plot_workers"]

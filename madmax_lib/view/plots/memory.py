@@ -7,11 +7,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.timeline import Timeline
+from madmax_lib.base.units import bytes_unit, format_bytes, format_s
+from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.traces.forensics.read_snapshots import Snapshot
+from madmax_lib.traces.forensics.snapshots import snapshot_held, snapshot_peak, snapshot_timeline
 from madmax_lib.traces.operators.memory import BEFORE, held_at_peak, memory_timeline, peak
-from madmax_lib.traces.operators.snapshots import snapshot_held, snapshot_peak, snapshot_timeline
-from madmax_lib.traces.read.snapshots import Snapshot
-from madmax_lib.units import bytes_unit, format_bytes, format_s
 from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_held", "plot_memory"]

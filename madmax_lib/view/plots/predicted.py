@@ -3,10 +3,10 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.simulator.memory.memory import PHASES
-from madmax_lib.simulator.schedule.streams import Stream
-from madmax_lib.timeline import Timeline
-from madmax_lib.units import NS_PER_S
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_causes", "plot_components", "plot_moments", "plot_parts", "plot_places", "plot_streams"]

@@ -7,11 +7,11 @@ Tables are those of `runs.read` and `calibration.run_tables`. What is measured i
 import pandas as pd
 from matplotlib.axes import Axes
 
+from madmax_lib.base.units import bytes_unit, format_bytes, format_s
 from madmax_lib.calibration.fit import fingerprint
-from madmax_lib.calibration.run_tables import steps_files
+from madmax_lib.calibration.published.run_tables import steps_files
 from madmax_lib.runs.read import PHASES, Run, runs_table
-from madmax_lib.timeline import with_origin
-from madmax_lib.units import bytes_unit, format_bytes, format_s
+from madmax_lib.timeline.timeline import with_origin
 from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_beside", "plot_losses", "plot_run", "plot_run_memory", "plot_run_phases", "plot_shares", "plot_speed"]

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from madmax_lib import __version__
-from madmax_lib.atomic import write_text
-from madmax_lib.fields import argument
-from madmax_lib.timeline import Timeline
+from madmax_lib.base.atomic import write_text
+from madmax_lib.base.fields import argument
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.operators.memory import peak
 from madmax_lib.traces.waits.step_times import steady
 from madmax_lib.view.canvas import busy_spans, columns

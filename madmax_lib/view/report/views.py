@@ -9,8 +9,9 @@ import warnings
 import numpy as np
 import pandas as pd
 
-from madmax_lib.accounting import breakdown
-from madmax_lib.timeline import Timeline
+from madmax_lib.base.units import format_bytes, format_s
+from madmax_lib.timeline.accounting import breakdown
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.advise import advise
 from madmax_lib.traces.comm.collectives import by_group, waiting
 from madmax_lib.traces.comm.exchanges import exchanges
@@ -21,9 +22,8 @@ from madmax_lib.traces.operators.roofline import mfu
 from madmax_lib.traces.stragglers import skew, stragglers
 from madmax_lib.traces.waits.batches import batches
 from madmax_lib.traces.waits.step_times import input_wait, steady, steps
-from madmax_lib.units import format_bytes, format_s
+from madmax_lib.view.commands.words import percent, plural
 from madmax_lib.view.report.marks import bars, cards, heat, line, section, table, text
-from madmax_lib.view.words import percent, plural
 
 __all__ = ["advice", "comparison", "detail_ranks", "distributed", "kernel_view", "memory", "module_view"]
 __all__ += ["operator_view", "overview", "step_view", "told"]

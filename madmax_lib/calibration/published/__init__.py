@@ -1,0 +1,1 @@
+"""Rows that others, or runs, have measured."""

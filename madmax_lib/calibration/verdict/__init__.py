@@ -1,0 +1,1 @@
+"""Is a measured step as fast as it should be, and why not?"""

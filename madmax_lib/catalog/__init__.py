@@ -1,0 +1,18 @@
+"""What exists? Models, devices, clusters, software and recorded inputs, each number with its source."""
+
+from madmax_lib.base.doors import open_room
+
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from madmax_lib.catalog.datasets import (
+        PROJECT as PROJECT,
+        SHIPPED as SHIPPED,
+        dataset as dataset,
+        local_data as local_data,
+    )
+    from madmax_lib.catalog.listing import clusters as clusters, devices as devices
+    from madmax_lib.catalog.models import *
+    from madmax_lib.catalog.tables import *
+
+__all__ = open_room(__name__)

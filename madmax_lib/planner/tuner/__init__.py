@@ -1,0 +1,1 @@
+"""Which plan to try next, after each measured trial."""

@@ -1,0 +1,146 @@
+"""Which plan is the fastest in truth? Trials of a few plans, one after another or side by side on dask workers.
+
+`tune` asks a `Tuner` for plans, has them measured and tells it. A trial is any callable, or a run of `mm.launch`.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+
+from madmax_lib.base.fields import argument, shown, whole
+from madmax_lib.base.progress import bar
+from madmax_lib.catalog.models import Cluster, Transformer
+from madmax_lib.catalog.software import Software
+from madmax_lib.plan.plan import Plan
+from madmax_lib.planner.layouts import runnable
+from madmax_lib.planner.search import search
+from madmax_lib.planner.space import Space
+from madmax_lib.planner.tuner.tuner import Tuner
+from madmax_lib.runs.launch import gpu_count, launch as start
+from madmax_lib.runs.read import read_json
+from madmax_lib.runs.spec import RunSpec
+from madmax_lib.simulator.rates.parameters import Parameters
+
+__all__ = ["Tuner", "tune"]
+
+_FAILURES = (RuntimeError, MemoryError, OSError, subprocess.SubprocessError)  # of a trial; others are mistakes
+_TOP = 500  # plans of a search of which those are taken that a run can have
+
+
+def tune(
+    model: Transformer | str,
+    cluster: Cluster | str,
+    *,
+    global_batch: int,
+    launch: Callable[[Plan], float | None] | RunSpec,
+    trials: int = 10,
+    sequence: int | None = None,
+    dtype: str = "bf16",
+    plans: Iterable[Plan | str] | pd.DataFrame | None = None,
+    software: str | Software | None = None,
+    parameters: Parameters | None = None,
+    seed: int = 0,
+    state: str | Path | None = None,
+    directory: str | Path | None = None,
+    client=None,
+    progress: bool = True,
+) -> Tuner:
+    """Measure plans until there are so many trials, and return the `Tuner`: its best, trials and table.
+
+    launch: takes a Plan and returns the seconds of a step, or None if it fails; a RuntimeError, MemoryError or OSError
+    counts as a failure too. Or the `RunSpec` of a run, whose strategy becomes each of the plans; the runs are kept in
+    directory, and a plan takes the median of its steps. Then the plans, if none are given, are the best that can run.
+    trials: with those of an earlier call that the file `state` keeps. client: of dask, whose workers try one plan each
+    at a time. The other arguments are those of `Tuner`. Interrupted, it returns what was learnt so far. Raises
+    ValueError for wrong arguments.
+    See also: mm.search, mm.launch, mm.planner.Tuner.
+
+    >>> seconds = {"dp8": 0.4, "dp8.z1": 0.3, "dp8.z2": None, "dp8.z3": 0.5}
+    >>> case = {"global_batch": 64, "plans": list(seconds), "trials": 4, "progress": False}
+    >>> str(tune("gpt2-large", "dgx-a100", launch=lambda plan: seconds[str(plan)], **case).best)
+    'dp8.z1'
+    """
+    trials, case = whole("trials", trials, 1), {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
+    case |= {"software": software, "parameters": parameters}
+    if isinstance(launch, RunSpec):
+        if not str(argument("directory", directory, str | Path)):
+            raise ValueError("directory='' names no folder for the runs")
+        launch = _Run(launch, Path(directory))
+        plans = launch.plans(model, cluster, case) if plans is None else plans
+    elif not callable(launch):
+        raise ValueError(f"launch={shown(launch)} must be a callable of a Plan, or a RunSpec")
+    tuner = Tuner(model, cluster, plans=plans, seed=seed, state=state, **case)
+    todo = min(trials - len(tuner.trials), tuner.left)
+    results = _here(tuner, launch, todo) if client is None else _on_workers(tuner, launch, todo, client)
+    with bar(total=max(todo, 0), desc="tuning", unit="trial", show=progress) as done:
+        try:
+            for plan, step_s in results:
+                tuner.tell(plan, step_s)
+                done.update()
+        except KeyboardInterrupt:
+            pass
+    return tuner
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A trial that is a run."""
+
+    spec: RunSpec
+    directory: Path
+
+    def __call__(self, plan: Plan) -> float | None:
+        text = str(plan) if plan.micro_batch > 1 else f"{plan}.mb1"  # a strategy without mb leaves it open
+        spec = replace(self.spec, strategy=text, ranks=None)
+        summary = read_json(start(spec, self.directory / spec.name, check=False) / "summary.json")
+        return summary["step_s"]["median"] if summary["status"] == "completed" else None
+
+    def plans(self, model, cluster, case: dict) -> list[str]:
+        """The best plans of a search that can run."""
+        choices = {"hybrid": (), "overlap_gather": (False,), "sequence_parallel": (not self.spec.shapes.image,)}
+        space, gpus = replace(Space.quick(), **choices), gpu_count() if self.spec.device != "cpu" else 0
+        found = search(model, cluster, top=_TOP, space=space, progress=False, **case).table
+        return [text for text in found["plan"] if runnable(replace(self.spec, ranks=None), text, gpus)]
+
+
+def _tried(launch: Callable[[Plan], float | None], plan: Plan) -> float | None:
+    try:
+        return launch(plan)
+    except _FAILURES:
+        return math.nan
+
+
+def _here(tuner: Tuner, launch, todo: int):
+    for _ in range(todo):
+        plan = tuner.ask()
+        yield plan, _tried(launch, plan)
+
+
+def _on_workers(tuner: Tuner, launch, todo: int, client):
+    """As many trials at once as there are workers; the next plan is asked for when one has been told."""
+    from distributed import as_completed
+
+    def submit():
+        plan = tuner.ask()
+        future = client.submit(_tried, launch, plan, pure=False)
+        futures[future] = plan
+        return future
+
+    futures: dict = {}
+    workers = max(len(client.scheduler_info()["workers"]), 1)  # of which the first may come later
+    running = as_completed([submit() for _ in range(min(todo, workers))])
+    todo -= len(futures)
+    try:
+        for future in running:
+            yield futures.pop(future), future.result()
+            if todo > 0:
+                running.add(submit())
+                todo -= 1
+    finally:
+        client.cancel(list(futures))

@@ -1,0 +1,1 @@
+"""What one layer costs, and what hides what."""

@@ -1,0 +1,1 @@
+"""The step as events on the streams of ranks."""

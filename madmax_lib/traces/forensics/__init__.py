@@ -1,0 +1,1 @@
+"""What was left behind by jobs that failed: memory snapshots, flight recorders."""
